@@ -8,6 +8,7 @@ that led to the fault.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
+from itertools import compress
 from operator import or_
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from shardwright.backends.jax.pipeline.microbatch import CutMicrobatch, cut_micr
 from shardwright.backends.jax.pipeline.stage_functions import TOTAL
 from shardwright.backends.jax.program.equations import evaluate, value_of
 from shardwright.backends.jax.state.ownership import holdings_of
+from shardwright.backends.jax.state.trainable import replaced
 from shardwright.core.plan.plan import Plan
 
 MARK = "shardwright:equation:"
@@ -151,8 +153,7 @@ class _Program:
         given |= dict(zip(micro.state, other, strict=True)) | dict(zip(micro.batch, part, strict=True))
 
         def total(trained: Sequence[jax.Array]) -> tuple[jax.Array, list[jax.Array]]:
-            rest = iter(trained)
-            whole = [next(rest) if flag else p for flag, p in zip(self.trained, params, strict=True)]
+            whole = replaced(self.trained, params, trained)
             known = dict(flat.constants) | given
             for weight in micro.cut.weights:
                 leaf, rows = whole[weight.holding.leaf], weight.holding.rows
@@ -163,7 +164,7 @@ class _Program:
             values = [value_of(flat, atom, known) for atom in flat.outputs]
             return values[TOTAL], [values[operands.state[v]] if v in operands.state else given[v] for v in micro.state]
 
-        trained = [p for p, flag in zip(params, self.trained, strict=True) if flag]
+        trained = list(compress(params, self.trained))
         closed, shapes = jax.make_jaxpr(jax.value_and_grad(total, has_aux=True), return_shape=True)(trained)
         self.sites.clear()
         looker = _Looker()

@@ -205,6 +205,14 @@ def chosen(sound: jax.Array, after: Any, before: Any) -> Any:
     return jax.tree.map(one, after, before)
 
 
+def judged(answer: Answer, evidence: Evidence, after: Any, before: Any) -> tuple[Any, Evidence | None]:
+    """What a step is followed by, and the evidence that is kept of it: under "error" what was before it where it is not
+    sound, under "ignore" no evidence."""
+    if answer == "error":
+        after = chosen(is_sound(evidence.loss, evidence.norm), after, before)
+    return after, None if answer == "ignore" else evidence
+
+
 def _is_there(array: Any) -> bool:
     return bool(array.is_ready())
 

@@ -14,7 +14,7 @@ from shardwright.backends.jax.capture.tree import Parts
 from shardwright.backends.jax.loss.microbatches import Microbatches, accumulate, split_squares, updated
 from shardwright.backends.jax.machine.mesh import bind
 from shardwright.backends.jax.memory.compiled_peak import program_bytes
-from shardwright.backends.jax.pipeline.sentinels import Evidence, OneProgram, chosen, is_sound
+from shardwright.backends.jax.pipeline.sentinels import Evidence, OneProgram, judged
 from shardwright.backends.jax.state.checks import require_like, require_model, require_places
 from shardwright.backends.jax.state.shardings import optimizer_shardings, parameter_shardings, replicated, spread_over
 from shardwright.backends.jax.state.train_state import StepResult, TrainState, own_copy, parts_of
@@ -138,11 +138,8 @@ class OneProgramTraining(OfPlan):
             after = replace(state, step=state.step + 1, params=params, optimizer=optimizer, other=other)
             at = list(compress(jax.tree.leaves(gradients_at), trained.mask(state.params)))
             squares = split_squares(jax.tree.leaves(mean), at)
-            norm, evidence = jnp.sqrt(squares.sum()), None
-            if self.nonfinite == "error":
-                after = chosen(is_sound(loss, norm), after, state)
-            if self.nonfinite != "ignore":
-                evidence = Evidence(state.step, loss, norm, (losses, squares))
+            norm = jnp.sqrt(squares.sum())
+            after, evidence = judged(self.nonfinite, Evidence(state.step, loss, norm, (losses, squares)), after, state)
             return StepResult(after, loss, aux, norm, evidence)
 
         whole: Any = replicated(self.mesh)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardwright.backends.jax.capture.samples import FlatBatch
-from shardwright.backends.jax.capture.tree import Parts, shape_key
+from shardwright.backends.jax.capture.tree import Parts, abstract, shape_key
 from shardwright.backends.jax.loss.metrics import Metrics
 from shardwright.backends.jax.loss.microbatches import Microbatches
 from shardwright.backends.jax.memory.compiled_peak import pipeline_bytes
@@ -47,7 +47,7 @@ class PipelinedTraining(InStages):
         """The holdings of parameters of these shapes, and the optimizer over them."""
         key = shape_key(params)
         if key not in self._cuts:
-            shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
+            shapes = jax.tree.map(abstract, params)
             holdings = holdings_of(self.plan, names, [leaf.shape for leaf in jax.tree.leaves(params)])
             layouts = self.plan.parameter_layouts("jax")
             shardings = parameter_shardings(names, shapes, layouts, self.meshes.meshes[0])
@@ -182,7 +182,7 @@ class PipelinedTraining(InStages):
 
         def shape(node: Any) -> jax.ShapeDtypeStruct:
             if not is_stack(node):
-                return jax.ShapeDtypeStruct(node.shape, node.dtype)
+                return abstract(node)
             rows = sum(piece.shape[0] for piece in node.pieces)
             return jax.ShapeDtypeStruct((rows, *node.pieces[0].shape[1:]), node.pieces[0].dtype)
 
