@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
+from shardwright.backends.jax.capture.tree import abstract
 from shardwright.backends.jax.pipeline.compilation import Compiler, lower
 from shardwright.backends.jax.pipeline.deduplication import signature
 from shardwright.backends.jax.pipeline.transfers import Route
@@ -211,7 +212,7 @@ class PlacedProgram:
         self._waiting: dict[int, Callable[[], Any]] = {}
         longest_first = sorted(enumerate(self.pieces), key=lambda numbered: -len(numbered[1].equations))
         for number, piece in longest_first:
-            shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (self.flat.avals[v] for v in piece.arguments)]
+            shapes = [abstract(self.flat.avals[v]) for v in piece.arguments]
             shardings = [self._at(v, piece.stage) for v in piece.arguments]
             for source, name in self.bundles[number]:
                 shapes.append(jax.ShapeDtypeStruct((self._length(source, name),), name))
