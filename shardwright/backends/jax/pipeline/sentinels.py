@@ -78,7 +78,7 @@ class Staged:
     def text(self, evidence: Evidence) -> str:
         gradients, rows = evidence.details
         noted = dict(zip(self.labels, rows, strict=True))
-        home = next(stage for stage, part in enumerate(self.cut.parts) if TOTAL in part.results)
+        home = self.cut.maker(TOTAL)
         bad = {way: {s: row for (s, w), row in noted.items() if w == way and row.any()} for way in (FORWARD, BACKWARD)}
         if not np.isfinite(evidence.loss):
             row = noted.get((home, LOSS), np.zeros((1, 2), np.int32))
