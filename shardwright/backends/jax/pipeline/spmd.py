@@ -7,6 +7,7 @@ several are the circular, breadth-first order (arXiv 2211.05953). The backward i
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any
 
 import jax
@@ -84,12 +85,9 @@ def _refuse_results_of_blocks(micro: CutMicrobatch, stages: int) -> None:
 
 def _longest_run(classes: Sequence[int]) -> tuple[int, int]:
     """The longest run of units of one class: the first unit, and the one after the last."""
-    best, start = (0, 0), 0
-    for index in range(1, len(classes) + 1):
-        if index == len(classes) or classes[index] != classes[start]:
-            best = max(best, (start, index), key=lambda run: run[1] - run[0])
-            start = index
-    return best
+    runs = [list(members) for _, members in groupby(range(len(classes)), key=classes.__getitem__)]
+    longest = max(runs, key=len)
+    return longest[0], longest[-1] + 1
 
 
 @dataclass(frozen=True, slots=True)
