@@ -40,6 +40,11 @@ def equations_in(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
             yield from equations_in(inner)
 
 
+def rows_between(shape: Sequence[int], start: int, end: int) -> dict[str, Any]:
+    """The parameters of the slice that takes rows from ``start`` to ``end`` of an array."""
+    return {"start_indices": (start, *([0] * (len(shape) - 1))), "limit_indices": (end, *shape[1:]), "strides": None}
+
+
 def bound(primitive: Primitive, params: Mapping[str, Any], given: Sequence[Any]) -> list[Any]:
     """The results of one application of a primitive."""
     made = primitive.bind(*given, **primitive.get_bind_params(params))

@@ -17,6 +17,7 @@ from shardwright.backends.jax.capture.inner_programs import (
     equations_in,
     inner_program,
     interpreted,
+    rows_between,
 )
 from shardwright.backends.jax.capture.layer_loops import (
     ITERATION,
@@ -227,10 +228,7 @@ class _Flattener:
             raise CaptureError("a scan runs over a scalar literal")
         shape, dtype = program.shapes[value], program.dtypes[value]
         row = program.value((1, *shape[1:]), dtype)
-        starts = (index, *([0] * (len(shape) - 1)))
-        limits = (index + 1, *shape[1:])
-        params = {"start_indices": starts, "limit_indices": limits, "strides": None}
-        program.steps.append(Step("slice", (value,), (row,), params, call))
+        program.steps.append(Step("slice", (value,), (row,), rows_between(shape, index, index + 1), call))
         out = program.value(shape[1:], dtype)
         program.steps.append(Step("squeeze", (row,), (out,), {"dimensions": (0,)}, call))
         return out

@@ -18,6 +18,7 @@ from shardwright.backends.jax.capture.inner_programs import (
     aval,
     inner_program,
     interpreted,
+    rows_between,
 )
 from shardwright.backends.jax.capture.layer_loops import (
     ITERATION,
@@ -301,11 +302,7 @@ class _ScanCutter:
             whole = aval_of(self.flattener.flat, rows).update(dtype=self.flattener.flat.avals[cast.outputs[0]].dtype)
             return self._lax(cast.primitive, [rows], whole, dict(cast.params))
         whole = aval_of(self.flattener.flat, value)
-        params = {
-            "start_indices": (first, *([0] * (whole.ndim - 1))),
-            "limit_indices": (first + length, *whole.shape[1:]),
-            "strides": None,
-        }
+        params = rows_between(whole.shape, first, first + length)
         return self._lax(jax.lax.slice_p, [value], whole.update(shape=(length, *whole.shape[1:])), params)
 
     def _squeeze(self, value: Atom) -> Atom:

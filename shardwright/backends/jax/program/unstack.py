@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 
+from shardwright.backends.jax.capture.inner_programs import rows_between
 from shardwright.backends.jax.program.equations import Atom, Equation, FlatProgram, aval_of, needed
 from shardwright.core.errors import MissingCapabilityError
 
@@ -132,13 +133,8 @@ class _Rewriter:
         start, end = cut[number]
         aval = aval_of(self.old, atom)
         part = self.new.new(aval.update(shape=(end - start, *shape[1:])))
-        params: Any = {
-            "start_indices": (start, *([0] * (len(shape) - 1))),
-            "limit_indices": (end, *shape[1:]),
-            "strides": None,
-        }
-        template = self.old.equations[0]
-        self.new.equations.append(Equation(jax.lax.slice_p, params, (atom,), (part,), template.context))
+        context = self.old.equations[0].context
+        self.new.equations.append(Equation(jax.lax.slice_p, rows_between(shape, start, end), (atom,), (part,), context))
         return part
 
 
