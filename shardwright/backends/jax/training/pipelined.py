@@ -174,7 +174,7 @@ class PipelinedTraining(InStages):
             )
         fields = (state.step, state.params, state.optimizer, state.random)
         ends = tuple(accumulate(len(pieces(tree)) for tree in fields))
-        metrics = None if microbatches.metrics is None else StagedMetrics.of(microbatches.metrics, pipeline)
+        metrics = None if microbatches.metrics is None else StagedMetrics(microbatches.metrics, pipeline)
         return PipelinedStep(pipeline, microbatches, ends, metrics)  # type: ignore[arg-type]
 
     def _shapes(self, state: TrainState) -> Parts:
@@ -193,24 +193,20 @@ class PipelinedTraining(InStages):
 class StagedMetrics:
     """The metrics of a batch from those of its microbatches, each on the stage that makes it."""
 
-    def __init__(self, metrics: Metrics, homes: Sequence[int], meshes: StageMeshes) -> None:
-        """Compile the sums of metrics. homes: the stage of every metric."""
-        self.metrics, self.homes = metrics, tuple(homes)
-        self.whole = {stage: meshes.whole[stage] for stage in set(homes)}
-        self.run = {
-            stage: jax.jit(partial(self._of_stage, stage), out_shardings=at) for stage, at in self.whole.items()
-        }
-
-    @classmethod
-    def of(cls, metrics: Metrics, pipeline: Pipeline) -> "StagedMetrics":
+    def __init__(self, metrics: Metrics, pipeline: Pipeline) -> None:
+        """Compile the metrics of a pipeline's stages."""
+        self.metrics, self.uses = metrics, metrics.uses()
         operands = pipeline.micro.operands
-        homes = [
-            pipeline.sums[operands.rows[rows[0]] if rows else operands.sums[sums[0]]] for sums, rows in metrics.uses()
+        of_stage: dict[int, list[int]] = {}
+        for number, (sums, rows) in enumerate(self.uses):
+            home = pipeline.sums[operands.rows[rows[0]] if rows else operands.sums[sums[0]]]
+            of_stage.setdefault(home, []).append(number)
+        self.stages = [
+            (numbers, at := pipeline.meshes.whole[stage], jax.jit(partial(self._made, numbers), out_shardings=at))
+            for stage, numbers in of_stage.items()
         ]
-        return cls(metrics, homes, pipeline.meshes)
 
-    def _of_stage(self, stage: int, given: Sequence[Any]) -> list[Any]:
-        numbers = [number for number, home in enumerate(self.homes) if home == stage]
+    def _made(self, numbers: Sequence[int], given: Sequence[Any]) -> list[Any]:
         return [
             self.metrics.whole(number, sums, [jnp.stack(each) for each in rows])
             for number, (sums, rows) in zip(numbers, given, strict=True)
@@ -218,19 +214,14 @@ class StagedMetrics:
 
     def __call__(self, made: PipelineResult) -> Any:
         """The metrics as the loss function returns them, on the devices of their stages."""
-        found: list[Any] = [None] * len(self.homes)
-        for stage, run in self.run.items():
-            numbers = [number for number, home in enumerate(self.homes) if home == stage]
+        found: dict[int, Any] = {}
+        for numbers, at, run in self.stages:
             given = [
-                (
-                    jax.device_put([made.metric_sums[i] for i in sums], self.whole[stage]),
-                    [made.metric_rows[i] for i in rows],
-                )
-                for sums, rows in (self.metrics.uses()[number] for number in numbers)
+                (jax.device_put([made.metric_sums[i] for i in sums], at), [made.metric_rows[i] for i in rows])
+                for sums, rows in (self.uses[number] for number in numbers)
             ]
-            for number, value in zip(numbers, run(given), strict=True):
-                found[number] = value
-        return self.metrics.unflatten(found)
+            found.update(zip(numbers, run(given), strict=True))
+        return self.metrics.unflatten([found[number] for number in range(len(self.uses))])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
