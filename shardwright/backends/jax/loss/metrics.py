@@ -75,7 +75,7 @@ class Metrics:
                 sums += [(jnp.asarray(value.value) * own).astype(_summed_in(metric.dtype)), own]
             elif metric.reduction is not None:
                 counted = metric.reduction.counted(self.samples, arrays, batch)
-                share = metric.reduction.share(self.samples, counted)
+                share = metric.reduction.divisor(self.samples, counted)
                 sums += [(jnp.asarray(value) * share).astype(_summed_in(metric.dtype)), counted]
             else:
                 sums.append(jnp.asarray(value).astype(metric.dtype))

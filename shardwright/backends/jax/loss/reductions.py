@@ -53,14 +53,11 @@ class Traced:
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """A rule for results of microbatches: times `share`, they add up to `divisor` times that of the batch."""
+    """A rule for results of microbatches: each times the `divisor` of its own samples, they add up to the result of the
+    batch times the `divisor` of all."""
 
     combination: Combination
     count: "CountOf | None" = None
-
-    def share(self, samples: int, count: jax.Array) -> jax.Array:
-        """The factor of a microbatch's result; ``count`` is C of its samples."""
-        return self.divisor(samples, count)
 
     def counted(self, samples: int, arrays: Any, batch: Any) -> jax.Array:
         """The count C of a microbatch; without a count its number of samples."""

@@ -59,11 +59,9 @@ class Trained:
             )
         return tuple(full)
 
-    def select(self, params: Any, tree: Any = None) -> Any:
-        """A tree like the parameters (default: the parameters themselves) without the leaves that are not trained."""
-        leaves, structure = jax.tree.flatten(params if tree is None else tree)
-        kept = zip(leaves, self.mask(params), strict=True)
-        return jax.tree.unflatten(structure, [leaf if flag else optax.MaskedNode() for leaf, flag in kept])
+    def select(self, params: Any) -> Any:
+        """The parameters without the leaves that are not trained."""
+        return self.with_gradients(params, self.leaves(params))
 
     def with_gradients(self, params: Any, found: Sequence[Any]) -> Any:
         """A tree like that of `select`, of one value for each trained leaf."""
