@@ -17,6 +17,11 @@ Tags = Mapping[int, Blocks]
 """The dims of an array that are held by blocks."""
 
 
+def divided(x: Any, dim: int, ways: int) -> Any:
+    """An array with ``dim`` as two dims, [ways, …]."""
+    return x.reshape(*x.shape[:dim], ways, x.shape[dim] // ways, *x.shape[dim + 1 :])
+
+
 def to_held(x: Any, dim: int, blocks: Blocks, ways: int) -> Any:
     """An array with ``dim`` brought from its original order to the held one, for an axis of ``ways`` ranks."""
     lead, tail = x.shape[:dim], x.shape[dim + 1 :]
@@ -24,7 +29,7 @@ def to_held(x: Any, dim: int, blocks: Blocks, ways: int) -> Any:
         split = x.reshape(*lead, len(blocks), ways, blocks[0] // ways, *tail)
         return jnp.moveaxis(split, dim, dim + 1).reshape(x.shape)
     pieces = [
-        jax.lax.slice_in_dim(x, start, end, axis=dim).reshape(*lead, ways, (end - start) // ways, *tail)
+        divided(jax.lax.slice_in_dim(x, start, end, axis=dim), dim, ways)
         for start, end in pairwise(accumulate(blocks, initial=0))
     ]
     return jnp.concatenate(pieces, axis=dim + 1).reshape(x.shape)
@@ -56,16 +61,13 @@ def restore(x: Any, tags: Tags, ways: int) -> Any:
 
 def slice_held(x: Any, dim: int, ways: int, start: int, end: int) -> Any:
     """The blocks of a held dim from ``start`` to ``end`` of the original: one is a plain dim, several a held one."""
-    lead, tail = x.shape[:dim], x.shape[dim + 1 :]
-    apart = x.reshape(*lead, ways, x.shape[dim] // ways, *tail)
-    piece = jax.lax.slice_in_dim(apart, start // ways, end // ways, axis=dim + 1)
-    return piece.reshape(*lead, end - start, *tail)
+    piece = jax.lax.slice_in_dim(divided(x, dim, ways), start // ways, end // ways, axis=dim + 1)
+    return piece.reshape(*x.shape[:dim], end - start, *x.shape[dim + 1 :])
 
 
 def concatenate_held(pieces: Sequence[Any], dim: int, ways: int) -> Any:
     """The held dim whose blocks are those of the pieces, one after the other."""
-    apart = [p.reshape(*p.shape[:dim], ways, p.shape[dim] // ways, *p.shape[dim + 1 :]) for p in pieces]
-    joined = jnp.concatenate(apart, axis=dim + 1)
+    joined = jnp.concatenate([divided(piece, dim, ways) for piece in pieces], axis=dim + 1)
     return joined.reshape(*pieces[0].shape[:dim], -1, *pieces[0].shape[dim + 1 :])
 
 
@@ -108,8 +110,7 @@ def reshape_held(x: Any, tags: Tags, shape: Sequence[int], wanted: Tags, ways: i
         if part is None:
             return hold(x.reshape(shape), wanted, ways), dict(wanted)
         first = found[0][0] if found else 0
-        apart = x.reshape(*x.shape[:part], ways, x.shape[part] // ways, *x.shape[part + 1 :])
-        return jnp.moveaxis(apart, part, first).reshape(shape), {dim: blocks}
+        return jnp.moveaxis(divided(x, part, ways), part, first).reshape(shape), {dim: blocks}
     return x.reshape(shape), after
 
 

@@ -28,7 +28,7 @@ from shardwright.backends.jax.capture.ops import ELEMENTWISE
 from shardwright.backends.jax.capture.steps import Path
 from shardwright.backends.jax.program.split_lookups import can_look_up, look_up
 from shardwright.backends.jax.tensor_parallel.block_rules import RULES, Value, as_tagged, bind, free_dims, rank_of
-from shardwright.backends.jax.tensor_parallel.blocks import Tags, hold, restore
+from shardwright.backends.jax.tensor_parallel.blocks import Tags, divided, hold, restore
 from shardwright.backends.jax.tensor_parallel.constraints import Guide, Guides
 from shardwright.core.layout.placements import Placement, Split
 
@@ -192,8 +192,7 @@ class _Runner:
         """A product for each rank of its copy and its shard of the other operand."""
         params, (other, dim), ways = equation.params, piece, self.ways
         plain = given[other]
-        shape = plain.array.shape
-        apart = plain.array.reshape(*shape[:dim], ways, shape[dim] // ways, *shape[dim + 1 :])
+        apart = divided(plain.array, dim, ways)
         operands = [jnp.moveaxis(apart, dim, 0) if i == other else value.array for i, value in enumerate(given)]
         (left_sum, right_sum), (left_batch, right_batch) = params["dimension_numbers"]
         left, right = operands
