@@ -283,9 +283,8 @@ def _entry_by_entry(kind: OpKind) -> "Rule":
 
 def _kept_dims(before: list[Shape], out: Shape) -> Labelled:
     """The labels of the first operand's dims that keep their size. Nothing is known of the others."""
-    kept = tuple(dim if size == out[dim] else -1 for dim, size in enumerate(before[0]))
-    rest = labels.opaque(before[1:], []).labels
-    return Labelled((kept, *rest, kept))
+    kept, made = labels.same_sizes(before[0], out).labels
+    return Labelled((kept, *labels.opaque(before[1:], []).labels, made))
 
 
 def _pad(params: dict[str, Any], before: list[Shape], after: list[Shape]) -> Translation:
@@ -293,9 +292,7 @@ def _pad(params: dict[str, Any], before: list[Shape], after: list[Shape]) -> Tra
 
 
 def _reverse(params: dict[str, Any], before: list[Shape], after: list[Shape]) -> Translation:
-    dims = set(params["dimensions"])
-    kept = tuple(-1 if dim in dims else dim for dim in range(len(before[0])))
-    return "copy", Labelled((kept, kept))
+    return "copy", labels.same_sizes(before[0], after[0], changed=params["dimensions"])
 
 
 def _slice(params: dict[str, Any], before: list[Shape], after: list[Shape]) -> Translation:
