@@ -5,6 +5,7 @@ more than one stage. Derivative rules stay whole.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -183,7 +184,8 @@ class _Flattener:
         if length > UNROLL_LIMIT:
             return self._keep(equation, params, inputs, call, region, self._held(equation, inputs))
         outer = dict(self.renumbered)
-        scanned = inputs[params["num_consts"] + params["num_carry"] :]
+        fixed, rest = inputs[: params["num_consts"]], inputs[params["num_consts"] :]
+        carry, scanned = rest[: params["num_carry"]], rest[params["num_carry"] :]
         loop = layer_loop(self.calls, call) if any(self._is_weight(value) for value in scanned) else ""
         rows = range(length)[::-1] if params["reverse"] else range(length)
         iterations = [
@@ -198,7 +200,7 @@ class _Flattener:
         if len(held) <= 1 and len({bool(own) for own in units}) <= 1:
             again = any(units) if loop else None
             return self._keep(equation, params, inputs, call, region, held, is_layers=again)
-        return _ScanCutter(self, equation, inputs, call, region, iterations, stages, units).run()
+        return _ScanCutter(self, equation, fixed, carry, scanned, call, region, iterations, stages, units).run()
 
     def _is_weight(self, value: Atom) -> bool:
         return isinstance(value, int) and (value in self.weights or value in self.casts)
@@ -219,26 +221,20 @@ def _inner(params: Mapping[str, Any]) -> ClosedJaxpr:
     return found
 
 
+@dataclass(slots=True, eq=False)
 class _ScanCutter:
     """The cut of one scan into several. Every operand that is scanned over is sliced along its first dim."""
 
-    def __init__(
-        self,
-        flattener: _Flattener,
-        equation: JaxprEqn,
-        inputs: list[Atom],
-        call: int,
-        region: Region | None,
-        iterations: Sequence[dict[int, int]],
-        stages: Sequence[frozenset[int]],
-        units: Sequence[frozenset[int]],
-    ) -> None:
-        self.flattener, self.equation, self.call, self.region = flattener, equation, call, region
-        self.iterations, self.stages, self.units = iterations, stages, units
-        params = equation.params
-        self.fixed = inputs[: params["num_consts"]]
-        self.carry = inputs[params["num_consts"] : params["num_consts"] + params["num_carry"]]
-        self.scanned = inputs[params["num_consts"] + params["num_carry"] :]
+    flattener: _Flattener
+    equation: JaxprEqn
+    fixed: list[Atom]
+    carry: list[Atom]
+    scanned: list[Atom]
+    call: int
+    region: Region | None
+    iterations: Sequence[dict[int, int]]
+    stages: Sequence[frozenset[int]]
+    units: Sequence[frozenset[int]]
 
     def run(self) -> list[Atom]:
         params = self.equation.params
