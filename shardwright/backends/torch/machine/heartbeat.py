@@ -15,7 +15,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -295,9 +295,8 @@ class Pulse:
 
     def fault(self) -> Fault | None:
         """The reason why the step of this rank cannot go on, as far as it is known now; None where none is known."""
-        for fault in self._faults:
-            if self.watchdog.concerns(fault):
-                return fault
+        if (told := self.told()) is not None:
+            return told
         watchdog, now = self.watchdog, time.monotonic()
         if not watchdog.is_waiting and not watchdog.is_on_accelerator:
             return None
@@ -306,30 +305,28 @@ class Pulse:
             return None
         asked = self._asked.since
         if self._asked.lost:
-            gone = [self.host_rank] if self.host_rank is not None else []
-            return self._lost(f"{self.host}, which holds the store of the run, is gone", gone, still_s > LEAVE_S)
+            said = f"{self.host}, which holds the store of the run, is gone"
+            return self._lost(said) if still_s > LEAVE_S else None
         if asked is not None and now - asked > limit_s:
             said = f"{self.host}, which holds the store of the run, has given no sign of life for {now - asked:.0f} s"
-            return self._lost(said, [] if self.host_rank is None else [self.host_rank])
+            return self._lost(said)
         waited_for = watchdog.waits_for(self.size)
         left = [r for r, when in self._left.items() if r in waited_for and now - when > LEAVE_S]
         if left and still_s > LEAVE_S:
-            return self._lost(f"{_ranks(left)} left the run: the script ended there, or called sw.shutdown()", left)
+            return self._lost(f"{_ranks(left)} left the run: the script ended there, or called sw.shutdown()")
         if not self._is_looking():
             return None
         silent = self.silent(limit_s)
         if silent:
-            return self._lost(self._of_silent(silent), silent)
+            return self._lost(self._of_silent(silent))
         return self._stuck(limit_s)
 
     def told(self) -> Fault | None:
-        """The fault that another rank has told, if it concerns this one; nothing is looked for."""
-        return next((fault for fault in self._faults if self.watchdog.concerns(fault)), None)
+        """The first fault that is known; nothing is looked for."""
+        return next(iter(self._faults), None)
 
-    def _lost(self, text: str, ranks: Sequence[int], is_certain: bool = True) -> Fault | None:
-        if not is_certain:
-            return None
-        fault = Fault(self.rank, "lost", text, culprits=tuple(ranks))
+    def _lost(self, text: str) -> Fault:
+        fault = Fault(self.rank, "lost", text)
         self._faults.append(fault)
         self.tell(fault)
         return fault
@@ -379,8 +376,7 @@ class Pulse:
         said = "; ".join(peer.beat.said for peer in others if peer is not None)
         return self._lost(
             f"all ranks wait for each other, and nothing moved for {limit_s:g} s ({said}): all ranks call the same "
-            f"steps and functions, in the same order",
-            [],
+            f"steps and functions, in the same order"
         )
 
     def inquest(self) -> Fault | None:
@@ -390,29 +386,25 @@ class Pulse:
         before: dict[int, int] = {}
         self._curious = True
         while time.monotonic() - begun < INQUEST_S:
-            for fault in self._faults:
-                if self.watchdog.concerns(fault):
-                    return fault
+            if (told := self.told()) is not None:
+                return told
             looked_for_s = time.monotonic() - begun
             # What a rank told before it ended is in the store by then.
             dead = [r for r in self.dead() if r not in self._left] if looked_for_s > BEAT_S / 2 else []
             if dead:
                 said = "; ".join(f"the last of rank {r} was '{self._peers[r].beat.said}'" for r in dead)
-                return self._lost(f"{_ranks(dead)} ended without a word, killed or out of memory; {said}", dead)
+                return self._lost(f"{_ranks(dead)} ended without a word, killed or out of memory; {said}")
             if self._asked.lost and looked_for_s > BEAT_S:
-                return self._lost(
-                    f"{self.host}, which holds the store of the run, is gone too",
-                    [] if self.host_rank is None else [self.host_rank],
-                )
+                return self._lost(f"{self.host}, which holds the store of the run, is gone too")
             for rank, peer in tuple(self._peers.items()):
                 before.setdefault(rank, peer.beat.number)
             self._wake.set()
             time.sleep(5 * LOOK_S)
         silent = [r for r, n in before.items() if self._peers[r].beat.number == n and r not in self._left]
         if silent:
-            return self._lost(f"{self._of_silent(silent)}: killed, stopped, or its host is gone", silent)
+            return self._lost(f"{self._of_silent(silent)}: killed, stopped, or its host is gone")
         if self._left:
-            return self._lost(f"{_ranks(self._left)} left the run: the script ended there", tuple(self._left))
+            return self._lost(f"{_ranks(self._left)} left the run: the script ended there")
         return None
 
     def _break(self) -> None:
