@@ -10,7 +10,7 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -294,16 +294,21 @@ class _Wait:
             self.channel.forget_place()
 
 
-def different_calls(calls: dict[int, str]) -> str:
+def different_calls(calls: Mapping[int, str]) -> str:
     """The text of the error that ranks are in different calls."""
-    by_call: dict[str, list[int]] = {}
-    for rank, call in calls.items():
-        by_call.setdefault(call, []).append(rank)
-    said = ", ".join(f"{ranks_text(ranks)} in {call}" for call, ranks in by_call.items())
+    said = ", ".join(f"{ranks_text(ranks)} in {call}" for call, ranks in by_value(calls).items())
     return (
         f"the ranks are in different calls: {said}. Every rank makes the same calls in the same order: what one rank "
         f"alone shall do, such as writing a file, goes after the call and not around it"
     )
+
+
+def by_value(said: Mapping[int, str]) -> dict[str, list[int]]:
+    """The ranks that say each text."""
+    found: dict[str, list[int]] = {}
+    for rank, value in said.items():
+        found.setdefault(value, []).append(rank)
+    return found
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
