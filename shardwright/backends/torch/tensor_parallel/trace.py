@@ -234,7 +234,16 @@ class TracingRecorder(Recorder):
 
 class _TracingSession(_Session):
     make_recorder = TracingRecorder
-    recorders: "list[TracingRecorder]"
+    asked: tuple[int, ...] | None = None
+    returned = 0
+    _host_state: tuple[Any, ...] = ()
+
+    def runs(self) -> tuple[_Run, _Run]:
+        """Both runs on fake tensors. Raises NotReplayableError where an op needs values."""
+        try:
+            return self.run_fake()
+        except _NeedsValuesError as needs:
+            raise NotReplayableError(f"{needs}: what it makes depends on values") from needs
 
     def _run(self, *args: Any) -> _Run:
         self._host_state = host_state()
@@ -255,12 +264,8 @@ class _TracingSession(_Session):
             return found if loss is None else [loss]
         return [found[i] for i in asked]
 
-    asked: tuple[int, ...] | None = None
-    returned = 0
-    _host_state: tuple[Any, ...] = ()
 
-
-def trace(model: nn.Module, sample: Any, *, asked: tuple[int, ...] | None = None, batch_dims: Any = None) -> Traced:
+def trace(model: nn.Module, sample: Any, *, asked: tuple[int, ...] | None = None) -> Traced:
     """Capture a model and keep its calls.
 
     Args:
@@ -271,13 +276,9 @@ def trace(model: nn.Module, sample: Any, *, asked: tuple[int, ...] | None = None
         CaptureError: as `capture` does.
         NotReplayableError: the model's ops depend on values, or have gradients of their own.
     """
-    batched = sample if isinstance(sample, Sample) else Sample(sample, batch_dims)
-    session = _TracingSession(model, batched, None, False)
+    session = _TracingSession(model, sample if isinstance(sample, Sample) else Sample(sample), None, False)
     session.asked = asked
-    try:
-        small, large = session.run_fake()
-    except _NeedsValuesError as needs:
-        raise NotReplayableError(f"{needs}: what it makes depends on values") from needs
+    small, large = session.runs()
     if small.recorder.met_chance:
         raise NotReplayableError("random numbers decide which modules of the model are called")
     graph = session.graph(small, large, CAPABILITIES)
@@ -301,10 +302,7 @@ def trace_part(module: nn.Module, sample: Any, asked: tuple[int, ...]) -> Traced
     tensors of the sample that require them."""
     session = _PartSession(module, Sample(sample, fixed=True), None, False)
     session.asked = asked
-    try:
-        small, large = session.run_fake()
-    except _NeedsValuesError as needs:
-        raise NotReplayableError(f"{needs}: what it makes depends on values") from needs
+    small, large = session.runs()
     traced = _traced(session.graph(small, large, CAPABILITIES), small, large, session)
     tensors = list(traced.graph.tensors)
     for number, leaf in zip(traced.graph.inputs, session.sample.leaves, strict=True):

@@ -70,10 +70,10 @@ class Lowering:
 
     # -- values ---------------------------------------------------------------------------------------------------
 
-    def hop(self, var: Var, hop: Hop, *, fresh: bool = False) -> Var:
+    def hop(self, var: Var, hop: Hop) -> Var:
         if hop.is_idle:
             return var
-        return self.source.call(convert, var, self.axis, hop.value, hop.gradient, self.name, fresh)
+        return self.source.call(convert, var, self.axis, hop.value, hop.gradient, self.name)
 
     def operand(self, tensor: int, hop: Hop) -> Var:
         """An input of an op, in the placement that the op wants."""
