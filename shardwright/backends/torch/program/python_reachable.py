@@ -22,7 +22,6 @@ from shardwright.backends.torch.capture.host_draws import GENERATORS, generator_
 from shardwright.backends.torch.program.names_in_code import Names, is_library, is_library_module
 from shardwright.backends.torch.program.python_clocks import Clocks
 from shardwright.backends.torch.program.python_places import (
-    MISSING,
     PLAIN,
     Asked,
     Attributes,
@@ -32,6 +31,7 @@ from shardwright.backends.torch.program.python_places import (
     Items,
     Members,
     attributes_of,
+    slots_of,
 )
 
 LARGE = 2000
@@ -153,7 +153,7 @@ class ReachableValues:
         for function in functions:
             for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
                 holder = Cell(cell, f"the variable {name} that {function.__name__} takes from outside")
-                if isinstance(holder.before.get(None, MISSING), PLAIN):
+                if isinstance(holder.content, PLAIN):
                     self._add(holder)
 
     def meet_environment(self) -> None:
@@ -253,7 +253,7 @@ class ReachableValues:
                 return
         if attributes is not None:
             self._attributes(attributes, label, type(value))
-        slots = [name for cls in type(value).__mro__ for name in _slots_of(cls)]
+        slots = slots_of(value)
         if slots:
             holder = Attributes(value, label, slots)
             self._named_only.add(id(holder))
@@ -316,7 +316,7 @@ class ReachableValues:
             self._met[id(cell)] = cell
             holder = Cell(cell, f"the variable {name} that {function.__name__} takes from outside")
             self._add(holder)
-            self.meet(holder.before.get(None), name)
+            self.meet(holder.content, name)
         if function.__defaults__ or function.__kwdefaults__:
             label = f"the defaults of {function.__name__}"
             self._add(Attributes(function, label, ("__defaults__", "__kwdefaults__")))
@@ -328,9 +328,3 @@ def _unpatched(value: Any) -> Any:
     """A function as it is when nothing is recorded."""
     is_patch = isinstance(value, types.FunctionType) and is_library(value.__code__.co_filename)
     return getattr(value, "__wrapped__", value) if is_patch else value
-
-
-def _slots_of(cls: type) -> tuple[str, ...]:
-    slots = cls.__dict__.get("__slots__", ())
-    names = (slots,) if isinstance(slots, str) else tuple(slots)
-    return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
