@@ -8,7 +8,7 @@ import copy
 import enum
 import functools
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -241,9 +241,27 @@ class Program:
         return any(expression.is_of_clock for expression in expressions)
 
     @property
+    def given_away(self) -> set[int]:
+        """The values that are losses, their weights, and results."""
+        leaves = (*(loss.weight for loss in self.losses), *self.result.leaves)
+        return {loss.value for loss in self.losses} | {leaf.value for leaf in leaves if isinstance(leaf, ValueRef)}
+
+    @property
     def is_one_of_many(self) -> bool:
         """Whether random numbers decide which modules are called."""
         return any(guard.drawn for guard in self.guards)
+
+
+def steps_behind(values: Sequence[Value], steps: Sequence[Any], wanted: Iterable[int]) -> set[int]:
+    """The indices of the steps that values follow from. ``steps`` are those of a program, or drafts of them."""
+    found: set[int] = set()
+    pending = list(wanted)
+    while pending:
+        made = values[pending.pop()].step
+        if made is not None and made not in found:
+            found.add(made)
+            pending.extend(steps[made].reads)
+    return found
 
 
 def name_of(function: Any) -> str:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from shardwright.backends.torch.program.program import BufferRef, ParameterRef, Program, Step, ValueRef
+from shardwright.backends.torch.program.program import BufferRef, ParameterRef, Program, Step, ValueRef, steps_behind
 from shardwright.backends.torch.program.value_names import value_names
 from shardwright.core.errors import CaptureError, PlanError
 from shardwright.core.partition.between_units import ProgramOp, open_stages
@@ -197,17 +197,8 @@ def _live_steps(program: Program) -> set[int]:
     """The indices of unit calls, of attributes that are set, and of all steps that they, the losses and the result
     need."""
     live = {step.index for step in program.steps if step.path is not None or step.stage is not None}
-    pending = [v for i in live for v in program.steps[i].reads]
-    pending += [loss.value for loss in program.losses]
-    pending += [loss.weight.value for loss in program.losses if isinstance(loss.weight, ValueRef)]
-    pending += [leaf.value for leaf in program.result.leaves if isinstance(leaf, ValueRef)]
-    while pending:
-        made = program.values[pending.pop()].step
-        if made is not None and made not in live:
-            live.add(made)
-            pending.extend(program.steps[made].reads)
-    # Unit calls were live from the start, but what they need was added above; nothing else is missing.
-    return live
+    wanted = program.given_away.union(*(program.steps[i].reads for i in live))
+    return live | steps_behind(program.values, program.steps, wanted)
 
 
 def _wanted(
