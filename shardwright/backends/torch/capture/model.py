@@ -15,7 +15,6 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.nn.parameter import is_lazy
-from torch.overrides import TorchFunctionMode
 
 from shardwright.backends.capabilities import TORCH_MEMORY
 from shardwright.backends.torch.capture import tensor_parallel_marks as marks
@@ -32,7 +31,7 @@ from shardwright.backends.torch.capture.stand_in import (
 )
 from shardwright.backends.torch.capture.two_batch_sizes import Alignment
 from shardwright.backends.torch.capture.unflatten import unflatten_products, without_unused
-from shardwright.backends.torch.capture.value_reads import READING, REAL_LIMIT_BYTES
+from shardwright.backends.torch.capture.value_reads import REAL_LIMIT_BYTES
 from shardwright.backends.torch.compat import (
     COMPILER,
     FAKE_TENSOR_LOGGER,
@@ -89,19 +88,6 @@ def capture(
             raise
         runs = session.run_real(_NeedsValuesError(str(failed)))  # an op that has no fake counterpart
     return session.graph(*runs, capabilities)
-
-
-class _Readings(TorchFunctionMode):
-    """A mode that tells a recorder of values that are read by no op."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        super().__init__()
-        self.recorder = recorder
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") in READING:
-            self.recorder.note_reading()
-        return func(*args, **(kwargs or {}))
 
 
 class _NeedsValuesError(Exception):
@@ -219,8 +205,7 @@ class _Session:
                 with (
                     noted_calls(recorder, self.paths),
                     recorder,
-                    _Readings(recorder) if self.with_values else nullcontext(),
-                    AutogradQuestions(recorder),
+                    AutogradQuestions(recorder, with_values=self.with_values),
                     below_autograd(),
                 ):
                     output = self.model(*args, **kwargs)
