@@ -85,21 +85,6 @@ def _parameter(tensor: torch.Tensor, *, requires_grad: bool) -> torch.Tensor:
     return tensor
 
 
-GROUPED_PRODUCT = getattr(getattr(torch.ops.aten, "_grouped_mm", None), "default", None)
-
-
-def grouped_product(
-    left: torch.Tensor, right: torch.Tensor, offs: torch.Tensor | None = None, bias: Any = None, out_dtype: Any = None
-) -> torch.Tensor:
-    """The shape of a grouped matrix product: the CPU computes it in float32, but its fake kernel wants bfloat16."""
-    shape = [left.shape[-2], right.shape[-1]]
-    if left.dim() == 3 and right.dim() == 3:
-        shape.insert(0, left.shape[0])
-    elif left.dim() == 2 and right.dim() == 2 and offs is not None:
-        shape.insert(0, offs.shape[0])
-    return left.new_empty(shape, dtype=out_dtype or left.dtype)
-
-
 class _Found(BaseException):
     """An exception that ends a run of the body once the model is called. It is no Exception, so that user code does not
     catch it."""

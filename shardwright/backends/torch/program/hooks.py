@@ -9,11 +9,9 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from shardwright.backends.torch.capture.fake_state import GROUPED_PRODUCT, grouped_product
-from shardwright.backends.torch.capture.remembered_results import ASKS_DEVICE, Inferred, unwatched
+from shardwright.backends.torch.capture.remembered_results import ASKS_DEVICE, Inferred, memory_of, unwatched
 from shardwright.backends.torch.compat import FakeTensor, TorchDispatchMode, pytree
 from shardwright.backends.torch.program.module_calls import ModuleCalls
-from shardwright.backends.torch.program.value_ledger import memory_of
 
 if TYPE_CHECKING:
     from shardwright.backends.torch.program.step_recorder import StepRecorder
@@ -52,8 +50,6 @@ class Ops(TorchDispatchMode):
                 if isinstance(tensor, torch.Tensor) and memory_of(tensor) not in given:
                     self.recorder.ledger.note_made(tensor)
             return result
-        if func is GROUPED_PRODUCT and args[0].device.type == "cpu":
-            return grouped_product(*args, **kwargs)
         return self._inferred.run(func, args, kwargs)
 
 

@@ -24,6 +24,7 @@ from shardwright.backends.torch.capture.fake_state import (
 )
 from shardwright.backends.torch.capture.host_draws import generator_state, host_state, patched_functions
 from shardwright.backends.torch.capture.loss_scaler import real_scales
+from shardwright.backends.torch.capture.remembered_results import memory_of
 from shardwright.backends.torch.capture.stand_in import no_remembered_results
 from shardwright.backends.torch.capture.value_reads import READING, masks_of, require_room_for_values
 from shardwright.backends.torch.compat import FakeTensorMode, pytree
@@ -63,7 +64,7 @@ from shardwright.backends.torch.program.refusals import (
 )
 from shardwright.backends.torch.program.step_drafts import StepDrafts
 from shardwright.backends.torch.program.value_guards import what_was_read
-from shardwright.backends.torch.program.value_ledger import Ledger, memory_of
+from shardwright.backends.torch.program.value_ledger import Ledger
 from shardwright.core.errors import CaptureError, UnrecordableError
 
 
