@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from shardwright.backends.torch.capture.loss_scaler import real_scales
+from shardwright.backends.torch.capture.replaced import replaced
 from shardwright.backends.torch.capture.stand_in import swapped_in
 from shardwright.backends.torch.compat import (
     DataDependentOutputException,
@@ -114,17 +115,15 @@ def find_model_call(
         for tensor in inputs:
             fakes.append(torch.empty(tensor.shape, dtype=tensor.dtype, device=device))
             real[id(fakes[-1])] = tensor
-        nn.Module.__call__ = call  # type: ignore[method-assign]
         try:
-            body(fakes)
+            with replaced(nn.Module, "__call__", call):
+                body(fakes)
         except _Found as found:
             args, kwargs = found.call
         except VALUE_DEPENDENT as error:
             raise CaptureError(f"the step reads the value of a tensor before it calls the model: {error}") from error
         else:
             raise CaptureError("the step does not call the model, so there is nothing to plan by")
-        finally:
-            nn.Module.__call__ = original  # type: ignore[method-assign]
 
     def solid(item: Any) -> Any:
         if not isinstance(item, FakeTensor):

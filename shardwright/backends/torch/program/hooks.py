@@ -10,6 +10,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from shardwright.backends.torch.capture.remembered_results import ASKS_DEVICE, Inferred, memory_of, unwatched
+from shardwright.backends.torch.capture.replaced import replaced
 from shardwright.backends.torch.compat import FakeTensor, TorchDispatchMode, pytree
 from shardwright.backends.torch.program.module_calls import ModuleCalls
 
@@ -58,7 +59,6 @@ def patched_modules(hooks: ModuleCalls) -> Iterator[None]:
     """A context in which calls of modules and of autograd functions, and assignments to attributes, go through these
     hooks."""
     original, assign = nn.Module.__call__, nn.Module.__setattr__
-    apply: Any = torch.autograd.Function.__dict__.get("apply")
     inherited = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
 
     def apply_recorded(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -71,15 +71,9 @@ def patched_modules(hooks: ModuleCalls) -> Iterator[None]:
         hooks.assignment(module, name, value)
         assign(module, name, value)
 
-    nn.Module.__call__ = call  # type: ignore[method-assign]
-    nn.Module.__setattr__ = set_attribute  # type: ignore[method-assign, assignment]
-    torch.autograd.Function.apply = classmethod(apply_recorded)  # type: ignore[assignment, method-assign]
-    try:
+    with (
+        replaced(nn.Module, "__call__", call),
+        replaced(nn.Module, "__setattr__", set_attribute),
+        replaced(torch.autograd.Function, "apply", classmethod(apply_recorded)),
+    ):
         yield
-    finally:
-        nn.Module.__call__ = original  # type: ignore[method-assign]
-        nn.Module.__setattr__ = assign  # type: ignore[method-assign]
-        if apply is None:
-            del torch.autograd.Function.apply
-        else:
-            torch.autograd.Function.apply = apply  # type: ignore[method-assign]

@@ -4,8 +4,7 @@ One run makes both, so calls and ops are aligned one to one. Calls are kept in f
 place is a new value. Sizes among the arguments are linear in the batch, like those of tensors.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +18,7 @@ from shardwright.backends.torch.capture.model import _NeedsValuesError, _Run, _S
 from shardwright.backends.torch.capture.op_schemas import Func
 from shardwright.backends.torch.capture.ops import Ref, Template
 from shardwright.backends.torch.capture.recorder import Recorder, View
+from shardwright.backends.torch.capture.replaced import replaced
 from shardwright.backends.torch.capture.unflatten import unflatten_products, without_unused
 from shardwright.backends.torch.compat import FakeTensor
 from shardwright.backends.torch.program.program import Context, tensors_in
@@ -247,7 +247,7 @@ class _TracingSession(_Session):
 
     def _run(self, *args: Any) -> _Run:
         self._host_state = host_state()
-        with _no_custom_gradients():
+        with replaced(torch.autograd.Function, "apply", _refuse_gradient):
             found = super()._run(*args)
         assert isinstance(found.recorder, TracingRecorder)
         found.recorder.note_written()
@@ -433,16 +433,7 @@ def _without_out(func: Any) -> Any:
     raise NotReplayableError(f"{func._schema.name} writes into a tensor that it is given by out=")
 
 
-@contextmanager
-def _no_custom_gradients() -> Iterator[None]:
-    """Refuse functions with a gradient of their own: running the ops of their forward again would lose it."""
-    original: Callable[..., Any] = torch.autograd.Function.__dict__["apply"].__func__
-
-    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        raise NotReplayableError(f"{cls.__name__} has a gradient of its own (torch.autograd.Function)")
-
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
-    try:
-        yield
-    finally:
-        torch.autograd.Function.apply = classmethod(original)  # type: ignore[assignment, method-assign]
+@classmethod  # type: ignore[misc]
+def _refuse_gradient(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    """Refuse a function with a gradient of its own: running the ops of its forward again would lose it."""
+    raise NotReplayableError(f"{cls.__name__} has a gradient of its own (torch.autograd.Function)")
