@@ -62,6 +62,7 @@ class Watchdog:
     Attributes:
         pulse: the signs of life of the others; None in a world of one.
         told: the fault for which this rank cannot go on; None while none is known.
+        action: the current action in words: ``stage 1, action 1F3, microbatch 3``.
         moves: a number that changes whenever the rank begins something else.
         longest_s: the longest time that a wait may take, whatever the signs of life.
     """
@@ -73,7 +74,7 @@ class Watchdog:
         self.moves = 0
         self._under_way = False
         self.told: Fault | None = None
-        self._doing = "between steps"
+        self.action = "between steps"
         self._waiting: tuple[object, float, Sequence[int]] | None = None
         self._since = time.monotonic()
 
@@ -81,7 +82,7 @@ class Watchdog:
 
     def doing(self, what: str) -> None:
         """Note the rank's current action: ``stage 1, action 1F3``."""
-        self._doing = what
+        self.action = what
         self.moves += 1
         self._since = time.monotonic()
 
@@ -137,7 +138,7 @@ class Watchdog:
             self._failed(error)
             raise
         finally:
-            if self._doing != "between steps":
+            if self.action != "between steps":
                 self.doing("between steps")
 
     def under_way(self) -> None:
@@ -147,7 +148,7 @@ class Watchdog:
     def note(self, error: BaseException, where: str = "") -> None:
         """Write the place where an error happened to the error; only the first time counts."""
         if not hasattr(error, "_shardwright_at"):
-            at = f"{self.who}: {self._doing}" + (f", {where}" if where else "")
+            at = f"{self.who}: {self.action}" + (f", {where}" if where else "")
             with contextlib.suppress(AttributeError):  # of errors that take no attribute
                 error._shardwright_at = at  # type: ignore[attr-defined]
             if not isinstance(error, PeerError):
@@ -174,7 +175,7 @@ class Watchdog:
 
     def fault_of(self, error: BaseException) -> Fault:
         """The fault to tell of an error that ends this rank."""
-        at = getattr(error, "_shardwright_at", f"{self.who}: {self._doing}")
+        at = getattr(error, "_shardwright_at", f"{self.who}: {self.action}")
         rank = self.pulse.rank if self.pulse is not None else 0
         return Fault(rank, "ended", f"{at}: failed: {_summary(error)}")
 
@@ -183,11 +184,6 @@ class Watchdog:
     @property
     def is_waiting(self) -> bool:
         return self._waiting is not None
-
-    @property
-    def described_action(self) -> str:
-        """The action in words: ``stage 1, action 1F3, microbatch 3``."""
-        return self._doing
 
     def still_s(self) -> float:
         """The time in seconds for which the rank has done one thing."""
@@ -207,9 +203,9 @@ class Watchdog:
         """The action and wait in words: ``rank 1 (pp 1): stage 1, action 1F3: waited 2.1 s for …``."""
         waiting = self._waiting
         if waiting is None:
-            return f"{self.who}: {self._doing}: not waiting for a peer"
+            return f"{self.who}: {self.action}: not waiting for a peer"
         what, since, _ = waiting
-        return f"{self.who}: {self._doing}: waited {time.monotonic() - since:.1f} s for {what}"
+        return f"{self.who}: {self.action}: waited {time.monotonic() - since:.1f} s for {what}"
 
 
 _GUESS = (

@@ -63,13 +63,6 @@ class Shares:
         """Whether all microbatches of all replicas have the same number of samples."""
         return len(set(self.flat)) == 1
 
-    @property
-    def scales(self) -> tuple[float, ...]:
-        """The share of each own microbatch in the mean over the samples of all microbatches of all replicas."""
-        if self.equal:
-            return (1.0 / len(self.flat),) * len(self.own)
-        return tuple(n / sum(self.flat) for n in self.own)
-
 
 def even_split(total: int, parts: int) -> tuple[int, ...]:
     """The number of samples of each of ``parts`` microbatches: the first ones have one more where it does not

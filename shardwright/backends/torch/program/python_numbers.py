@@ -274,10 +274,6 @@ class Tape:
         if self.is_heard():
             self.conditions.append((expression, value))
 
-    def replaced(self, holder: Holder, key: Any) -> bool:
-        """Whether there is a stand-in in a place."""
-        return any(known.target is holder.target and key == k for known, k in self.places)
-
     def expression_of(self, item: Any) -> Expression | None:
         """The expression by which a stand-in, or a tensor in such a place, follows from Python values; None for
         anything else."""

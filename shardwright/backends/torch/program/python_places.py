@@ -70,8 +70,8 @@ class Holder:
         raise NotImplementedError
 
     def place(self, key: Any) -> str:
-        """A value of this holder in words."""
-        return f"{self.label}[{key!r}]"
+        """A value of this holder in words; that of its one value is its label."""
+        return self.label if key is None else f"{self.label}[{key!r}]"
 
     def value(self, key: Any) -> Any:
         """One value now; MISSING where there is none."""
@@ -152,9 +152,6 @@ class Members(Holder):
     def fetcher(self, keys: tuple[Any, ...]) -> Callable[[], tuple[Any, ...]]:
         target = self.target
         return lambda: (frozenset(target),)
-
-    def place(self, key: Any) -> str:
-        return self.label
 
 
 class Attributes(Holder):

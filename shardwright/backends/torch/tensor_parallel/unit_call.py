@@ -177,14 +177,14 @@ class Call:
                     continue
                 var = self.lowering.operand(tensor, layout.inputs[position])
                 if whole:
-                    var = self.lowering.hop(var, self._to_whole(tensor, layout, position))
+                    var = self.lowering.hop(var, self._to_whole(layout, position))
                 found[slot] = self.detached(slot, var)
         for slot in range(self.site.template.inputs):
             if slot not in found:
                 found[slot] = self._unlabelled(slot)
         return found
 
-    def _to_whole(self, tensor: int, layout: OpLayout, position: int) -> Hop:
+    def _to_whole(self, layout: OpLayout, position: int) -> Hop:
         given = layout.signature.inputs[position]
         hop = layout.inputs[position]
         return Hop((given, R), None if hop.gradient is None else (R, hop.gradient[0]))
