@@ -74,15 +74,6 @@ class _Peer:
     """The time when it last did something, or began to wait."""
 
 
-@dataclass(slots=True)
-class _Asked:
-    """A request to the store that is under way."""
-
-    since: float | None = None
-    lost: bool = False
-    """Whether the store has closed the connection."""
-
-
 @dataclass
 class Pulse:
     """One rank's part of the heartbeat.
@@ -114,7 +105,10 @@ class Pulse:
         self._beats = 0
         self._moves = 0
         self._cpu = (time.monotonic(), time.process_time())
-        self._asked = _Asked()
+        self._asked_since: float | None = None
+        """The time when the request to the store that is under way began."""
+        self._is_store_lost = False
+        """Whether the store has closed the connection."""
         self._looked = -math.inf
         """The time when the others were last looked at."""
         self._curious = False
@@ -143,7 +137,7 @@ class Pulse:
         if self.host_rank == self.rank and farewell is not None:
             begun = time.monotonic()
             patience_s = LEAVE_S if farewell.kind == "left" else 2 * BEAT_S
-            while time.monotonic() - begun < patience_s and not self._asked.lost and not self._may_go(farewell):
+            while time.monotonic() - begun < patience_s and not self._is_store_lost and not self._may_go(farewell):
                 self._wake.set()
                 time.sleep(LOOK_S)
         self._stop.set()
@@ -170,7 +164,7 @@ class Pulse:
         gone. No thread is started for it: there may be no memory for one."""
         self._untold.append(fault)
         begun = time.monotonic()
-        while fault in self._untold and time.monotonic() - begun < 2 * BEAT_S and not self._asked.lost:
+        while fault in self._untold and time.monotonic() - begun < 2 * BEAT_S and not self._is_store_lost:
             self._wake.set()
             if threading.current_thread() is self._threads[0]:
                 break
@@ -181,7 +175,7 @@ class Pulse:
         before = self._beats
         begun = time.monotonic()
         self._wake.set()
-        while self._beats <= before and time.monotonic() - begun < seconds and not self._asked.lost:
+        while self._beats <= before and time.monotonic() - begun < seconds and not self._is_store_lost:
             time.sleep(LOOK_S)
 
     # The thread that talks to the store --------------------------------------------------------------------------
@@ -195,7 +189,7 @@ class Pulse:
             try:
                 self._beat()
             except Exception:  # whatever the store throws when its host has ended
-                self._asked.lost = True
+                self._is_store_lost = True
                 return
 
     def _beat(self) -> None:
@@ -217,11 +211,11 @@ class Pulse:
     @contextlib.contextmanager
     def _talking(self) -> Iterator[None]:
         with self._lock:
-            self._asked.since = time.monotonic()
+            self._asked_since = time.monotonic()
             try:
                 yield
             finally:
-                self._asked.since = None
+                self._asked_since = None
 
     def _mine(self) -> Beat:
         now, used = time.monotonic(), time.process_time()
@@ -303,8 +297,8 @@ class Pulse:
         still_s, limit_s = watchdog.still_s(), watchdog.timeout_s
         if still_s < STILL_S:
             return None
-        asked = self._asked.since
-        if self._asked.lost:
+        asked = self._asked_since
+        if self._is_store_lost:
             said = f"{self.host}, which holds the store of the run, is gone"
             return self._lost(said) if still_s > LEAVE_S else None
         if asked is not None and now - asked > limit_s:
@@ -394,7 +388,7 @@ class Pulse:
             if dead:
                 said = "; ".join(f"the last of rank {r} was '{self._peers[r].beat.said}'" for r in dead)
                 return self._lost(f"{_ranks(dead)} ended without a word, killed or out of memory; {said}")
-            if self._asked.lost and looked_for_s > BEAT_S:
+            if self._is_store_lost and looked_for_s > BEAT_S:
                 return self._lost(f"{self.host}, which holds the store of the run, is gone too")
             for rank, peer in tuple(self._peers.items()):
                 before.setdefault(rank, peer.beat.number)
