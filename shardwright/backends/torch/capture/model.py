@@ -125,7 +125,7 @@ class _Session:
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         with mode:
             stand_ins = {key: fake_like(tensor) for key, (_, tensor) in self.tensors.items()}
-        return self._both(lambda size: self._run(size, mode, stand_ins, self._fake_leaf(size)))
+        return self._both(lambda size: self._run(size, mode, stand_ins, self._fake_leaf))
 
     def run_real(self, needs: _NeedsValuesError) -> tuple[_Run, _Run]:
         """Both runs on a copy with values, on the CPU."""
@@ -145,7 +145,7 @@ class _Session:
 
         def run(size: int) -> _Run:
             stand_ins = {key: real_like(tensor) for key, (_, tensor) in self.tensors.items()}
-            return self._run(size, nullcontext(), stand_ins, self._real_leaf(size))
+            return self._run(size, nullcontext(), stand_ins, self._real_leaf)
 
         return self._both(run)
 
@@ -173,32 +173,26 @@ class _Session:
         """Whether the model and the sample have values, so that the model could run for real."""
         return not any(tensor.is_meta or isinstance(tensor, FakeTensor) for tensor in self._held())
 
-    def _fake_leaf(self, size: int) -> Callable[[Leaf], torch.Tensor]:
-        def make(leaf: Leaf) -> torch.Tensor:
-            shape = list(leaf.tensor.shape)
-            if leaf.batch_dim is not None:
-                shape[leaf.batch_dim] = size * leaf.rows
-            made = torch.empty(shape, dtype=leaf.tensor.dtype, device="cpu")
-            return made.requires_grad_(leaf.tensor.requires_grad)
+    def _fake_leaf(self, leaf: Leaf, size: int) -> torch.Tensor:
+        shape = list(leaf.tensor.shape)
+        if leaf.batch_dim is not None:
+            shape[leaf.batch_dim] = size * leaf.rows
+        made = torch.empty(shape, dtype=leaf.tensor.dtype, device="cpu")
+        return made.requires_grad_(leaf.tensor.requires_grad)
 
-        return make
-
-    def _real_leaf(self, size: int) -> Callable[[Leaf], torch.Tensor]:
-        def make(leaf: Leaf) -> torch.Tensor:
-            made = leaf.tensor.detach().to("cpu", copy=True)
-            if leaf.batch_dim is not None:
-                chosen = torch.arange(size * leaf.rows) % (self.sample.batch * leaf.rows)
-                made = made.index_select(leaf.batch_dim, chosen)
-            return made.requires_grad_(leaf.tensor.requires_grad)
-
-        return make
+    def _real_leaf(self, leaf: Leaf, size: int) -> torch.Tensor:
+        made = leaf.tensor.detach().to("cpu", copy=True)
+        if leaf.batch_dim is not None:
+            chosen = torch.arange(size * leaf.rows) % (self.sample.batch * leaf.rows)
+            made = made.index_select(leaf.batch_dim, chosen)
+        return made.requires_grad_(leaf.tensor.requires_grad)
 
     def _run(
-        self, size: int, mode: Any, stand_ins: Mapping[int, torch.Tensor], make: Callable[[Leaf], torch.Tensor]
+        self, size: int, mode: Any, stand_ins: Mapping[int, torch.Tensor], make: Callable[[Leaf, int], torch.Tensor]
     ) -> _Run:
         recorder = self.make_recorder(self.templates, self.chance)
         with swapped_in(self.model, stand_ins), mode, plain_torch(), no_remembered_results(self.model):
-            args, kwargs, made = self.sample.arguments(make, size)
+            args, kwargs, made = self.sample.arguments(lambda leaf: make(leaf, size), size)
             self._name_all(recorder, stand_ins, made)
             try:
                 # Below autograd, composite ops reach the recorder whole, and no graph is kept for a backward pass.

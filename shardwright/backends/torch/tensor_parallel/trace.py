@@ -4,7 +4,7 @@ One run makes both, so calls and ops are aligned one to one. Calls are kept in f
 place is a new value. Sizes among the arguments are linear in the batch, like those of tensors.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -288,13 +288,10 @@ def trace(model: nn.Module, sample: Any, *, asked: tuple[int, ...] | None = None
 class _PartSession(_TracingSession):
     """The session of a part of a model, on tensors as they are inside it."""
 
-    def _fake_leaf(self, size: int) -> Callable[[Leaf], torch.Tensor]:
-        def make(leaf: Leaf) -> torch.Tensor:
-            given = leaf.tensor
-            made = torch.empty_strided(given.shape, given.stride(), dtype=given.dtype, device="cpu")
-            return made.requires_grad_(given.requires_grad)
-
-        return make
+    def _fake_leaf(self, leaf: Leaf, size: int) -> torch.Tensor:
+        given = leaf.tensor
+        made = torch.empty_strided(given.shape, given.stride(), dtype=given.dtype, device="cpu")
+        return made.requires_grad_(given.requires_grad)
 
 
 def trace_part(module: nn.Module, sample: Any, asked: tuple[int, ...]) -> Traced:
