@@ -291,11 +291,7 @@ class Tape:
         """Arguments with values in place of stand-ins, on which with ``fix`` the recording rests from now on."""
         if not self.places or not any(isinstance(leaf, Number) for leaf in pytree.tree_leaves(arguments)):
             return arguments
-        return pytree.tree_map_only(Number, self.fixed if fix else _true_of, arguments)
-
-
-def _true_of(number: Number) -> Any:
-    return number.true
+        return pytree.tree_map_only(Number, self.fixed if fix else operator.attrgetter("true"), arguments)
 
 
 def _true(arguments: Sequence[Any]) -> list[Any]:

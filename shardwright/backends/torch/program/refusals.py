@@ -29,6 +29,14 @@ def refuse_function(function: Callable[..., Any], args: Any) -> None:
         raise CaptureError(f"Tensor.{name} inside a step ({where()}): {_FUNCTIONS[name]}")
 
 
+def require_one_element(loss: torch.Tensor) -> None:
+    """Raise CaptureError for a loss that is not one number."""
+    if loss.numel() != 1:
+        raise CaptureError(
+            f"model.backward takes a loss of one element: given shape {tuple(loss.shape)}; reduce it by mean or sum"
+        )
+
+
 def reads_a_value(model: nn.Module, path: str | None, error: Exception) -> CaptureError:
     """The error for a value that was asked of a stand-in: by the module at ``path``, or by the step body when None."""
     asked = f"by .item(), bool(), .tolist() or a result whose shape depends on values: {getattr(error, 'func', None)}"

@@ -58,6 +58,7 @@ from shardwright.backends.torch.program.refusals import (
     reads_a_value,
     reads_what_it_computed,
     refuse_function,
+    require_one_element,
     said,
     shares_a_value,
     takes_a_gradient,
@@ -192,18 +193,13 @@ class StepRecorder:
         """Note a loss that the body gives to ``model.backward``."""
         if not isinstance(loss, torch.Tensor) or not isinstance(self.ledger.ref(loss), ValueRef):
             raise CaptureError(f"model.backward takes the loss, a tensor that this step computed: given {said(loss)}")
-        if loss.numel() != 1:
-            raise CaptureError(
-                f"model.backward takes a loss of one element: given shape {tuple(loss.shape)}; reduce it by mean or sum"
-            )
+        require_one_element(loss)
         if not loss.requires_grad:
             raise CaptureError("model.backward was given a loss that depends on no trainable parameter")
         leaf: Leaf | None = None
-        if isinstance(weight, torch.Tensor):
-            if weight.numel() != 1:
-                raise CaptureError(f"the weight of a loss has one element: given shape {tuple(weight.shape)}")
-            leaf = self.drafts.leaf(weight, None)
-        elif isinstance(weight, Number):
+        if isinstance(weight, torch.Tensor) and weight.numel() != 1:
+            raise CaptureError(f"the weight of a loss has one element: given shape {tuple(weight.shape)}")
+        if isinstance(weight, (torch.Tensor, Number)):
             leaf = self.drafts.leaf(weight, None)
         elif weight is not None:
             leaf = Literal(float(weight))
