@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from shardwright.backends.torch.capture.op_schemas import Func, argument_of, bind, dtype_name, key_of, ref_of
+from shardwright.backends.torch.capture.op_schemas import Func, bind, by_name, dtype_name, key_of, ref_of
 from shardwright.backends.torch.capture.ops import RULES, OpCall, Ref, Template
 from shardwright.backends.torch.capture.ops.products import is_plain_einsum
 from shardwright.backends.torch.capture.remembered_results import Inferred, memory_of
@@ -240,7 +240,8 @@ class Recorder(TorchDispatchMode):
                 key.append((name, key_of(value, inputs)))
         refs = [ref_of(i, t) for i, t in enumerate(inputs)] if known.reshapes else None
         result = self._inferred.run(func, args, kwargs)
-        written = [t for name in known.writes for t in _tensors(argument_of(known, name, args, kwargs))]
+        given = by_name(known.schema, args, kwargs) if known.writes else {}
+        written = [t for name in known.writes for t in _tensors(given.get(name))]
         outputs = list(_tensors(result))
         self._note_flow(known, inputs, outputs, written)
         if all(id(t) in self._drawn for t in inputs) if inputs else known.draws:

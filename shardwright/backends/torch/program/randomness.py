@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from shardwright.backends.torch.capture.op_schemas import by_name
 from shardwright.backends.torch.compat import OpOverload
 from shardwright.backends.torch.program.draft_steps import Draft
 from shardwright.backends.torch.program.program import (
@@ -63,11 +64,7 @@ def draws(function: OpOverload, args: Any, kwargs: Any) -> bool:
     """Whether a call of an op draws random numbers: attention without dropout does not, though its op may."""
     if torch.Tag.nondeterministic_seeded not in function.tags:
         return False
-    for position, argument in enumerate(function._schema.arguments):
-        if argument.name == "dropout_p":
-            given = args[position] if position < len(args) else kwargs.get("dropout_p", argument.default_value)
-            return bool(given != 0.0)
-    return True
+    return bool(by_name(function._schema, args, kwargs).get("dropout_p") != 0.0)
 
 
 class Streams:
