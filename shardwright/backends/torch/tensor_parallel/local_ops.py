@@ -20,11 +20,14 @@ RULES: dict[str, Rule] = {}
 R = Replicate()
 
 
-def rule(*names: str) -> Callable[[Rule], Rule]:
-    """Register a rule for aten ops by name."""
+def rule(*names: str, whole: Rule | None = None) -> Callable[[Rule], Rule]:
+    """Register a rule for aten ops by name; ``whole`` is that of calls that every rank makes on whole tensors."""
 
     def register(function: Rule) -> Rule:
-        RULES.update(dict.fromkeys(names, function))
+        def lowered(call: Call) -> bool:
+            return (whole if whole is not None and call.is_replicated else function)(call)
+
+        RULES.update(dict.fromkeys(names, lowered))
         return function
 
     return register

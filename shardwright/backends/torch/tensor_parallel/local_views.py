@@ -76,10 +76,8 @@ def copy(call: Call) -> bool:
     return True
 
 
-@rule("repeat_interleave")
+@rule("repeat_interleave", whole=as_recorded)
 def repeat_interleave(call: Call) -> bool:
-    if call.is_replicated:
-        return as_recorded(call)
     if len(call.pieces[0][0].inputs) != 1:
         return False
     repeats, dim = call.argument("repeats"), call.argument("dim")
@@ -108,10 +106,8 @@ def filled(call: Call) -> bool:
 
 
 @rule("rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "bernoulli", "uniform", "normal",
-      "exponential", "random", "cauchy", "geometric", "log_normal")  # fmt: skip
+      "exponential", "random", "cauchy", "geometric", "log_normal", whole=as_recorded)  # fmt: skip
 def drawn(call: Call) -> bool:
-    if call.is_replicated:
-        return as_recorded(call)
     place = call.split_of(0, 0, output=True)
     if place is None or call.pieces[0][0].inputs or call.site.template.inputs:
         return False

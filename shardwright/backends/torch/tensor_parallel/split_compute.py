@@ -105,10 +105,8 @@ def _read_elsewhere(call: Call) -> bool:
     return tensor in call.lowering.layout.leaves or tensor in call.lowering.layout.shared
 
 
-@rule("conv1d", "conv2d", "conv3d")
+@rule("conv1d", "conv2d", "conv3d", whole=as_recorded)
 def convolution(call: Call) -> bool:
-    if call.is_replicated:
-        return as_recorded(call)
     groups = call.argument("groups", 1)
     kernel = call.split_of(0, 1)
     if groups != 1 and kernel is not None:
@@ -169,10 +167,8 @@ def softmax(call: Call) -> bool:
     return True
 
 
-@rule("layer_norm", "rms_norm", "native_layer_norm")
+@rule("layer_norm", "rms_norm", "native_layer_norm", whole=as_recorded)
 def normalization(call: Call) -> bool:
-    if call.is_replicated:
-        return as_recorded(call)
     if call.site.name == "native_layer_norm":
         return False
     layout = call.pieces[0][1]
@@ -203,12 +199,10 @@ def normalization(call: Call) -> bool:
     return True
 
 
-@rule("batch_norm")
+@rule("batch_norm", whole=as_recorded)
 def batch_norm(call: Call) -> bool:
     """Batch norm. Where the channels are split, each rank norms its own: the statistics are taken over all other
     dims."""
-    if call.is_replicated:
-        return as_recorded(call)
     layout = call.pieces[0][1]
     place = call.split_of(0, 0)
     if layout.signature.need or call.converts_between or len(call.site.ops) != len(call.pieces):
@@ -254,12 +248,10 @@ def take(call: Call) -> bool:
     return True
 
 
-@rule("nll_loss_forward", "nll_loss2d_forward")
+@rule("nll_loss_forward", "nll_loss2d_forward", whole=as_recorded)
 def negative_log_likelihood(call: Call) -> bool:
     """The negative log-likelihood: the log-probabilities of the targets, each from the rank that holds its class; then
     their mean or sum."""
-    if call.is_replicated:
-        return as_recorded(call)
     needs = [layout.signature.need for _, layout in call.pieces]
     if call.argument("weight") is not None or any(needs[1:]) or needs[0] not in ("offset", ""):
         return False
