@@ -240,11 +240,12 @@ class Program:
         expressions += [expression for expression, _ in self.python.conditions]
         return any(expression.is_of_clock for expression in expressions)
 
-    @property
-    def given_away(self) -> set[int]:
-        """The values that are losses, their weights, and results."""
-        leaves = (*(loss.weight for loss in self.losses), *self.result.leaves)
-        return {loss.value for loss in self.losses} | {leaf.value for leaf in leaves if isinstance(leaf, ValueRef)}
+    def given_away(self, losses: Iterable[int] | None = None, results: Iterable[int] | None = None) -> set[int]:
+        """The values that are losses, their weights, and leaves of the result: all, or those of these positions."""
+        given = self.losses if losses is None else [self.losses[i] for i in losses]
+        leaves = self.result.leaves if results is None else [self.result.leaves[i] for i in results]
+        held = (*(loss.weight for loss in given), *leaves)
+        return {loss.value for loss in given} | {leaf.value for leaf in held if isinstance(leaf, ValueRef)}
 
     @property
     def is_one_of_many(self) -> bool:

@@ -197,7 +197,7 @@ def _live_steps(program: Program) -> set[int]:
     """The indices of unit calls, of attributes that are set, and of all steps that they, the losses and the result
     need."""
     live = {step.index for step in program.steps if step.path is not None or step.stage is not None}
-    wanted = program.given_away.union(*(program.steps[i].reads for i in live))
+    wanted = program.given_away().union(*(program.steps[i].reads for i in live))
     return live | steps_behind(program.values, program.steps, wanted)
 
 
@@ -213,14 +213,7 @@ def _wanted(
     steps = {i for i in live if where[i] == stage}
     values: set[int] = set()
     pending = [v for i in steps for v in program.steps[i].reads]
-    for loss, home in zip(program.losses, loss_stage, strict=True):
-        if home == stage:
-            pending.append(loss.value)
-            if isinstance(loss.weight, ValueRef):
-                pending.append(loss.weight.value)
-    for leaf, place in zip(program.result.leaves, result_stage, strict=True):
-        if place == stage and isinstance(leaf, ValueRef):
-            pending.append(leaf.value)
+    pending += program.given_away(_of_stage(stage, loss_stage), _of_stage(stage, result_stage))
     while pending:
         value = pending.pop()
         if value in values:
@@ -231,6 +224,11 @@ def _wanted(
             steps.add(made)
             pending.extend(program.steps[made].reads)
     return steps, values
+
+
+def _of_stage(stage: int, homes: Sequence[int | None]) -> tuple[int, ...]:
+    """The positions of what has its home on a stage."""
+    return tuple(i for i, home in enumerate(homes) if home == stage)
 
 
 def _values_with_gradient(program: Program) -> set[int]:
@@ -284,16 +282,12 @@ def _part(
     steps = tuple(program.steps[i] for i in sorted(chosen))
     receives = tuple(edge for edge in edges if edge.target == stage)
     sends = tuple(edge for edge in edges if edge.source == stage)
-    losses = tuple(i for i, home in enumerate(loss_stage) if home == stage)
-    results = tuple(i for i, home in enumerate(result_stage) if home == stage)
+    losses, results = _of_stage(stage, loss_stage), _of_stage(stage, result_stage)
     written = {memory for step in steps for memory in step.memories}
     shared = {v for edge in (*receives, *sends) for v in edge.values}
     shared |= {v for v in values if program.values[v].input is not None}
     copied = frozenset(v for v in shared if program.values[v].memory in written)
-    kept = {v for edge in sends for v in edge.values}
-    kept |= {program.losses[i].value for i in losses}
-    kept |= {w.value for i in losses if isinstance(w := program.losses[i].weight, ValueRef)}
-    kept |= {leaf.value for i in results if isinstance(leaf := program.result.leaves[i], ValueRef)}
+    kept = {v for edge in sends for v in edge.values} | program.given_away(losses, results)
     last: dict[int, int] = {}
     for position, step in enumerate(steps):
         for v in (*step.reads, *_made(step)):
