@@ -12,9 +12,9 @@ import torch
 import shardwright.torch as sw
 from benchmarks.real_networks.registry import Loss
 from shardwright.backends.torch.machine.watchdog import PeerError
-from shardwright.backends.torch.program.unsplit import seeded_by_rule
 from shardwright.core.errors import LossError, ShardwrightError
 from tests.comparison import Comparison
+from tests.models.unsplit import seeded_by_rule
 from tests.torch.forked import note
 
 STEPS, MICROBATCHES, RATE = 2, 2, 0.02

@@ -41,6 +41,15 @@ _COUNTS = (
     "pipeline_parallel_degree", "tensor_parallel_degree", "microbatches", "virtual_stages", "compare_in_full_every",
     "sharded_data_parallel_degree",
 )  # fmt: skip
+_CHOICES: dict[str, tuple[tuple[str | None, ...], str]] = {
+    "recompute": (("none", "full"), "'none' or 'full'"),
+    "loss_scope": ((None, "replica", "global"), "'replica' or 'global'"),
+    "nonfinite": (("warn", "error", "ignore"), "'warn', 'error' or 'ignore'"),
+    "debug": ((None, "numerics"), "'numerics', or None"),
+    "optimize": ((None, "speed", "memory"), "'speed' or 'memory'"),
+    "ddp_dist_backend": (("auto", "nccl", "gloo"), "auto, nccl or gloo"),
+}
+"""The values of a key, and the same in words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,27 +136,18 @@ class Config:
         elif not isinstance(self.pipeline, str) or self.pipeline not in (*schedule_names(), AUTO):
             hint = nearest(str(self.pipeline), (*schedule_names(), AUTO))
             raise ShardwrightError(f"pipeline={self.pipeline!r} is no schedule: {hint}")
-        if self.recompute not in ("none", "full"):
-            raise ShardwrightError(f"recompute={self.recompute!r}: expected 'none' or 'full'")
-        if self.loss_scope not in (None, "replica", "global"):
-            raise ShardwrightError(f"loss_scope={self.loss_scope!r}: expected 'replica' or 'global'")
+        for name, (known, said) in _CHOICES.items():
+            if getattr(self, name) not in known:
+                raise ShardwrightError(f"{name}={getattr(self, name)!r}: expected {said}")
         if not isinstance(self.compile, bool):
             backends = torch.compiler.list_backends(exclude_tags=())
             if self.compile not in backends:
                 said = ", ".join(backends)
                 raise ShardwrightError(f"compile={self.compile!r}: expected True, False or a backend: {said}")
-        if self.nonfinite not in ("warn", "error", "ignore"):
-            raise ShardwrightError(f"nonfinite={self.nonfinite!r}: expected 'warn', 'error' or 'ignore'")
-        if self.debug not in (None, "numerics"):
-            raise ShardwrightError(f"debug={self.debug!r}: expected 'numerics', or None")
         if self.debug and self.compile:
             raise ShardwrightError("debug='numerics' looks at single ops, and compile leaves none: leave one out")
         if self.debug and self.nonfinite == "ignore":
             raise ShardwrightError("debug='numerics' and nonfinite='ignore' are given: leave one of them out")
-        if self.optimize not in (None, "speed", "memory"):
-            raise ShardwrightError(f"optimize={self.optimize!r}: expected 'speed' or 'memory'")
-        if self.ddp_dist_backend not in ("auto", "nccl", "gloo"):
-            raise ShardwrightError(f"ddp_dist_backend={self.ddp_dist_backend!r}: expected auto, nccl or gloo")
         if self.pipeline_mode not in PIPELINE_MODES:
             raise ShardwrightError(
                 f"pipeline_mode={self.pipeline_mode!r}: {nearest(str(self.pipeline_mode), PIPELINE_MODES)}"

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn.utils import clip_grad
 
+from shardwright.backends.torch.capture.replaced import replaced
 from shardwright.backends.torch.compat import IncompatibleKeys, pytree
 from shardwright.backends.torch.machine.agreement import Claim
 from shardwright.backends.torch.pipeline.compiling import Compiler
@@ -366,11 +367,8 @@ def delay_param_initialization() -> Iterator[None]:
             param = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
         original(module, name, param)
 
-    nn.Module.register_parameter = register  # type: ignore[method-assign, assignment]
-    try:
+    with replaced(nn.Module, "register_parameter", register):
         yield
-    finally:
-        nn.Module.register_parameter = original  # type: ignore[method-assign]
 
 
 _plain_clip: Callable[..., Any] | None = None

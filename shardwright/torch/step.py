@@ -14,7 +14,7 @@ import torch
 from shardwright.backends.torch.compat import pytree
 from shardwright.backends.torch.machine.agreement import Claim
 from shardwright.backends.torch.machine.digests import code_of, digest_of
-from shardwright.backends.torch.pipeline.step_results import Shares
+from shardwright.backends.torch.pipeline.step_results import Returned, Shares
 from shardwright.backends.torch.program.program import tensors_in
 from shardwright.backends.torch.runtime import Runtime
 from shardwright.backends.torch.training.call import StepCall
@@ -209,7 +209,8 @@ class _Step:
                 position: replace(found, outputs=of_this_rank(found.outputs, batch.samples, session.bound))
                 for position, found in returned.items()
             }
-        return tree.build(_Leaves(returned).next)
+        outputs = [_output(returned.get(position), leaf) for position, leaf in enumerate(tree.leaves)]
+        return pytree.tree_unflatten(outputs, tree.spec)
 
     def _axis(self, tensor: torch.Tensor, name: str) -> int | None:
         """The axis along which an argument is split into microbatches; None: every microbatch gets it whole."""
@@ -257,19 +258,11 @@ def _is_model(item: Any) -> bool:
     return isinstance(item, DistributedModel)
 
 
-class _Leaves:
-    """The leaves of a result in order, tensors as StepOutput."""
-
-    def __init__(self, returned: Mapping[int, Any]) -> None:
-        self._returned = returned
-        self._position = -1
-
-    def next(self, leaf: Any) -> Any:
-        self._position += 1
-        found = self._returned.get(self._position)
-        if found is None:
-            return getattr(leaf, "value", None)
-        return StepOutput(found.outputs, found.everywhere, found.weights, found.first)
+def _output(found: Returned | None, leaf: Any) -> Any:
+    """A leaf of a result, a tensor as StepOutput."""
+    if found is None:
+        return getattr(leaf, "value", None)
+    return StepOutput(found.outputs, found.everywhere, found.weights, found.first)
 
 
 def _counted(samples: Sequence[int]) -> str:

@@ -1,5 +1,6 @@
 """Values of Python that a loss function reads: changed between steps, the step is that of the unsplit function."""
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
@@ -156,6 +157,39 @@ def test_an_attribute_of_the_model_that_training_began_with(pp: int) -> None:
     same.require("losses")
     assert len(train._steps) == 2
     assert train.params(state).tau == 1.0
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_a_model_that_training_began_with_is_freed_and_its_last_attributes_stay(pp: int) -> None:
+    """Each device has its own share: the whole model beside it is held by whoever gave it alone."""
+    model, wanted = create(), create()
+    train = sw.train_step(by_global, optax.sgd(0.0), plan_of(pp), devices=jax.devices()[:pp])
+    state = train.init(model)
+    arrays = [weakref.ref(leaf) for leaf in jax.tree.leaves(nnx.state(model))]
+    assert len(arrays) == 8
+    same = Comparison(f"freed, pp {pp}")
+
+    def compare_step(state: Any) -> Any:
+        state, found = train(state, BATCH)
+        same.losses([found], [expected(by_global, wanted)[0]])
+        return state
+
+    block, model.tau, wanted.tau = model.blocks[0], 2.0, 2.0
+    del model
+    state = compare_step(state)
+    assert [array() is not None for array in arrays] == [True, True, *[False] * 6], "one block is held by the test"
+    del block
+    assert not any(array() is not None for array in arrays)
+    state = compare_step(state)
+
+    other = create()
+    state = train.init(other)
+    for other.tau in (1.0, 3.0):
+        wanted.tau = other.tau
+        state = compare_step(state)
+    del other
+    compare_step(state)
+    same.require("losses")
 
 
 def test_what_the_function_writes_is_refused() -> None:

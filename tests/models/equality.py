@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 import shardwright.torch as sw
-from shardwright.backends.torch.program.unsplit import seeded_by_rule
 from shardwright.core.errors import ShardwrightError
 from tests.comparison import Comparison
 from tests.models import inputs
+from tests.models.unsplit import seeded_by_rule
 
 MICROBATCHES = 2
 SAMPLES = 2

@@ -18,13 +18,13 @@ from shardwright.backends.torch.machine.process import Launch, start
 from shardwright.backends.torch.program import recording_cache as recordings
 from shardwright.backends.torch.program.randomness import Moment
 from shardwright.backends.torch.program.recording_check import Varying
-from shardwright.backends.torch.program.unsplit import seeded_by_rule
 from shardwright.backends.torch.program.value_guards import holds
 from shardwright.backends.torch.program.value_names import text_of, value_names
 from shardwright.backends.torch.runtime import Runtime
 from shardwright.backends.torch.training.recording import Recording
 from shardwright.core.errors import CaptureError, UnrecordableError
 from tests.comparison import Comparison
+from tests.models.unsplit import seeded_by_rule
 from tests.torch.test_dataflow import (
     MICROBATCHES,
     WIDTH,

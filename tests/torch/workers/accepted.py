@@ -15,8 +15,8 @@ from accepted_models import CASES, Case
 from accepted_scripts import SCRIPTS, Kit, Script
 
 import shardwright.torch as sw
-from shardwright.backends.torch.program.unsplit import seeded_by_rule
 from tests.comparison import Comparison
+from tests.models.unsplit import seeded_by_rule
 
 MICROBATCHES, WAIT_S = 2, 60.0
 

@@ -22,8 +22,8 @@ from torch import nn
 
 import shardwright.torch as sw
 from shardwright.backends.torch.program.randomness import stream_seed
-from shardwright.backends.torch.program.unsplit import seeded_by_rule
 from tests.comparison import Comparison
+from tests.models.unsplit import seeded_by_rule
 
 
 class SeededDropout(nn.Module):

@@ -16,9 +16,9 @@ from torch.nn import functional as F
 from tp_models import batch, build
 
 import shardwright.torch as sw
-from shardwright.backends.torch.program.unsplit import seeded_by_rule
 from shardwright.core.errors import ShardwrightError
 from tests.comparison import Comparison
+from tests.models.unsplit import seeded_by_rule
 
 
 @sw.step

@@ -84,23 +84,17 @@ def capture(
     batch = jax.tree.map(abstract, batch)
     dims = resolve_batch_dims(batch, batch_dims)
     pick = _loss_of if require_loss else _outputs_of
-    graph, traces = _read(source, batch, dims, lambda output: pick(output, source.name))
+    graph, traces = read(source, batch, dims, lambda output: pick(output, source.name))
     return Captured(graph, traces, source.names)
 
 
-def read(source: Source, batch: Any, dims: tuple[int | None, ...], pick: Callable[[Any], Any]) -> tuple[Graph, Program]:
-    """The graph of the results of a source that ``pick`` takes, and the program whose steps are the graph's ops, in
-    order.
+def read(source: Source, batch: Any, dims: tuple[int | None, ...], pick: Callable[[Any], Any]) -> tuple[Graph, Traces]:
+    """The graph of the results of a source that ``pick`` takes, and the traces, whose programs' steps are the graph's
+    ops, in order.
 
     batch: shapes, with ``dims`` those that count samples. Raises CaptureError when the traces at batch 2 and batch 3 do
     not hold the same ops.
     """
-    graph, (_, (_, program)) = _read(source, batch, dims, pick)
-    return graph, program
-
-
-def _read(source: Source, batch: Any, dims: tuple[int | None, ...], pick: Callable[[Any], Any]) -> tuple[Graph, Traces]:
-    """The graph, and both traces."""
     inputs = [at_batch(batch, dims, size) for size in (2, 3)]
     one, other = (_traced_at(source, given, pick, size) for given, size in zip(inputs, (2, 3), strict=True))
     same_structure(one[1], other[1], lambda what: _differs(source.name, what))

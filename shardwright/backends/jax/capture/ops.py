@@ -1,7 +1,8 @@
 """The kinds of op and labels (see `core.model.graph.Op`) of JAX primitives."""
 
 from collections.abc import Callable, Sequence
-from itertools import count
+from functools import partial
+from itertools import accumulate, count
 from typing import Any
 
 from shardwright.backends.jax.capture.inner_programs import aval, equations_in
@@ -150,10 +151,6 @@ def _attention(params: dict[str, Any], before: list[Shape], after: list[Shape], 
     )
 
 
-def _causal_attention(params: dict[str, Any], before: list[Shape], after: list[Shape]) -> Translation:
-    return _attention(params, before, after, causal=True)
-
-
 # --- statistics and reductions
 
 
@@ -182,10 +179,6 @@ def _softmax(params: dict[str, Any], before: list[Shape], after: list[Shape]) ->
 def _normalization(params: dict[str, Any], before: list[Shape], after: list[Shape]) -> Translation:
     last = len(before[0]) - 1
     return "normalization", labels.over_dims(before[0], (last,), "statistic", extra_inputs=before[1:])
-
-
-def _dropout(params: dict[str, Any], before: list[Shape], after: list[Shape]) -> Translation:
-    return "dropout", labels.elementwise(before, after)
 
 
 def _cumulative(params: dict[str, Any], before: list[Shape], after: list[Shape]) -> Translation:
@@ -284,19 +277,14 @@ def _broadcast(params: dict[str, Any], before: list[Shape], after: list[Shape]) 
     return "view", labels.broadcast(before[0], after[0], dims)
 
 
-def _same(params: dict[str, Any], before: list[Shape], after: list[Shape]) -> Translation:
-    return "view", labels.elementwise(before, after)
-
-
-def _copy(params: dict[str, Any], before: list[Shape], after: list[Shape]) -> Translation:
-    return "copy", labels.elementwise(before, after)
+def _entry_by_entry(kind: OpKind) -> "Rule":
+    return lambda params, before, after: (kind, labels.elementwise(before, after))
 
 
 def _kept_dims(before: list[Shape], out: Shape) -> Labelled:
     """The labels of the first operand's dims that keep their size. Nothing is known of the others."""
-    kept = tuple(dim if size == out[dim] else -1 for dim, size in enumerate(before[0]))
-    rest = labels.opaque(before[1:], []).labels
-    return Labelled((kept, *rest, kept))
+    kept, made = labels.same_sizes(before[0], out).labels
+    return Labelled((kept, *labels.opaque(before[1:], []).labels, made))
 
 
 def _pad(params: dict[str, Any], before: list[Shape], after: list[Shape]) -> Translation:
@@ -304,9 +292,7 @@ def _pad(params: dict[str, Any], before: list[Shape], after: list[Shape]) -> Tra
 
 
 def _reverse(params: dict[str, Any], before: list[Shape], after: list[Shape]) -> Translation:
-    dims = set(params["dimensions"])
-    kept = tuple(-1 if dim in dims else dim for dim in range(len(before[0])))
-    return "copy", Labelled((kept, kept))
+    return "copy", labels.same_sizes(before[0], after[0], changed=params["dimensions"])
 
 
 def _slice(params: dict[str, Any], before: list[Shape], after: list[Shape]) -> Translation:
@@ -335,11 +321,8 @@ def _dynamic_update(params: dict[str, Any], before: list[Shape], after: list[Sha
 
 
 def _split(params: dict[str, Any], before: list[Shape], after: list[Shape]) -> Translation:
-    axis = params["axis"]
-    offsets = [0]
-    for size in params["sizes"]:
-        offsets.append(offsets[-1] + int(size))
-    return "slice", labels.parts(before[0], axis, after, offsets[:-1])
+    offsets = [0, *accumulate(map(int, params["sizes"]))]
+    return "slice", labels.parts(before[0], params["axis"], after, offsets[:-1])
 
 
 def _concatenate(params: dict[str, Any], before: list[Shape], after: list[Shape]) -> Translation:
@@ -367,7 +350,7 @@ RULES: dict[str, Rule] = {
     "dot_general": _dot_general,
     "conv_general_dilated": _convolution,
     "attention": _attention,
-    "attention_causal": _causal_attention,
+    "attention_causal": partial(_attention, causal=True),
     **dict.fromkeys(PARTIAL_REDUCTIONS, _reduction),
     **dict.fromkeys(STATISTIC_REDUCTIONS, _statistic),
     **dict.fromkeys(CUMULATIVE, _cumulative),
@@ -375,7 +358,7 @@ RULES: dict[str, Rule] = {
     "softmax": _softmax,
     "log_softmax": _softmax,
     "call:normalization": _normalization,
-    "call:dropout": _dropout,
+    "call:dropout": _entry_by_entry("dropout"),
     "sort": _sort,
     "top_k": _top_k,
     "gather": _gather,
@@ -386,12 +369,10 @@ RULES: dict[str, Rule] = {
     "expand_dims": _reshape,
     "transpose": _transpose,
     "broadcast_in_dim": _broadcast,
-    "stop_gradient": _same,
-    "optimization_barrier": _same,
-    "copy": _copy,
-    "copy_p": _copy,
-    "device_put": _same,
-    "sharding_constraint": _same,
+    **dict.fromkeys(
+        ("stop_gradient", "optimization_barrier", "device_put", "sharding_constraint"), _entry_by_entry("view")
+    ),
+    **dict.fromkeys(("copy", "copy_p"), _entry_by_entry("copy")),
     "rev": _reverse,
     "slice": _slice,
     "split": _split,

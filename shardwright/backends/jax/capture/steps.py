@@ -1,6 +1,6 @@
 """A traced JAX program as one flat list of steps: inner programs inlined, loops unrolled, boxed functions whole."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,9 +8,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from shardwright.backends.jax.capture.inner_programs import INLINED, aval, equations_in, inner_program
+from shardwright.backends.jax.capture.inner_programs import (
+    INLINED,
+    aval,
+    bound,
+    equations_in,
+    inner_program,
+    interpreted,
+    rows_between,
+)
 from shardwright.backends.jax.capture.layer_loops import (
     ITERATION,
     UNROLL_LIMIT,
@@ -26,6 +34,8 @@ WHOLE_JITS = frozenset({"_take", "take_along_axis"})
 
 Path = tuple[int, ...]
 """The path of an equation: its position in the program, then in the program inside that one, and so on."""
+Operand = tuple[int | None, float | None]
+"""The number of a value, None for a scalar literal; and the number that the literal is, or one handed on unchanged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,12 +124,11 @@ def flatten(closed: ClosedJaxpr, calls: Sequence[TracedCall], weights: int = 0, 
     program = Program(calls=list(calls), traced=tuple(calls))
     program.arguments = [program.new(aval(variable)) for variable in closed.jaxpr.invars]
     program.weights = set(program.arguments[:weights])
-    held = zip(closed.jaxpr.constvars, closed.consts, strict=True)
-    program.constants = [program.constant(aval(variable), array) for variable, array in held]
-    flattener = _Flattener(program)
-    flattener.run(closed.jaxpr, program.arguments, program.constants, program.outputs)
-    program.outputs, program.results = program.outputs[:results], flattener.results[:results]
-    return _drop_unused(_collapse_whole_calls(program))
+    made = _Flattener(program).run(closed, [(value, None) for value in program.arguments])[:results]
+    program.outputs, program.results = [value for value, _ in made], tuple(number for _, number in made)
+    program = _collapse_whole_calls(program)
+    program.steps = _needed(program.steps, (value for value in program.outputs if value is not None))
+    return program
 
 
 class _Flattener:
@@ -128,57 +137,33 @@ class _Flattener:
         self.traced = tuple(program.calls)
         self.renumbered: dict[int, int] = {}
         """The calls of the loop body as traced → those of the iteration that is being unrolled."""
-        self.numbers: tuple[float | None, ...] = ()
-        """The numbers of the current equation's operands that are literals."""
-        self.results: tuple[float | None, ...] = ()
-        """The numbers of the last program's results that are literals."""
 
-    def run(
-        self,
-        jaxpr: Jaxpr,
-        arguments: Sequence[int | None],
-        constants: Sequence[int | None],
-        outputs: list[int | None],
-        call: int = 0,
-        path: Path = (),
-        numbers: Sequence[float | None] = (),
-    ) -> None:
-        """Append the steps of ``jaxpr``. ``outputs`` receives the numbers of the values that it returns. ``numbers``:
-        the values of those arguments that are literals."""
-        told = dict(zip(jaxpr.invars, numbers, strict=False))
-        known: dict[Any, int | None] = dict(zip(jaxpr.invars, arguments, strict=True))
-        known.update(zip(jaxpr.constvars, constants, strict=True))
+    def run(self, closed: ClosedJaxpr, arguments: Sequence[Operand], call: int = 0, path: Path = ()) -> list[Operand]:
+        """Append the steps of a program, and return its results."""
 
-        def read(atom: Var | Literal) -> int | None:
-            return self._literal(atom) if isinstance(atom, Literal) else known[atom]
-
-        for index, equation in enumerate(jaxpr.eqns):
+        def apply(index: int, equation: JaxprEqn, inputs: list[Operand]) -> list[Operand]:
             marked = call_number(equation.source_info.name_stack, -1)
             inside = call if not 0 <= marked < len(self.program.calls) else self.renumbered.get(marked, marked)
-            self.numbers = tuple(
-                number_in(atom.val) if isinstance(atom, Literal) else told.get(atom) for atom in equation.invars
-            )
-            self.results = ()
-            made = self._equation(equation, [read(atom) for atom in equation.invars], inside, (*path, index))
-            known.update(zip(equation.outvars, made, strict=True))
-            told.update(zip(equation.outvars, self.results, strict=False))
-        outputs.extend(read(atom) for atom in jaxpr.outvars)
-        self.results = tuple(
-            number_in(atom.val) if isinstance(atom, Literal) else told.get(atom) for atom in jaxpr.outvars
-        )
+            return self._equation(equation, inputs, inside, (*path, index))
 
-    def _literal(self, atom: Literal) -> int | None:
+        held = zip(closed.jaxpr.constvars, closed.consts, strict=True)
+        constants = [self.program.constant(aval(variable), array) for variable, array in held]
+        self.program.constants += constants
+        given = [(value, None) for value in constants]
+        return interpreted(closed.jaxpr, given, arguments, apply, self._literal)
+
+    def _literal(self, atom: Literal) -> Operand:
         if not aval(atom).shape:
-            return None
+            return None, number_in(atom.val)
         value = self.program.constant(aval(atom), atom.val)
         self.program.constants.append(value)
-        return value
+        return value, number_in(atom.val)
 
-    def _equation(self, equation: JaxprEqn, inputs: list[int | None], call: int, path: Path) -> list[int | None]:
+    def _equation(self, equation: JaxprEqn, inputs: list[Operand], call: int, path: Path) -> list[Operand]:
         name, params = equation.primitive.name, equation.params
         if name in ("jit", "pjit"):
             called = params["name"]
-            if called.startswith(BOX_MARK) or (called in WHOLE_JITS and None not in inputs):
+            if called.startswith(BOX_MARK) or (called in WHOLE_JITS and all(value is not None for value, _ in inputs)):
                 return self._step(equation, called.removeprefix(BOX_MARK), inputs, call, path)
         if name in ("jit", "pjit") and _only_draws(params["jaxpr"].jaxpr):
             return self._step(equation, f"random.{params['name'].lstrip('_')}", inputs, call, path)
@@ -191,85 +176,50 @@ class _Flattener:
         inner = inner_program(params) if name in INLINED else None
         if inner is None:
             return self._step(equation, name, inputs, call, path)
-        outputs: list[int | None] = []
-        first = len(inputs) - len(inner.jaxpr.invars)
-        made = self._constants(inner)
-        self.run(inner.jaxpr, inputs[first:], made, outputs, call, path, self.numbers[first:])
-        return outputs
+        return self.run(inner, inputs[len(inputs) - len(inner.jaxpr.invars) :], call, path)
 
-    def _constants(self, closed: ClosedJaxpr) -> list[int | None]:
-        held = zip(closed.jaxpr.constvars, closed.consts, strict=True)
-        made = [self.program.constant(aval(variable), array) for variable, array in held]
-        self.program.constants.extend(made)
-        return list(made)
+    def _step(self, equation: JaxprEqn, name: str, inputs: list[Operand], call: int, path: Path) -> list[Operand]:
+        outputs = tuple(self.program.new(aval(variable)) for variable in equation.outvars)
+        values, numbers = tuple(value for value, _ in inputs), tuple(number for _, number in inputs)
+        made = None if any(value is not None for value in values) else _number_of(equation, numbers)
+        self.program.steps.append(Step(name, values, outputs, equation.params, call, path, (), numbers, made))
+        return [(value, None) for value in outputs]
 
-    def _step(self, equation: JaxprEqn, name: str, inputs: list[int | None], call: int, path: Path) -> list[int | None]:
-        outputs = [self.program.new(aval(variable)) for variable in equation.outvars]
-        made = None if any(value is not None for value in inputs) else self._number_of(equation)
-        step = Step(name, tuple(inputs), tuple(outputs), equation.params, call, path, (), self.numbers, made)
-        self.program.steps.append(step)
-        self.results = (None,) * len(outputs)
-        return list(outputs)
-
-    def _number_of(self, equation: JaxprEqn) -> float | None:
-        """The number that an equation makes of literals."""
-        literals = zip(equation.invars, self.numbers, strict=True)
-        numbers = [(aval(atom).dtype, number) for atom, number in literals if number is not None]
-        if len(numbers) != len(equation.invars) or not numbers or equation.effects or len(equation.outvars) != 1:
-            return None
-        with jax.ensure_compile_time_eval():
-            given = [jnp.asarray(number, dtype) for dtype, number in numbers]
-            return number_in(equation.primitive.bind(*given, **equation.primitive.get_bind_params(equation.params)))
-
-    def _unroll(self, equation: JaxprEqn, inputs: list[int | None], call: int, path: Path) -> list[int | None]:
+    def _unroll(self, equation: JaxprEqn, inputs: list[Operand], call: int, path: Path) -> list[Operand]:
         """A scan as its iterations one after the other. Every iteration reads a slice of what is scanned over, and its
         module calls count as calls of their own."""
         params, program = equation.params, self.program
-        body = params["jaxpr"]
-        fixed, carried = params["num_consts"], params["num_consts"] + params["num_carry"]
-        carry = inputs[fixed:carried]
-        scanned = inputs[carried:]
-        results: list[list[int | None]] = []
+        body, carried = params["jaxpr"], params["num_carry"]
+        fixed, carry = inputs[: params["num_consts"]], inputs[params["num_consts"] :][:carried]
+        scanned = [value for value, _ in inputs[params["num_consts"] + carried :]]
+        results: list[list[Operand]] = []
         order = range(params["length"])
         outer = dict(self.renumbered)
-        numbers: Sequence[float | None] = self.numbers[:carried]
         loop = layer_loop(program.calls, call) if not program.weights.isdisjoint(scanned) else ""
         for position, index in enumerate(reversed(order) if params["reverse"] else order):
-            outputs: list[int | None] = []
             made = calls_of_iteration(
                 program.calls, self.traced, body.jaxpr, position, call, outer, f"{loop}.{index}" * bool(loop)
             )
             self.renumbered = outer | made
             inside = made.get(ITERATION, call)
-            slices = [self._slice(value, index, inside) for value in scanned]
-            self.run(
-                body.jaxpr,
-                [*inputs[:fixed], *carry, *slices],
-                self._constants(body),
-                outputs,
-                inside,
-                path,
-                numbers,
-            )
-            carried_numbers = self.results[: params["num_carry"]]
-            numbers = (*numbers[:fixed], *carried_numbers)
-            carry = outputs[: params["num_carry"]]
-            results.append(outputs[params["num_carry"] :])
+            slices = [(self._slice(value, index, inside), None) for value in scanned]
+            outputs = self.run(body, [*fixed, *carry, *slices], inside, path)
+            carry = outputs[:carried]
+            results.append(outputs[carried:])
         self.renumbered = outer
         if params["reverse"]:
             results.reverse()
-        stacked: list[int | None] = []
-        for position, variable in enumerate(equation.outvars[params["num_carry"] :]):
+        stacked: list[Operand] = []
+        for position, variable in enumerate(equation.outvars[carried:]):
             rows = []
             for row in results:
                 shape = (1, *aval(variable).shape[1:])
                 value = program.value(shape, dtype_name(aval(variable).dtype))
-                program.steps.append(Step("reshape", (row[position],), (value,), {}, call))
+                program.steps.append(Step("reshape", (row[position][0],), (value,), {}, call))
                 rows.append(value)
             out = program.new(aval(variable))
             program.steps.append(Step("concatenate", tuple(rows), (out,), {"dimension": 0}, call))
-            stacked.append(out)
-        self.results = (*numbers[fixed:], *([None] * len(stacked)))
+            stacked.append((out, None))
         return [*carry, *stacked]
 
     def _slice(self, value: int | None, index: int, call: int) -> int:
@@ -278,13 +228,20 @@ class _Flattener:
             raise CaptureError("a scan runs over a scalar literal")
         shape, dtype = program.shapes[value], program.dtypes[value]
         row = program.value((1, *shape[1:]), dtype)
-        starts = (index, *([0] * (len(shape) - 1)))
-        limits = (index + 1, *shape[1:])
-        params = {"start_indices": starts, "limit_indices": limits, "strides": None}
-        program.steps.append(Step("slice", (value,), (row,), params, call))
+        program.steps.append(Step("slice", (value,), (row,), rows_between(shape, index, index + 1), call))
         out = program.value(shape[1:], dtype)
         program.steps.append(Step("squeeze", (row,), (out,), {"dimensions": (0,)}, call))
         return out
+
+
+def _number_of(equation: JaxprEqn, numbers: Sequence[float | None]) -> float | None:
+    """The number that an equation makes of literals."""
+    told = [number for number in numbers if number is not None]
+    if len(told) != len(numbers) or not told or equation.effects or len(equation.outvars) != 1:
+        return None
+    with jax.ensure_compile_time_eval():
+        given = [jnp.asarray(number, aval(atom).dtype) for atom, number in zip(equation.invars, told, strict=True)]
+        return number_in(*bound(equation.primitive, equation.params, given))
 
 
 def _only_draws(jaxpr: Jaxpr) -> bool:
@@ -347,30 +304,18 @@ def _joined(program: Program, steps: list[Step], call: int, readers: dict[int, s
     # Scalars that leave the call (the counter of a random stream) are bookkeeping: kept as steps of their own.
     scalars = [step for step in steps if any(value in outputs and value not in results for value in step.outputs)]
     whole = Step(f"call:{kind}", ordered, (results[0],), {}, call, members=tuple(steps))
-    return [whole, *_needed(scalars, steps, inside)]
+    return [whole, *_needed(steps, (value for step in scalars for value in step.outputs))]
 
 
-def _needed(wanted: list[Step], steps: Sequence[Step], inside: set[int]) -> list[Step]:
-    """The ``wanted`` steps and those among ``steps`` that they are made from, in order."""
-    needed = {value for step in wanted for value in step.inputs if value in inside}
-    kept = {id(step) for step in wanted}
-    for step in reversed(steps):
-        if needed & set(step.outputs):
-            kept.add(id(step))
-            needed |= {value for value in step.inputs if value is not None and value in inside}
-    return [step for step in steps if id(step) in kept]
-
-
-def _drop_unused(program: Program) -> Program:
-    """Leave out the steps that no result needs, as the compiler does."""
-    needed = {value for value in program.outputs if value is not None}
+def _needed(steps: Sequence[Step], wanted: Iterable[int]) -> list[Step]:
+    """The steps that make the ``wanted`` values, as the compiler leaves out all others."""
+    missing = set(wanted)
     kept: list[Step] = []
-    for step in reversed(program.steps):
-        if needed & set(step.outputs):
+    for step in reversed(steps):
+        if not missing.isdisjoint(step.outputs):
             kept.append(step)
-            needed.update(value for value in step.inputs if value is not None)
-    program.steps = kept[::-1]
-    return program
+            missing.update(value for value in step.inputs if value is not None)
+    return kept[::-1]
 
 
 def same_structure(

@@ -74,12 +74,12 @@ class Recorder:
             self.open.pop()
 
 
-def call_number(name_stack: Any, inherited: int) -> int:
+def call_number(name_stack: Any, inherited: int, mark: str = CALL_MARK) -> int:
     """The innermost marked call of an equation's name stack; equations of an inner program inherit."""
     for entry in reversed(getattr(name_stack, "stack", ())):
         name = getattr(entry, "name", "")
-        if name.startswith(CALL_MARK):
-            return int(name[len(CALL_MARK) :])
+        if name.startswith(mark):
+            return int(name[len(mark) :])
     return inherited
 
 
@@ -188,7 +188,8 @@ def linen_calls(recorder: Recorder) -> Iterator[None]:
         with ExitStack() as undo:
             undo.enter_context(recorder.call(".".join(module.path), whole_kind(module)))
             if getattr(module, "attention_fn", None) in ATTENTIONS:
-                undo.enter_context(_frozen_attribute(module, "attention_fn", boxed("attention", module.attention_fn)))
+                attention = boxed("attention", module.attention_fn)
+                undo.enter_context(_attribute(module, "attention_fn", attention, object.__setattr__))
             return next_call(*args, **kwargs)
 
     with linen.intercept_methods(intercept):
@@ -196,27 +197,18 @@ def linen_calls(recorder: Recorder) -> Iterator[None]:
 
 
 @contextmanager
-def _attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
+def _attribute(owner: Any, name: str, value: Any, put: Callable[[Any, str, Any], None] = setattr) -> Iterator[None]:
+    """A context in which an attribute has a value. ``put`` sets it: for frozen modules `object.__setattr__`."""
     own = name in vars(owner)
     before = vars(owner).get(name)
-    setattr(owner, name, value)
+    put(owner, name, value)
     try:
         yield
     finally:
         if own:
-            setattr(owner, name, before)
+            put(owner, name, before)
         else:
             delattr(owner, name)
-
-
-@contextmanager
-def _frozen_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
-    before = getattr(owner, name)
-    object.__setattr__(owner, name, value)
-    try:
-        yield
-    finally:
-        object.__setattr__(owner, name, before)
 
 
 # --- functions that stay one op

@@ -12,6 +12,7 @@ Anything else has a value for each microbatch and none that follows for the batc
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count, islice
 from typing import Any, Literal
 
 import jax
@@ -34,8 +35,8 @@ class Metric:
     """One metric: an array, or a `Weighted`."""
 
     name: str
-    kind: Literal["rows", "weighted", "reduced", "sum", "only"]
-    """The way in which calls combine. "only" is a metric of the one microbatch that there is."""
+    kind: Literal["rows", "weighted", "reduced", "sum"]
+    """The way in which calls combine. A metric of the one microbatch that there is is a sum."""
     shape: tuple[int, ...]
     """The metric's shape, with the samples of one call."""
     dtype: Any
@@ -43,6 +44,11 @@ class Metric:
     """The dim of "rows" that counts samples."""
     reduction: Reduction | None = None
     """The reduction of "reduced"."""
+
+    @property
+    def sums(self) -> int:
+        """The number of its arrays that add up over calls."""
+        return {"rows": 0, "sum": 1}.get(self.kind, 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +74,9 @@ class Metrics:
                 own = jnp.asarray(value.weight, jnp.float32)
                 sums += [(jnp.asarray(value.value) * own).astype(_summed_in(metric.dtype)), own]
             elif metric.reduction is not None:
-                count = metric.reduction.counted(self.samples, arrays, batch)
-                share = metric.reduction.share(self.samples, count)
-                sums += [(jnp.asarray(value) * share).astype(_summed_in(metric.dtype)), count]
+                counted = metric.reduction.counted(self.samples, arrays, batch)
+                share = metric.reduction.divisor(self.samples, counted)
+                sums += [(jnp.asarray(value) * share).astype(_summed_in(metric.dtype)), counted]
             else:
                 sums.append(jnp.asarray(value).astype(metric.dtype))
         stopped: tuple[list[jax.Array], list[jax.Array]] = jax.lax.stop_gradient((sums, rows))
@@ -80,25 +86,16 @@ class Metrics:
         """The values that the arrays that add up begin with: zeros."""
         found = []
         for metric in self.metrics:
-            if metric.kind in ("weighted", "reduced"):
+            if metric.sums == 2:
                 found += [jnp.zeros(metric.shape, _summed_in(metric.dtype)), jnp.zeros(())]
-            elif metric.kind != "rows":
+            elif metric.sums:
                 found.append(jnp.zeros(metric.shape, metric.dtype))
         return found
 
     def uses(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
         """The numbers of the sums and of the rows that each metric is made of."""
-        found: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
-        summed = rows = 0
-        for metric in self.metrics:
-            if metric.kind == "rows":
-                found.append(((), (rows,)))
-                rows += 1
-            else:
-                count = 2 if metric.kind in ("weighted", "reduced") else 1
-                found.append((tuple(range(summed, summed + count)), ()))
-                summed += count
-        return found
+        summed, joined = count(), count()
+        return [(tuple(islice(summed, m.sums)), tuple(islice(joined, int(m.kind == "rows")))) for m in self.metrics]
 
     def whole(self, number: int, sums: Sequence[Any], rows: Sequence[Any]) -> jax.Array:
         """The metric ``number`` of a batch: from its own sums, or its rows [microbatch, replica, samples, …]."""
@@ -164,7 +161,7 @@ def metrics_of(
         if dims:
             found.append(Metric(name, "rows", leaf.shape, leaf.dtype, dims[0]))
         elif calls == 1:
-            found.append(Metric(name, "only", leaf.shape, leaf.dtype))
+            found.append(Metric(name, "sum", leaf.shape, leaf.dtype))
         else:
             found.append(_metric(name, leaf, *reader.reduction(position)))
         position += 1

@@ -249,7 +249,7 @@ class Microbatches:
             counted = weight
             if self.reduction is not None:
                 counted = self.reduction.counted(self.samples, arrays, batch)
-                weight = self.reduction.share(self.samples, counted)
+                weight = self.reduction.divisor(self.samples, counted)
             leaves = zip(jax.tree.leaves(after), given, strict=False)
             kept.append({number for number, (new, old) in enumerate(leaves) if new is old})
             made = ([], []) if self.metrics is None else self.metrics.of_call(aux, arrays, batch)

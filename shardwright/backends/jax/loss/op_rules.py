@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 from shardwright.backends.jax.capture.inner_programs import equations_in
 from shardwright.backends.jax.capture.steps import Program, Step
@@ -222,14 +223,9 @@ def _slice_rule(at: Reading) -> LossOp:
 
 
 def _split_rule(at: Reading) -> LossOp:
-    axis = at.step.params["axis"]
-    offsets: list[list[int]] = [[], []]
-    for which in (0, 1):
-        start = 0
-        for value in at.step.outputs:
-            offsets[which].append(start)
-            start += at.build.shapes[value][which][axis]
-    return replace(at.op, how="cut", dims=(axis,), offsets=(tuple(offsets[0]), tuple(offsets[1])))
+    axis, shapes = at.step.params["axis"], [at.build.shapes[value] for value in at.step.outputs[:-1]]
+    offsets, others = (tuple(accumulate((s[which][axis] for s in shapes), initial=0)) for which in (0, 1))
+    return replace(at.op, how="cut", dims=(axis,), offsets=(offsets, others))
 
 
 def _batch_norm_rule(at: Reading) -> LossOp:

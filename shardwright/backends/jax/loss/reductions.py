@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, Literal, Var
 
-from shardwright.backends.jax.capture.inner_programs import inner_program
+from shardwright.backends.jax.capture.inner_programs import bound, inner_program
 from shardwright.backends.jax.capture.model import Source, trace
 from shardwright.backends.jax.capture.steps import Program, same_structure
 from shardwright.backends.jax.capture.trace import Recorder
@@ -53,14 +53,11 @@ class Traced:
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """A rule for results of microbatches: times `share`, they add up to `divisor` times that of the batch."""
+    """A rule for results of microbatches: each times the `divisor` of its own samples, they add up to the result of the
+    batch times the `divisor` of all."""
 
     combination: Combination
     count: "CountOf | None" = None
-
-    def share(self, samples: int, count: jax.Array) -> jax.Array:
-        """The factor of a microbatch's result; ``count`` is C of its samples."""
-        return self.divisor(samples, count)
 
     def counted(self, samples: int, arrays: Any, batch: Any) -> jax.Array:
         """The count C of a microbatch; without a count its number of samples."""
@@ -115,7 +112,7 @@ class CountOf:
         known: dict[Var, Any] = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
         leaves = jax.tree.leaves(batch)
         known.update(zip(closed.jaxpr.invars[len(closed.jaxpr.invars) - len(leaves) :], leaves, strict=True))
-        found: jax.Array = jnp.asarray(_result_at(closed.jaxpr, known, self.path, self.position))
+        found: jax.Array = jnp.asarray(_result_at(closed.jaxpr, known.__getitem__, self.path, self.position))
         return found
 
     def _differs(self, what: str) -> CaptureError:
@@ -269,9 +266,11 @@ def asked_scope(name: str, norm: str, microbatches: int) -> PlanError:
     )
 
 
-def _result_at(jaxpr: Jaxpr, known: dict[Var, Any], path: tuple[int, ...], position: int) -> Any:
-    """The result of the equation at a path, with only those equations run that it needs."""
+def _result_at(jaxpr: Jaxpr, given: Callable[[Var], Any], path: tuple[int, ...], position: int) -> Any:
+    """The result of the equation at a path, with only those equations run that it needs. ``given`` gives the values of
+    the program's constants and arguments, and is asked for those that are needed."""
     makers = {variable: equation for equation in jaxpr.eqns for variable in equation.outvars}
+    known: dict[Var, Any] = {}
 
     def value(atom: Var | Literal) -> Any:
         if isinstance(atom, Literal):
@@ -279,6 +278,8 @@ def _result_at(jaxpr: Jaxpr, known: dict[Var, Any], path: tuple[int, ...], posit
         missing = [atom]
         while missing:
             variable = missing[-1]
+            if variable not in known and variable not in makers:
+                known[variable] = given(variable)
             if variable in known:
                 missing.pop()
                 continue
@@ -287,10 +288,8 @@ def _result_at(jaxpr: Jaxpr, known: dict[Var, Any], path: tuple[int, ...], posit
             if reads:
                 missing += reads
                 continue
-            given = [a.val if isinstance(a, Literal) else known[a] for a in equation.invars]
-            primitive = equation.primitive
-            made = primitive.bind(*given, **primitive.get_bind_params(equation.params))
-            known.update(zip(equation.outvars, made if primitive.multiple_results else [made], strict=True))
+            operands = [a.val if isinstance(a, Literal) else known[a] for a in equation.invars]
+            known.update(zip(equation.outvars, bound(equation.primitive, equation.params, operands), strict=True))
         return known[atom]
 
     equation = jaxpr.eqns[path[0]]
@@ -299,33 +298,10 @@ def _result_at(jaxpr: Jaxpr, known: dict[Var, Any], path: tuple[int, ...], posit
     inner = inner_program(equation.params)
     assert inner is not None
     body = inner.jaxpr
-    inside: dict[Var, Any] = dict(zip(body.constvars, inner.consts, strict=True))
-    given = equation.invars[len(equation.invars) - len(body.invars) :]
-    wanted = _inputs_of(body, path[1:], position)
-    inside.update((v, value(atom)) for v, atom in zip(body.invars, given, strict=True) if v in wanted)
+    constants = dict(zip(body.constvars, inner.consts, strict=True))
+    operands = dict(zip(body.invars, equation.invars[len(equation.invars) - len(body.invars) :], strict=True))
+
+    def inside(variable: Var) -> Any:
+        return constants[variable] if variable in constants else value(operands[variable])
+
     return _result_at(body, inside, path[1:], position)
-
-
-def _inputs_of(jaxpr: Jaxpr, path: tuple[int, ...], position: int) -> set[Var]:
-    """The arguments of a program that the result at a path depends on."""
-    makers = {variable: equation for equation in jaxpr.eqns for variable in equation.outvars}
-    equation = jaxpr.eqns[path[0]]
-    missing: list[Var | Literal] = [equation.outvars[position]] if len(path) == 1 else []
-    if len(path) > 1:
-        inner = inner_program(equation.params)
-        assert inner is not None
-        wanted = _inputs_of(inner.jaxpr, path[1:], position)
-        given = equation.invars[len(equation.invars) - len(inner.jaxpr.invars) :]
-        missing = [a for v, a in zip(inner.jaxpr.invars, given, strict=True) if v in wanted]
-    found: set[Var] = set()
-    seen: set[Var] = set()
-    while missing:
-        atom = missing.pop()
-        if isinstance(atom, Literal) or atom in seen:
-            continue
-        seen.add(atom)
-        if atom in makers:
-            missing += list(makers[atom].invars)
-        else:
-            found.add(atom)
-    return found

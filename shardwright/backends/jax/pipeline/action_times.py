@@ -96,8 +96,7 @@ class ActionTimer:
             return [(a.source, Kind.FORWARD, m) for a in part.arrivals]
         if action.kind is Kind.WEIGHT_GRAD:
             return [(stage, Kind.INPUT_GRAD, m), (stage, Kind.FORWARD, m)]
-        users = [s for s, p in enumerate(self.cut.parts) if any(a.source == stage for a in p.arrivals)]
-        backward = [(user, kind, m) for user in users for kind in (Kind.BACKWARD, Kind.INPUT_GRAD)]
+        backward = [(user, kind, m) for user in self.cut.readers(stage) for kind in (Kind.BACKWARD, Kind.INPUT_GRAD)]
         return [(stage, Kind.FORWARD, m), *backward]
 
 

@@ -124,7 +124,9 @@ class Pipeline:
             rank: jax.device_put(jnp.int32(0), whole)
             for rank, whole in zip(schedule.placement, meshes.whole, strict=True)
         }
-        self.state_homes = self._state_homes()
+        changed = micro.operands.state.items()
+        self.state_homes = {value: micro.cut.maker(position) for value, position in changed}
+        """The stage that changes each of the model's other values that a step changes."""
         self.owned, self.loads = self._loads()
         self.load_targets = [self.programs.sharding(load.stage, load.key) for load in self.loads]
         devices = meshes.devices(0)
@@ -136,9 +138,8 @@ class Pipeline:
 
     def _start_update(self, optimizer: OptimizerCut) -> PlacedProgram:
         """Begin to compile the update, which the step needs last."""
-        parts, keys = self.micro.cut.parts, self.programs.zero_keys
-        beside = (*self.micro.operands.sums, *self.micro.operands.rows)
-        self.sums = {w: next(s for s, p in enumerate(parts) if w in p.results) for w in (TOTAL, WEIGHT, *beside)}
+        keys, beside = self.programs.zero_keys, (*self.micro.operands.sums, *self.micro.operands.rows)
+        self.sums = {which: self.micro.cut.maker(which) for which in (TOTAL, WEIGHT, *beside)}
         """The stage of every output that is no state."""
         numbers = {value: number for number, value in enumerate(self.weights)}
         gradients = [(stage, key) for stage, own in enumerate(keys) for key in own if key[0] == "gradient"]
@@ -160,14 +161,6 @@ class Pipeline:
     def cancel(self) -> None:
         """Drop the programs that have not begun to be compiled: this pipeline will not run."""
         self._compiler.cancel()
-
-    def _state_homes(self) -> dict[int, int]:
-        """The stage that changes each of the model's other values that a step changes."""
-        parts = self.micro.cut.parts
-        changed = self.micro.operands.state.items()
-        return {
-            value: next(s for s, part in enumerate(parts) if position in part.results) for value, position in changed
-        }
 
     def _loads(self) -> tuple[list[Load], list[Load]]:
         """The arrays that stages take of state and batch: the parameters that they hold, and those sent to them."""

@@ -104,12 +104,7 @@ class TracedStages:
         cut, operands, part = self.cut, self.operands, self.cut.parts[stage]
         arrivals = [arrival.value for arrival in part.arrivals]
         inputs = [*part.weights, *arrivals, *part.sources]
-        users = [
-            (value, user)
-            for value in part.departures
-            for user, other in enumerate(cut.parts)
-            if any(a.value == value and a.source == stage for a in other.arrivals)
-        ]
+        users = [(value, user) for value in part.departures for user in cut.readers(stage, value)]
         read = Counter(value for value, _ in users)
         carried = {position: value for value, position in operands.state.items()}
         results = [carried.get(p, ("sum", p)) for p in part.results]

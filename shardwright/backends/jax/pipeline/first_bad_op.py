@@ -7,30 +7,36 @@ that led to the fault.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
+from itertools import compress
+from operator import or_
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Jaxpr, Literal, Var
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jax.extend.source_info_util import summarize
 
 import shardwright
-from shardwright.backends.jax.capture.inner_programs import INLINED, inner_program
+from shardwright.backends.jax.capture.inner_programs import INLINED, bound, inner_program, interpreted, scanned
 from shardwright.backends.jax.capture.trace import call_number
 from shardwright.backends.jax.capture.tree import Parts, abstract
 from shardwright.backends.jax.loss.microbatches import Microbatches
 from shardwright.backends.jax.pipeline.microbatch import CutMicrobatch, cut_microbatch
 from shardwright.backends.jax.pipeline.stage_functions import TOTAL
-from shardwright.backends.jax.program.equations import evaluate
+from shardwright.backends.jax.program.equations import evaluate, value_of
 from shardwright.backends.jax.state.ownership import holdings_of
+from shardwright.backends.jax.state.trainable import replaced
 from shardwright.core.plan.plan import Plan
 
 MARK = "shardwright:equation:"
 LIBRARIES = ("flax", "optax", "jax")
 OPENED = INLINED | {"custom_lin"}
 NAN, INFINITY = 1, 2
+Seen = tuple[Any, jax.Array]
+"""An array, and its flags `NAN` and `INFINITY`."""
 FRAMES = 30
 """The number of the user's frames that are looked through for one that is no library's."""
 
@@ -147,8 +153,7 @@ class _Program:
         given |= dict(zip(micro.state, other, strict=True)) | dict(zip(micro.batch, part, strict=True))
 
         def total(trained: Sequence[jax.Array]) -> tuple[jax.Array, list[jax.Array]]:
-            rest = iter(trained)
-            whole = [next(rest) if flag else p for flag, p in zip(self.trained, params, strict=True)]
+            whole = replaced(self.trained, params, trained)
             known = dict(flat.constants) | given
             for weight in micro.cut.weights:
                 leaf, rows = whole[weight.holding.leaf], weight.holding.rows
@@ -156,16 +161,16 @@ class _Program:
             for number, equation in enumerate(flat.equations):
                 with jax.named_scope(f"{MARK}{number}"):
                     evaluate([replace(equation, region=None, unit=None, is_layers=False)], known)
-            values = [known[a] if isinstance(a, int) else jnp.asarray(a.val) for a in flat.outputs]
+            values = [value_of(flat, atom, known) for atom in flat.outputs]
             return values[TOTAL], [values[operands.state[v]] if v in operands.state else given[v] for v in micro.state]
 
-        trained = [p for p, flag in zip(params, self.trained, strict=True) if flag]
+        trained = list(compress(params, self.trained))
         closed, shapes = jax.make_jaxpr(jax.value_and_grad(total, has_aux=True), return_shape=True)(trained)
         self.sites.clear()
         looker = _Looker()
-        flags, made = looker.run(closed.jaxpr, closed.consts, trained, -1, -1, False)
+        flags, seen = looker.run(closed, _seen(trained), -1, -1, False)
         self.sites += looker.sites
-        (value, after), gradients = jax.tree.unflatten(jax.tree.structure(shapes), made)
+        (value, after), gradients = jax.tree.unflatten(jax.tree.structure(shapes), [array for array, _ in seen])
         numbers = [jnp.where((flags & kind).any(), jnp.argmax(flags & kind), -1) for kind in (NAN, INFINITY)]
         finite = [_is_finite(leaf) for leaf in params], jnp.stack([_is_finite(leaf) for leaf in part]).all()
         sound = jnp.stack([_is_finite(g) for g in gradients]).all()
@@ -180,89 +185,54 @@ class _Looker:
         self.sites: list[Site] = []
 
     def run(
-        self,
-        jaxpr: Jaxpr,
-        constants: Sequence[Any],
-        given: Sequence[jax.Array],
-        equation: int,
-        call: int,
-        is_backward: bool,
-    ) -> tuple[jax.Array, list[jax.Array]]:
+        self, closed: ClosedJaxpr, given: Sequence[Seen], equation: int, call: int, is_backward: bool
+    ) -> tuple[jax.Array, list[Seen]]:
         """The flags, and the results of the program. ``equation`` and ``call`` are those of its equations that do not
         say so themselves."""
-        known: dict[Var, Any] = dict(zip(jaxpr.constvars, constants, strict=True))
-        known |= dict(zip(jaxpr.invars, given, strict=True))
-        kinds: dict[Var, jax.Array] = {}
         flags: list[jax.Array] = [jnp.zeros(0, jnp.int32)]
 
-        def read(atom: Var | Literal) -> Any:
-            return atom.val if isinstance(atom, Literal) else known[atom]
-
-        def kind(atom: Var | Literal) -> jax.Array:
-            if isinstance(atom, Literal):
-                return _kind(jnp.asarray(atom.val))
-            if atom not in kinds:
-                kinds[atom] = _kind(known[atom])
-            return kinds[atom]
-
-        for eqn in jaxpr.eqns:
+        def apply(_: int, eqn: JaxprEqn, inputs: list[Seen]) -> list[Seen]:
             stack = eqn.source_info.name_stack
-            own = _marked(stack, equation)
-            inner = call_number(stack, call)
+            own, inner = call_number(stack, equation, MARK), call_number(stack, call)
             back = is_backward or any(getattr(entry, "name", "") == "transpose" for entry in stack.stack)
-            inputs = [read(atom) for atom in eqn.invars]
             body = inner_program(eqn.params) if eqn.primitive.name in OPENED else None
             if body is not None and len(body.jaxpr.invars) == len(inputs):
-                found, made = self.run(body.jaxpr, body.consts, inputs, own, inner, back)
-                flags.append(found)
+                found, made = self.run(body, inputs, own, inner, back)
             elif eqn.primitive.name == "scan":
-                found, made = self._scan(eqn.params, inputs, own, inner, back)
-                flags.append(found)
+                found, made = self._scan(eqn.params, [array for array, _ in inputs], own, inner, back)
             else:
                 with eqn.ctx.manager:
-                    made = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params))
-                made = list(made) if eqn.primitive.multiple_results else [made]
-                known.update(zip(eqn.outvars, made, strict=True))
-                before = _joined([kind(atom) for atom in eqn.invars])
-                after = _joined([kind(atom) for atom in eqn.outvars if atom in known])
+                    made = _seen(bound(eqn.primitive, eqn.params, [array for array, _ in inputs]))
+                before, after = (reduce(or_, (kind for _, kind in of), jnp.int32(0)) for of in (inputs, made))
                 nan = jnp.where(before & NAN, 0, after & NAN)
                 infinity = jnp.where(before, 0, after & INFINITY)
-                flags.append((nan | infinity).reshape(1))
+                found = (nan | infinity).reshape(1)
                 self.sites.append(Site(eqn.primitive.name, own, inner, back, eqn.source_info))
-            known.update(zip(eqn.outvars, made, strict=True))
-        return jnp.concatenate(flags), [read(atom) for atom in jaxpr.outvars]
+            flags.append(found)
+            return made
+
+        results = interpreted(closed.jaxpr, _seen(closed.consts), given, apply, lambda atom: _seen([atom.val])[0])
+        return jnp.concatenate(flags), results
 
     def _scan(
         self, params: Mapping[str, Any], inputs: Sequence[jax.Array], equation: int, call: int, is_backward: bool
-    ) -> tuple[jax.Array, list[jax.Array]]:
+    ) -> tuple[jax.Array, list[Seen]]:
         """The flags and results of a loop, whose every iteration has sites of its own."""
-        body = params["jaxpr"]
-        fixed, carried, length = params["num_consts"], params["num_carry"], params["length"]
         start = len(self.sites)
 
-        def step(carry: list[jax.Array], rows: list[jax.Array]) -> Any:
+        def body(*arrays: jax.Array) -> list[jax.Array]:
             del self.sites[start:]  # JAX may trace it twice
-            flags, made = self.run(
-                body.jaxpr, body.consts, [*inputs[:fixed], *carry, *rows], equation, call, is_backward
-            )
-            return made[:carried], (made[carried:], flags)
+            flags, made = self.run(params["jaxpr"], _seen(arrays), equation, call, is_backward)
+            return [*(array for array, _ in made), flags]
 
-        carry, (stacked, flags) = jax.lax.scan(
-            step, list(inputs[fixed : fixed + carried]), list(inputs[fixed + carried :]), length=length,
-            reverse=params["reverse"],
-        )  # fmt: skip
-        own = self.sites[start:]
-        self.sites += own * (length - 1)
+        *results, flags = scanned({**params, "unroll": 1}, inputs, body)
+        self.sites += self.sites[start:] * (params["length"] - 1)
         flags = flags[::-1] if params["reverse"] else flags
-        return flags.reshape(-1), [*carry, *stacked]
+        return flags.reshape(-1), _seen(results)
 
 
-def _marked(stack: Any, inherited: int) -> int:
-    for entry in reversed(stack.stack):
-        name = getattr(entry, "name", "")
-        if name.startswith(MARK):
-            return int(name[len(MARK) :])
-    return inherited
+def _seen(arrays: Sequence[Any]) -> list[Seen]:
+    return [(array, _kind(jnp.asarray(array))) for array in arrays]
 
 
 def _kind(array: jax.Array) -> jax.Array:
@@ -270,13 +240,6 @@ def _kind(array: jax.Array) -> jax.Array:
     if not jnp.issubdtype(array.dtype, jnp.inexact):
         return jnp.zeros((), jnp.int32)
     found: jax.Array = jnp.where(jnp.isnan(array).any(), NAN, 0) | jnp.where(jnp.isinf(array).any(), INFINITY, 0)
-    return found
-
-
-def _joined(kinds: Sequence[jax.Array]) -> jax.Array:
-    found = jnp.zeros((), jnp.int32)
-    for kind in kinds:
-        found = found | kind
     return found
 
 

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 
 from shardwright.backends.jax.capture.checkpoint_policies import computed_again
 from shardwright.backends.jax.capture.trace import Recorder, TracedCall
-from shardwright.backends.jax.capture.tree import Parts
+from shardwright.backends.jax.capture.tree import Parts, abstract
 from shardwright.backends.jax.loss.microbatches import Microbatches
 from shardwright.backends.jax.pipeline.stage_functions import Operands
 from shardwright.backends.jax.program.cut import Cut, cut
@@ -54,7 +54,7 @@ def cut_microbatch(
     parts: the model taken apart, as shapes; leaves: those of a global batch. Raises PlanError when the function does
     not run what was planned.
     """
-    split = [jax.eval_shape(lambda leaf, dim=dim: microbatches.split(leaf, dim), _shape(leaf))
+    split = [jax.eval_shape(lambda leaf, dim=dim: microbatches.split(leaf, dim), abstract(leaf))
              for leaf, dim in zip(leaves, microbatches.dims, strict=True)]  # fmt: skip
     flat, counts, paths = _trace(plan, microbatches, parts, split)
     names = parts.names
@@ -100,10 +100,6 @@ def cut_microbatch(
     return CutMicrobatch(found, operands, random, step, state, batch, specs, microbatches.divisor, paths)
 
 
-def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(jnp.shape(leaf), jax.dtypes.canonicalize_dtype(leaf.dtype))
-
-
 def _trace(
     plan: Plan, microbatches: Microbatches, parts: Parts, split: Sequence[Any]
 ) -> tuple[FlatProgram, tuple[int, ...], tuple[str, ...]]:
@@ -122,7 +118,7 @@ def _trace(
         for leaf, dim in zip(split, microbatches.dims, strict=True)
     ]
     arguments = (parts.params, parts.random, count, parts.other, count, part)
-    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), arguments)
+    shapes = jax.tree.map(abstract, arguments)
     closed = jax.make_jaxpr(run)(*shapes)
     planned = plan.parameter_stages("jax")
     stages = [planned.get(name, ()) for name in parts.names]

@@ -6,6 +6,7 @@ are made on each. Between pieces only small values are handed on; others are mad
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -14,11 +15,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
+from shardwright.backends.jax.capture.tree import abstract
 from shardwright.backends.jax.pipeline.compilation import Compiler, lower
 from shardwright.backends.jax.pipeline.deduplication import signature
 from shardwright.backends.jax.pipeline.transfers import Route
 from shardwright.backends.jax.program.cross_mesh_sums import regrouped
-from shardwright.backends.jax.program.equations import Equation, FlatProgram, aval_of, evaluate
+from shardwright.backends.jax.program.equations import Equation, FlatProgram, evaluate, value_of
 from shardwright.backends.jax.program.mesh_shards import Piece, divided, prepared, summed_later
 from shardwright.core.errors import PlanError
 
@@ -29,17 +31,24 @@ _Pack = tuple[int, str, int]
 """A key of packed values: the piece that gives them, their dtype, and the mesh that they are on."""
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The stage and sharding of an array, with ``rows`` for a piece of a stack."""
+
+    stage: int
+    sharding: NamedSharding
+    rows: tuple[int, int] | None = None
+
+
 class PlacedProgram:
     """The compiled pieces of a program, and the order to run them in."""
 
     def __init__(
         self,
         flat: FlatProgram,
-        argument_homes: Sequence[int],
+        arguments: Sequence[Place],
         shared: Sequence[bool],
-        argument_shardings: Sequence[NamedSharding],
-        output_homes: Sequence[int],
-        output_shardings: Sequence[NamedSharding],
+        outputs: Sequence[Place],
         whole: Sequence[NamedSharding],
         donate: Sequence[bool],
         successors: Mapping[int, int],
@@ -50,8 +59,7 @@ class PlacedProgram:
         the place of."""
         self.whole, self.donate = list(whole), list(donate)
         self.position = {value: index for index, value in enumerate(flat.arguments)}
-        self.argument_homes, self.argument_shardings = list(argument_homes), list(argument_shardings)
-        self.output_homes, self.output_shardings = list(output_homes), list(output_shardings)
+        self.arguments, self.outputs = list(arguments), list(outputs)
         self._place_all(flat, shared)
         self._place_all(regrouped(flat, self.home), shared)
         self.maker: dict[int, Equation] = {v: e for e in self.flat.equations for v in e.outputs}
@@ -63,7 +71,7 @@ class PlacedProgram:
         self._compile(compiler)
         self.first_moves = sorted({
             (value, piece.stage) for piece in self.pieces for value in piece.arguments
-            if self.argument_homes[self.position[value]] != piece.stage
+            if self.arguments[self.position[value]].stage != piece.stage
         })  # fmt: skip
         self._plan()
 
@@ -73,8 +81,8 @@ class PlacedProgram:
         """The equations with side effects, with the level and the mesh on which each runs once."""
         self.home: dict[int, int | None] = dict.fromkeys(flat.constants)
         self.level: dict[int, int] = dict.fromkeys(flat.constants, -1)
-        for value, home, common in zip(flat.arguments, self.argument_homes, shared, strict=True):
-            self.home[value] = None if common else home
+        for value, place, common in zip(flat.arguments, self.arguments, shared, strict=True):
+            self.home[value] = None if common else place.stage
             self.level[value] = -1
         for equation in flat.equations:
             at, level = self._place(equation)
@@ -111,7 +119,7 @@ class PlacedProgram:
         return home, max(0, *(self.level[v] + (self.home[v] not in (None, home)) for v in values))
 
     def _spot(self, value: int) -> Any:
-        return self.argument_shardings[self.position[value]].spec if value in self.position else None
+        return self.arguments[self.position[value]].sharding.spec if value in self.position else None
 
     def _pieces(self) -> list[Piece]:
         pieces: dict[tuple[int, int], Piece] = {}
@@ -124,7 +132,7 @@ class PlacedProgram:
             return key
 
         for position, atom in enumerate(self.flat.outputs):
-            at = self.output_homes[position]
+            at = self.outputs[position].stage
             if not isinstance(atom, int):
                 key = piece(0, at)
             else:
@@ -204,7 +212,7 @@ class PlacedProgram:
         self._waiting: dict[int, Callable[[], Any]] = {}
         longest_first = sorted(enumerate(self.pieces), key=lambda numbered: -len(numbered[1].equations))
         for number, piece in longest_first:
-            shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (self.flat.avals[v] for v in piece.arguments)]
+            shapes = [abstract(self.flat.avals[v]) for v in piece.arguments]
             shardings = [self._at(v, piece.stage) for v in piece.arguments]
             for source, name in self.bundles[number]:
                 shapes.append(jax.ShapeDtypeStruct((self._length(source, name),), name))
@@ -213,11 +221,11 @@ class PlacedProgram:
                 index
                 for index, v in enumerate(piece.arguments)
                 if self.donate[self.position[v]]
-                and self.argument_homes[self.position[v]] == piece.stage
+                and self.arguments[self.position[v]].stage == piece.stage
                 and last_reader[v] == number
             )
             packed = [self.whole[piece.stage]] * len(self.packs[number])
-            outs = [self.output_shardings[r] for r in piece.results] + packed
+            outs = [self.outputs[r].sharding for r in piece.results] + packed
             lowering = partial(lower, self._function(number, piece), shapes, tuple(shardings), tuple(outs), donate)
             key = self._key(number, piece)
             if key is not None:
@@ -253,8 +261,7 @@ class PlacedProgram:
         self._waiting = {}
 
     def _at(self, value: int, stage: int) -> NamedSharding:
-        own = self.argument_shardings[self.position[value]]
-        return NamedSharding(self.whole[stage].mesh, own.spec)
+        return NamedSharding(self.whole[stage].mesh, self.arguments[self.position[value]].sharding.spec)
 
     def _function(self, number: int, piece: Piece) -> Any:
         def run(*given: Any) -> tuple[Any, ...]:
@@ -266,8 +273,7 @@ class PlacedProgram:
                     known[value] = packed[start : start + aval.size].reshape(aval.shape)
                     start += aval.size
             evaluate(piece.equations, known)
-            atoms = [self.flat.outputs[r] for r in piece.results]
-            found = [known[a] if isinstance(a, int) else jnp.asarray(a.val, aval_of(self.flat, a).dtype) for a in atoms]
+            found = [value_of(self.flat, self.flat.outputs[r], known) for r in piece.results]
             packs = [jnp.concatenate([known[v].ravel() for v in values]) for values in self.packs[number].values()]
             return (*found, *packs)
 
@@ -276,7 +282,7 @@ class PlacedProgram:
     def _plan(self) -> None:
         """Work out beforehand what a call does: the source of every operand of a piece, and the values that are moved
         before the pieces of a level run."""
-        first = [(self.flat.avals[v], self.argument_shardings[self.position[v]], self._at(v, stage))
+        first = [(self.flat.avals[v], self.arguments[self.position[v]].sharding, self._at(v, stage))
                  for v, stage in self.first_moves]  # fmt: skip
         self.first_route = Route(*zip(*first, strict=True)) if first else None
         self.levels: list[tuple[list[int], list[_Pack], list[_Pack], Route | None]] = []

@@ -2,38 +2,25 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import reduce
-from types import MappingProxyType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import NamedSharding
 
 from shardwright.backends.jax.capture.tree import followed, path_names
 from shardwright.backends.jax.loss.microbatches import squared, updated
 from shardwright.backends.jax.pipeline.compilation import Compiler
-from shardwright.backends.jax.pipeline.multi_mesh import PlacedProgram
+from shardwright.backends.jax.pipeline.multi_mesh import Place, PlacedProgram
 from shardwright.backends.jax.pipeline.sentinels import chosen, is_sound
 from shardwright.backends.jax.program.equations import FlatProgram
 from shardwright.backends.jax.program.flattening import flatten
-from shardwright.backends.jax.program.unstack import Unstacked, unstack
+from shardwright.backends.jax.program.unstack import unstack
 from shardwright.backends.jax.state.ownership import Holding, Stack, StageMeshes
 from shardwright.backends.jax.state.shardings import spread_over
 from shardwright.backends.jax.state.trainable import Trained
 from shardwright.core.errors import PlanError
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """The stage and sharding of an array, with ``rows`` for a piece of a stack."""
-
-    stage: int
-    sharding: NamedSharding
-    rows: tuple[int, int] | None = None
-
 
 Places = tuple[Place, ...]
 """The places of one leaf: one, or one for each piece of a stack."""
@@ -122,9 +109,9 @@ class OptimizerCut:
         """The optimizer's state for parameters in place."""
         closed = jax.make_jaxpr(lambda p: jax.tree.leaves(self.optimizer.init(p)))(self.params)
         program = unstack(flatten(closed), [_rows(p) for p in self.parameters], [_rows(p) for p in self.states])
-        shared = [False] * len(self.parameters)
+        none = [False] * len(self.parameters)
         with Compiler() as compiler:
-            run = self._placed(program, self.parameters, shared, self.states, compiler, donate=False)
+            run = self._placed(program, self.parameters, none, self.states, none, {}, compiler)
         return from_pieces(self.state, self.states, run(pieces(params)))
 
     # --- update
@@ -181,13 +168,11 @@ class OptimizerCut:
         shared += [False] * len(self.parameters)
         stacks = any(_rows(p) for p in self.parameters)  # a branch over whole stacks would gather them
         program = unstack(flatten(closed, select=stacks), [_rows(p) for p in arguments], [_rows(p) for p in outputs])
-        kept = {len(merged), len(merged) + 1, len(merged) + 2}
+        donate = [True] * len(merged) + [False] * len(scalars) + [True] * (len(arguments) - len(merged) - len(scalars))
         before = sum(len(held) for _, held in merged) + len(scalars)
         followed = sum(len(held) for held in (*self.states, *self.parameters))
         successors = {1 + index: before + index for index in range(followed)}
-        return self._placed(
-            program, arguments, shared, outputs, compiler, donate=True, keep=kept, successors=successors
-        )
+        return self._placed(program, arguments, shared, outputs, donate, successors, compiler)
 
     def _update(
         self,
@@ -240,28 +225,22 @@ class OptimizerCut:
 
     def _placed(
         self,
-        program: Unstacked,
+        program: FlatProgram,
         arguments: Sequence[Places],
         shared: Sequence[bool],
         outputs: Sequence[Places],
+        donate: Sequence[bool],
+        successors: Mapping[int, int],
         compiler: Compiler,
-        *,
-        donate: bool,
-        keep: Any = frozenset(),
-        successors: Mapping[int, int] = MappingProxyType({}),
     ) -> PlacedProgram:
-        flat: FlatProgram = program.flat
-        places = [place for held in arguments for place in held]
-        results = [place for held in outputs for place in held]
+        """The program over pieces. ``shared`` and ``donate`` are of whole arguments."""
         return PlacedProgram(
-            flat,
-            [p.stage for p in places],
+            program,
+            [place for held in arguments for place in held],
             [common for common, held in zip(shared, arguments, strict=True) for _ in held],
-            [p.sharding for p in places],
-            [p.stage for p in results],
-            [p.sharding for p in results],
+            [place for held in outputs for place in held],
             self.meshes.whole,
-            [donate and index not in keep for index, held in enumerate(arguments) for _ in held],
+            [given for given, held in zip(donate, arguments, strict=True) for _ in held],
             successors,
             compiler,
         )

@@ -78,7 +78,7 @@ class Staged:
     def text(self, evidence: Evidence) -> str:
         gradients, rows = evidence.details
         noted = dict(zip(self.labels, rows, strict=True))
-        home = next(stage for stage, part in enumerate(self.cut.parts) if TOTAL in part.results)
+        home = self.cut.maker(TOTAL)
         bad = {way: {s: row for (s, w), row in noted.items() if w == way and row.any()} for way in (FORWARD, BACKWARD)}
         if not np.isfinite(evidence.loss):
             row = noted.get((home, LOSS), np.zeros((1, 2), np.int32))
@@ -104,7 +104,7 @@ class Staged:
         if way == FORWARD:
             senders = {arrival.source for arrival in self.cut.parts[first].arrivals}
         else:
-            senders = {s for s, part in enumerate(self.cut.parts) if any(a.source == first for a in part.arrivals)}
+            senders = set(self.cut.readers(first))
         made = sorted(senders - set(came)) or sorted(senders)
         actions = " or ".join(f"stage {stage} (action {stage}{letter}{m}{replica})" for stage in made)
         what = "a NaN" if kind == 0 else "an infinity, unless a mask has it,"
@@ -203,6 +203,14 @@ def chosen(sound: jax.Array, after: Any, before: Any) -> Any:
         return found
 
     return jax.tree.map(one, after, before)
+
+
+def judged(answer: Answer, evidence: Evidence, after: Any, before: Any) -> tuple[Any, Evidence | None]:
+    """What a step is followed by, and the evidence that is kept of it: under "error" what was before it where it is not
+    sound, under "ignore" no evidence."""
+    if answer == "error":
+        after = chosen(is_sound(evidence.loss, evidence.norm), after, before)
+    return after, None if answer == "ignore" else evidence
 
 
 def _is_there(array: Any) -> bool:

@@ -7,6 +7,7 @@ several are the circular, breadth-first order (arXiv 2211.05953). The backward i
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ from jax.sharding import Mesh, PartitionSpec
 from shardwright.backends.jax.capture.checkpoint_policies import POLICIES
 from shardwright.backends.jax.pipeline.microbatch import CutMicrobatch
 from shardwright.backends.jax.pipeline.stage_functions import TOTAL, WEIGHT
-from shardwright.backends.jax.program.equations import aval_of, evaluate
+from shardwright.backends.jax.program.equations import evaluate, value_of
 from shardwright.backends.jax.program.like_stages import Alike, alike
 from shardwright.core.errors import MissingCapabilityError, PlanError
 from shardwright.core.plan.plan import Plan
@@ -84,12 +85,9 @@ def _refuse_results_of_blocks(micro: CutMicrobatch, stages: int) -> None:
 
 def _longest_run(classes: Sequence[int]) -> tuple[int, int]:
     """The longest run of units of one class: the first unit, and the one after the last."""
-    best, start = (0, 0), 0
-    for index in range(1, len(classes) + 1):
-        if index == len(classes) or classes[index] != classes[start]:
-            best = max(best, (start, index), key=lambda run: run[1] - run[0])
-            start = index
-    return best
+    runs = [list(members) for _, members in groupby(range(len(classes)), key=classes.__getitem__)]
+    longest = max(runs, key=len)
+    return longest[0], longest[-1] + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +152,7 @@ class SpmdLoss:
             known.update((value, late[number][m]) for number, (value, _) in enumerate(self.blocks.final))
             evaluate(after.equations, known, self.recompute)
             atoms = (flat.outputs[which] for which in (TOTAL, WEIGHT, *operands.sums, *operands.rows))
-            return [known[a] if isinstance(a, int) else jnp.asarray(a.val, aval_of(flat, a).dtype) for a in atoms]
+            return [value_of(flat, atom, known) for atom in atoms]
 
         totals, counted, *beside = jax.lax.map(epilogue, jnp.arange(self.microbatches))
         sums = [each.sum(0) for each in beside[: len(operands.sums)]]

@@ -18,7 +18,7 @@ from jax.tree_util import PyTreeDef
 from shardwright.backends.jax.capture.inner_programs import Aval
 from shardwright.backends.jax.pipeline.saved_activations import Residuals, residuals
 from shardwright.backends.jax.program.cut import Cut, StagePart
-from shardwright.backends.jax.program.equations import Atom, Equation, FlatProgram, aval_of, evaluate, needed
+from shardwright.backends.jax.program.equations import Atom, Equation, FlatProgram, aval_of, evaluate, needed, value_of
 from shardwright.backends.jax.program.flattening import flatten
 
 Kind = Literal[
@@ -172,7 +172,7 @@ class _Builder:
         return flatten(closed), structures[0], self._returned()
 
     def _output(self, known: Mapping[int, jax.Array], position: int) -> jax.Array:
-        return _value(self.cut.flat, self.cut.flat.outputs[position], known)
+        return value_of(self.cut.flat, self.cut.flat.outputs[position], known)
 
     def _returned(self) -> list[Key]:
         state = {position: value for value, position in self.operands.state.items()}
@@ -222,7 +222,7 @@ class _Builder:
         def backward(*given: Any) -> Any:
             known = {**forward.constants, **dict(zip(keys, given, strict=False))}
             evaluate(residual.remade, known)
-            leaves = [_value(forward, atom, known) for atom in saved]
+            leaves = [value_of(forward, atom, known) for atom in saved]
             cotangents = list(given[len(keys) :])
             if self.has_total:
                 total: Any = aval_of(self.cut.flat, self.cut.flat.outputs[TOTAL])
@@ -316,10 +316,10 @@ class _Builder:
             evaluate(equations, values)
             found = []
             for key, atom in zip(makes, outputs, strict=True):
-                value = _value(program, atom, values)
+                value = value_of(program, atom, values)
                 found.append(at[key] + value.astype(at[key].dtype) if key[0] in ("gradient", "sum") else value)
             for key, atoms in noted.items():
-                looked = [_badness(_value(program, atom, values), replicas, dim) for atom, dim in atoms]
+                looked = [_badness(value_of(program, atom, values), replicas, dim) for atom, dim in atoms]
                 found.append(_first_bad(at[key], at["m", 0, 0], looked))
             return (*found, at[MARKER] + 1)
 
@@ -330,9 +330,7 @@ class _Builder:
         """The keys behind a key: a cotangent comes from every stage that used the value."""
         if key[0] != "cotangent":
             return [key]
-        users = [s for s, p in enumerate(self.cut.parts) if any(a.value == key[1] and a.source == self.stage
-                                                                 for a in p.arrivals)]  # fmt: skip
-        return [("cotangent", key[1], user) for user in users]
+        return [("cotangent", key[1], user) for user in self.cut.readers(self.stage, key[1])]
 
     def _aval(self, key: Key, aval: Aval) -> Aval:
         if key[0] == "batch":
@@ -363,8 +361,3 @@ def _first_bad(before: jax.Array, m: jax.Array, badness: Sequence[jax.Array]) ->
     """The "fault" after one more microbatch."""
     worst = reduce(jnp.maximum, badness)[:, None]
     return jnp.where((before == 0) & (worst == jnp.array([2, 1])), m + 1, before)
-
-
-def _value(program: FlatProgram, atom: Atom, known: Mapping[int, jax.Array]) -> jax.Array:
-    """A value that is known, or a literal."""
-    return known[atom] if isinstance(atom, int) else jnp.asarray(atom.val, aval_of(program, atom).dtype)

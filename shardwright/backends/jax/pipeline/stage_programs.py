@@ -159,10 +159,8 @@ class StagePrograms:
         for position, key in enumerate(function.makes):
             kind, number, _ = key
             if kind == "departure":
-                users = [s for s, p in enumerate(self.micro.cut.parts)
-                         if any(a.value == number and a.source == stage for a in p.arrivals)]  # fmt: skip
                 arriving: Key = ("arrival", number, 0)
-                sends += [(position, user, arriving) for user in users]
+                sends += [(position, user, arriving) for user in self.micro.cut.readers(stage, number)]
             elif kind == "arrival_gradient":
                 arrival = next(a for a in self.micro.cut.parts[stage].arrivals if a.value == number)
                 back: Key = ("cotangent", number, stage)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core as jex_core
 
-from shardwright.backends.jax.capture.inner_programs import equations_in
+from shardwright.backends.jax.capture.inner_programs import bound, equations_in, interpreted
 
 CALLS = frozenset({"jit", "pjit", "checkpoint", "remat2"})
 """The primitives that run a program of their own where they stand."""
@@ -39,20 +39,11 @@ def _convolves(jaxpr: jex_core.Jaxpr) -> bool:
 def _ordered(closed: jex_core.ClosedJaxpr) -> Callable[..., list[Any]]:
     """The program as a function of its arguments."""
 
-    def run(*arguments: Any) -> list[Any]:
-        known = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
-        known.update(zip(closed.jaxpr.invars, arguments, strict=True))
+    def apply(_: int, equation: jex_core.JaxprEqn, given: list[Any]) -> Sequence[Any]:
+        with equation.ctx.manager:
+            return _run(equation, given)
 
-        def read(atom: jex_core.Var | jex_core.Literal) -> Any:
-            return atom.val if isinstance(atom, jex_core.Literal) else known[atom]
-
-        for equation in closed.jaxpr.eqns:
-            with equation.ctx.manager:
-                made = _run(equation, [read(atom) for atom in equation.invars])
-            known.update(zip(equation.outvars, made, strict=True))
-        return [read(atom) for atom in closed.jaxpr.outvars]
-
-    return run
+    return lambda *given: interpreted(closed.jaxpr, closed.consts, given, apply, lambda literal: literal.val)
 
 
 def _run(equation: jex_core.JaxprEqn, given: Sequence[Any]) -> Sequence[Any]:
@@ -65,8 +56,7 @@ def _run(equation: jex_core.JaxprEqn, given: Sequence[Any]) -> Sequence[Any]:
         closed = isinstance(inner, jex_core.ClosedJaxpr)
         rewritten = jax.make_jaxpr(_ordered(inner if closed else jex_core.ClosedJaxpr(inner, ())))(*given)
         params = params | {"jaxpr": rewritten if closed else rewritten.jaxpr}
-    made = equation.primitive.bind(*given, **equation.primitive.get_bind_params(params))
-    return made if equation.primitive.multiple_results else [made]
+    return bound(equation.primitive, params, given)
 
 
 def _convolution(left: Any, right: Any, *, dimension_numbers: Any, **params: Any) -> Any:

@@ -71,6 +71,18 @@ class Cut:
     live: frozenset[int]
     """The values that gradients flow through."""
 
+    def maker(self, position: int) -> int:
+        """The stage that makes an output of the program."""
+        return next(stage for stage, part in enumerate(self.parts) if position in part.results)
+
+    def readers(self, stage: int, value: int | None = None) -> list[int]:
+        """The stages that take a value from a stage; None: any."""
+        return [
+            reader
+            for reader, part in enumerate(self.parts)
+            if any(a.source == stage and value in (None, a.value) for a in part.arrivals)
+        ]
+
 
 def cut(
     flat: FlatProgram,

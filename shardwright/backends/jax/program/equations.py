@@ -15,7 +15,7 @@ from jax.core import ShapedArray
 from jax.extend import core as jex_core
 
 from shardwright.backends.jax.capture.checkpoint_policies import POLICIES
-from shardwright.backends.jax.capture.inner_programs import aval
+from shardwright.backends.jax.capture.inner_programs import aval, bound, scanned
 
 Atom = int | jex_core.Literal
 """A value of the program by its number, or a literal."""
@@ -77,6 +77,12 @@ class FlatProgram:
         self.avals.append(aval)
         return len(self.avals) - 1
 
+    def hold(self, closed: jex_core.ClosedJaxpr) -> list[int]:
+        """The values of a program's constants, which are added."""
+        made = [self.new(aval(variable)) for variable in closed.jaxpr.constvars]
+        self.constants.update(zip(made, closed.consts, strict=True))
+        return made
+
     def size_bytes(self, value: int) -> int:
         aval = self.avals[value]
         return int(aval.size) * int(getattr(aval.dtype, "itemsize", 8))
@@ -89,6 +95,11 @@ class FlatProgram:
 def aval_of(flat: FlatProgram, atom: Atom) -> ShapedArray:
     """The shape and dtype of a value or a literal."""
     return flat.avals[atom] if isinstance(atom, int) else aval(atom)
+
+
+def value_of(flat: FlatProgram, atom: Atom, known: Mapping[int, jax.Array]) -> jax.Array:
+    """A value that is known, or a literal."""
+    return known[atom] if isinstance(atom, int) else jnp.asarray(atom.val, aval_of(flat, atom).dtype)
 
 
 def needed(equations: Sequence[Equation], wanted: Iterable[int]) -> list[Equation]:
@@ -141,27 +152,11 @@ def _bind_all(equations: Iterable[Equation], known: dict[int, Any], recompute: s
                 if recompute != "none" and equation.is_layers:
                     made = _checkpointed_loop(equation.params, given, recompute)
                 else:
-                    made = equation.primitive.bind(*given, **equation.primitive.get_bind_params(equation.params))
-                    made = made if equation.primitive.multiple_results else [made]
+                    made = bound(equation.primitive, equation.params, given)
                 known.update(zip(equation.outputs, made, strict=True))
 
 
 def _checkpointed_loop(params: Mapping[str, Any], given: Sequence[Any], recompute: str) -> list[Any]:
     """The results of a scan whose iterations are units."""
     run = jex_core.jaxpr_as_fun(params["jaxpr"])
-    body: Any = jax.checkpoint(run, policy=POLICIES[recompute], prevent_cse=False)
-    fixed, carried = params["num_consts"], params["num_carry"]
-
-    def step(carry: list[Any], rows: list[Any]) -> tuple[list[Any], list[Any]]:
-        made = body(*given[:fixed], *carry, *rows)
-        return made[:carried], made[carried:]
-
-    carry, stacked = jax.lax.scan(
-        step,
-        list(given[fixed : fixed + carried]),
-        list(given[fixed + carried :]),
-        length=params["length"],
-        reverse=params["reverse"],
-        unroll=params["unroll"],
-    )
-    return [*carry, *stacked]
+    return scanned(params, given, jax.checkpoint(run, policy=POLICIES[recompute], prevent_cse=False))

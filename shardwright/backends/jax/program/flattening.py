@@ -5,13 +5,22 @@ more than one stage. Derivative rules stay whole.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 from jax.core import ShapedArray
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Var, jaxprs_in_params
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Primitive, jaxprs_in_params
 
-from shardwright.backends.jax.capture.inner_programs import CHECKPOINTS, JITS, OWN_DERIVATIVES, aval, inner_program
+from shardwright.backends.jax.capture.inner_programs import (
+    CHECKPOINTS,
+    JITS,
+    OWN_DERIVATIVES,
+    aval,
+    inner_program,
+    interpreted,
+    rows_between,
+)
 from shardwright.backends.jax.capture.layer_loops import (
     ITERATION,
     UNROLL_LIMIT,
@@ -44,12 +53,10 @@ def flatten(
     flat = FlatProgram()
     jaxpr = closed.jaxpr
     flat.arguments = tuple(flat.new(aval(variable)) for variable in jaxpr.invars)
-    for variable, value in zip(jaxpr.constvars, closed.consts, strict=True):
-        flat.constants[flat.new(aval(variable))] = value
-    known = dict(zip(jaxpr.invars, flat.arguments, strict=True))
-    known |= dict(zip(jaxpr.constvars, flat.constants, strict=True))
+    constants = flat.hold(closed)
     held = dict(zip(flat.arguments, weights, strict=False))
-    flat.outputs = tuple(_Flattener(flat, calls if calls is not None else [], home, held, select).run(jaxpr, known))
+    flattener = _Flattener(flat, calls if calls is not None else [], home, held, select)
+    flat.outputs = tuple(flattener.run(jaxpr, constants, flat.arguments))
     flat.equations = needed(flat.equations, (a for a in flat.outputs if isinstance(a, int)))
     return flat
 
@@ -65,19 +72,20 @@ class _Flattener:
         self.renumbered: dict[int, int] = {}
         """The calls of a loop body as traced → those of the iteration at hand."""
 
-    def run(self, jaxpr: Jaxpr, known: Mapping[Var, Atom], call: int = 0, region: Region | None = None) -> list[Atom]:
+    def run(
+        self,
+        jaxpr: Jaxpr,
+        constants: Sequence[Atom],
+        arguments: Sequence[Atom],
+        call: int = 0,
+        region: Region | None = None,
+    ) -> list[Atom]:
         """Append the equations of ``jaxpr``, and return the values of its results."""
-        names = dict(known)
 
-        def read(atom: Var | Literal) -> Atom:
-            return atom if isinstance(atom, Literal) else names[atom]
+        def apply(_: int, equation: JaxprEqn, inputs: list[Atom]) -> Sequence[Atom]:
+            return self._equation(equation, inputs, self._call(equation, call), region)
 
-        for equation in jaxpr.eqns:
-            made = self._equation(
-                equation, [read(atom) for atom in equation.invars], self._call(equation, call), region
-            )
-            names.update(zip(equation.outvars, made, strict=True))
-        return [read(atom) for atom in jaxpr.outvars]
+        return interpreted(jaxpr, constants, arguments, apply, lambda literal: literal)
 
     def _call(self, equation: JaxprEqn, inherited: int) -> int:
         marked = call_number(equation.source_info.name_stack, -1)
@@ -104,11 +112,7 @@ class _Flattener:
         return self._keep(equation, params, inputs, call, region, held)
 
     def _open(self, body: ClosedJaxpr, inputs: list[Atom], call: int, region: Region | None) -> list[Atom]:
-        names: dict[Var, Atom] = dict(zip(body.jaxpr.invars, inputs, strict=True))
-        for variable, value in zip(body.jaxpr.constvars, body.consts, strict=True):
-            names[variable] = number = self.flat.new(aval(variable))
-            self.flat.constants[number] = value
-        return self.run(body.jaxpr, names, call, region)
+        return self.run(body.jaxpr, self.flat.hold(body), inputs, call, region)
 
     def _branches(self, equation: JaxprEqn, inputs: list[Atom], call: int, region: Region | None) -> list[Atom]:
         index, *operands = inputs
@@ -180,7 +184,8 @@ class _Flattener:
         if length > UNROLL_LIMIT:
             return self._keep(equation, params, inputs, call, region, self._held(equation, inputs))
         outer = dict(self.renumbered)
-        scanned = inputs[params["num_consts"] + params["num_carry"] :]
+        fixed, rest = inputs[: params["num_consts"]], inputs[params["num_consts"] :]
+        carry, scanned = rest[: params["num_carry"]], rest[params["num_carry"] :]
         loop = layer_loop(self.calls, call) if any(self._is_weight(value) for value in scanned) else ""
         rows = range(length)[::-1] if params["reverse"] else range(length)
         iterations = [
@@ -195,7 +200,7 @@ class _Flattener:
         if len(held) <= 1 and len({bool(own) for own in units}) <= 1:
             again = any(units) if loop else None
             return self._keep(equation, params, inputs, call, region, held, is_layers=again)
-        return _ScanCutter(self, equation, inputs, call, region, iterations, stages, units).run()
+        return _ScanCutter(self, equation, fixed, carry, scanned, call, region, iterations, stages, units).run()
 
     def _is_weight(self, value: Atom) -> bool:
         return isinstance(value, int) and (value in self.weights or value in self.casts)
@@ -216,26 +221,20 @@ def _inner(params: Mapping[str, Any]) -> ClosedJaxpr:
     return found
 
 
+@dataclass(slots=True, eq=False)
 class _ScanCutter:
     """The cut of one scan into several. Every operand that is scanned over is sliced along its first dim."""
 
-    def __init__(
-        self,
-        flattener: _Flattener,
-        equation: JaxprEqn,
-        inputs: list[Atom],
-        call: int,
-        region: Region | None,
-        iterations: Sequence[dict[int, int]],
-        stages: Sequence[frozenset[int]],
-        units: Sequence[frozenset[int]],
-    ) -> None:
-        self.flattener, self.equation, self.call, self.region = flattener, equation, call, region
-        self.iterations, self.stages, self.units = iterations, stages, units
-        params = equation.params
-        self.fixed = inputs[: params["num_consts"]]
-        self.carry = inputs[params["num_consts"] : params["num_consts"] + params["num_carry"]]
-        self.scanned = inputs[params["num_consts"] + params["num_carry"] :]
+    flattener: _Flattener
+    equation: JaxprEqn
+    fixed: list[Atom]
+    carry: list[Atom]
+    scanned: list[Atom]
+    call: int
+    region: Region | None
+    iterations: Sequence[dict[int, int]]
+    stages: Sequence[frozenset[int]]
+    units: Sequence[frozenset[int]]
 
     def run(self) -> list[Atom]:
         params = self.equation.params
@@ -299,11 +298,7 @@ class _ScanCutter:
             whole = aval_of(self.flattener.flat, rows).update(dtype=self.flattener.flat.avals[cast.outputs[0]].dtype)
             return self._lax(cast.primitive, [rows], whole, dict(cast.params))
         whole = aval_of(self.flattener.flat, value)
-        params = {
-            "start_indices": (first, *([0] * (whole.ndim - 1))),
-            "limit_indices": (first + length, *whole.shape[1:]),
-            "strides": None,
-        }
+        params = rows_between(whole.shape, first, first + length)
         return self._lax(jax.lax.slice_p, [value], whole.update(shape=(length, *whole.shape[1:])), params)
 
     def _squeeze(self, value: Atom) -> Atom:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardwright.backends.jax.capture.inner_programs import OWN_DERIVATIVES
+from shardwright.backends.jax.capture.tree import abstract
 from shardwright.backends.jax.program.cut import Cut
 from shardwright.backends.jax.program.equations import Equation, FlatProgram, aval_of, evaluate
 from shardwright.backends.jax.program.flattening import flatten
@@ -128,9 +129,7 @@ def _derivative(flat: FlatProgram, equation: Equation) -> str:
 
         return jax.vjp(forward, given)[1](cotangents)
 
-    avals = [
-        [jax.ShapeDtypeStruct(flat.avals[v].shape, flat.avals[v].dtype) for v in of] for of in (known, others, made)
-    ]
+    avals = [[abstract(flat.avals[v]) for v in of] for of in (known, others, made)]
     program = flatten(jax.make_jaxpr(run)(*avals))
     constants = [np.asarray(value).tobytes() for value in program.constants.values()]
     equations = [(e.primitive.name, str(e.params), e.inputs, e.outputs) for e in program.equations]

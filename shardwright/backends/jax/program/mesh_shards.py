@@ -67,14 +67,8 @@ def divided(
         if len(level) == 1 or not common or 2 * common.total() < max(kind.total() for kind in kinds):
             found += level
             continue
-        left = common.copy()
-        order = []
-        for component in components[0]:
-            if left[component.kind] > 0:
-                left[component.kind] -= 1
-                order.append(component.kind)
         for piece, own in zip(level, components, strict=True):
-            found += alike.divide(piece, own, order)
+            found += alike.divide(piece, own, list(common.elements()))
     return found
 
 

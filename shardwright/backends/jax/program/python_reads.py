@@ -73,16 +73,9 @@ class Slot:
 
     def _holder(self) -> tuple[Any, str, Any]:
         """The holder of the value, the way in which it holds it, and the key."""
-        if isinstance(self.base, types.CellType):
-            holder, how, key = self.base, "cell", self.key
-        else:
-            holder, how, key = self.base, "item", self.key
+        holder, how, key = self.base, "cell" if isinstance(self.base, types.CellType) else "item", self.key
         for step, name in self.way:
-            value = _get(holder, how, key)
-            if step == "attr":
-                holder, how, key = value, "attr", name
-            else:
-                holder, how, key = value, "item", name
+            holder, how, key = _get(holder, how, key), step, name
         return holder, how, key
 
     def read(self) -> Any:

@@ -6,6 +6,7 @@ has changed becomes an input of the step, so that a number that changes in every
 where Python needs to know it (a shape, a branch), the step is compiled for each of its values.
 """
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -30,38 +31,52 @@ WRITTEN = (
 
 @dataclass(slots=True, eq=False)
 class ModuleValues:
-    """The attributes of an NNX module that are no arrays: a state holds them as they were when it was made."""
+    """The attributes of an NNX module that are no arrays: a state holds them as they were when it was made.
+
+    The module itself is not held, as its arrays are the whole model's, on one device, beside the shares of a state. The
+    attributes of a module that is gone stay as they were last seen.
+    """
 
     paths: list[tuple[Any, ...]]
-    held: list[dict[str, Any]]
+    modules: list["weakref.ref[nnx.Module]"]
     names: list[str]
     values: list[Any]
+    """The attributes as they were when the module was given."""
+    seen: list[Any]
+    """The attributes as they were last seen."""
 
     @classmethod
     def of(cls, model: nnx.Module) -> "ModuleValues":
-        found = cls([], [], [], [])
+        found = cls([], [], [], [], [])
         for path, module in nnx.iter_modules(model):
             for name, value in vars(module).items():
                 if isinstance(value, SIMPLE) and not name.startswith("_"):
                     found.paths.append(tuple(path))
-                    found.held.append(vars(module))
+                    found.modules.append(weakref.ref(module))
                     found.names.append(name)
                     found.values.append(value)
+        found.seen = list(found.values)
         return found
 
     def changed(self) -> list[int]:
-        """The numbers of the attributes that are not what they were."""
-        now = [held.get(name, MISSING) for held, name in zip(self.held, self.names, strict=True)]
-        if all(map(is_, now, self.values)):
+        """The numbers of the attributes that are not what they were, as they are seen now."""
+        for number, (module, name) in enumerate(zip(self.modules, self.names, strict=True)):
+            if (held := module()) is not None:
+                self.seen[number] = vars(held).get(name, MISSING)
+        if all(map(is_, self.seen, self.values)):
             return []
         return [
             number
-            for number, (one, other) in enumerate(zip(now, self.values, strict=True))
+            for number, (one, other) in enumerate(zip(self.seen, self.values, strict=True))
             if one is not other and not (type(one) is type(other) and one == other)
         ]
 
     def name(self, number: int) -> str:
         return ".".join(map(str, (*self.paths[number], self.names[number]))) + " of the model"
+
+    def slot(self, number: int) -> Slot:
+        """The place of an attribute as it was last seen."""
+        return Slot(self.name(number), self.seen, number)
 
 
 @dataclass(slots=True, eq=False)
@@ -77,6 +92,8 @@ class PythonValues:
     """The classes of modules that were looked through."""
     module: ModuleValues | None = None
     """The attributes of the module that was given to init."""
+    begun: nnx.Module | None = None
+    """That module, until its attributes are first looked at: what changed since init is not lost with it."""
     of_module: dict[int, Slot] = field(default_factory=dict)
     """The slots of those attributes that have changed since, by number."""
 
@@ -86,7 +103,7 @@ class PythonValues:
 
     def follow(self, model: nnx.Module) -> None:
         """Follow the attributes of a module that training begins with."""
-        self.module = ModuleValues.of(model)
+        self.module, self.begun = ModuleValues.of(model), model
         self.slots = [slot for slot in self.slots if slot not in self.of_module.values()]
         self.of_module = {}
 
@@ -96,9 +113,9 @@ class PythonValues:
             return
         for number in self.module.changed():
             if number not in self.of_module:
-                slot = Slot(self.module.name(number), self.module.held[number], self.module.names[number])
-                self.of_module[number] = slot
-                self.slots.append(slot)
+                self.of_module[number] = self.module.slot(number)
+                self.slots.append(self.of_module[number])
+        self.begun = None
 
     @contextmanager
     def on(self, model: nnx.Module) -> Iterator[None]:
@@ -107,19 +124,18 @@ class PythonValues:
         modules = {tuple(path): vars(module) for path, module in nnx.iter_modules(model)}
         before = ModuleValues.of(model)
         changed = [] if self.module is None else [
-            (modules[self.module.paths[number]], self.module.names[number], slot)
-            for number, slot in self.of_module.items()
+            (self.module.paths[number], self.module.names[number], slot) for number, slot in self.of_module.items()
         ]  # fmt: skip
-        kept = [(held, name, held[name]) for held, name, _ in changed]
-        for held, name, slot in changed:
-            held[name] = slot.read()
-        given = {(id(held), name) for held, name, _ in kept}
+        kept = [(path, name, modules[path][name]) for path, name, _ in changed]
+        for path, name, slot in changed:
+            modules[path][name] = slot.read()
+        given = {(path, name) for path, name, _ in kept}
         try:
             yield
-            written = [n for n in before.changed() if (id(before.held[n]), before.names[n]) not in given]
+            written = [n for n in before.changed() if (before.paths[n], before.names[n]) not in given]
         finally:
-            for held, name, value in kept:
-                held[name] = value
+            for path, name, value in kept:
+                modules[path][name] = value
         if written:
             raise PlanError(WRITTEN.format(", ".join(map(before.name, written))))
 

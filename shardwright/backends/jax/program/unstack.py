@@ -6,11 +6,12 @@ combined.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
 
+from shardwright.backends.jax.capture.inner_programs import rows_between
 from shardwright.backends.jax.program.equations import Atom, Equation, FlatProgram, aval_of, needed
 from shardwright.core.errors import MissingCapabilityError
 
@@ -27,21 +28,14 @@ COMBINED = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Unstacked:
-    """The rewritten program: every stacked argument and output has become its pieces, in order."""
-
-    flat: FlatProgram
-
-
-def unstack(flat: FlatProgram, arguments: Sequence[Pieces | None], outputs: Sequence[Pieces | None]) -> Unstacked:
-    """The program over pieces. ``arguments`` and ``outputs`` say which are stacks, and where they are cut; None for all
-    others.
+def unstack(flat: FlatProgram, arguments: Sequence[Pieces | None], outputs: Sequence[Pieces | None]) -> FlatProgram:
+    """The program over pieces: every stacked argument and output has become its pieces, in order. ``arguments`` and
+    ``outputs`` say which are stacks, and where they are cut; None for all others.
 
     Raises MissingCapabilityError for an equation that mixes the layers of a stack otherwise.
     """
     if not any(arguments) and not any(outputs):
-        return Unstacked(flat)
+        return flat
     return _Rewriter(flat).run(arguments, outputs)
 
 
@@ -53,7 +47,7 @@ class _Rewriter:
         self.parts: dict[int, list[int]] = {}
         """A stacked value → its pieces."""
 
-    def run(self, arguments: Sequence[Pieces | None], outputs: Sequence[Pieces | None]) -> Unstacked:
+    def run(self, arguments: Sequence[Pieces | None], outputs: Sequence[Pieces | None]) -> FlatProgram:
         listed: list[int] = []
         for value, cut in zip(self.old.arguments, arguments, strict=True):
             if cut is None:
@@ -72,7 +66,7 @@ class _Rewriter:
             results += [atom] if cut is None else [self._piece(atom, cut, i) for i in range(len(cut))]
         self.new.outputs = tuple(results)
         self.new.equations = needed(self.new.equations, (a for a in results if isinstance(a, int)))
-        return Unstacked(self.new)
+        return self.new
 
     def _declare(self, value: int, cut: Pieces) -> list[int]:
         aval = self.old.avals[value]
@@ -139,13 +133,8 @@ class _Rewriter:
         start, end = cut[number]
         aval = aval_of(self.old, atom)
         part = self.new.new(aval.update(shape=(end - start, *shape[1:])))
-        params: Any = {
-            "start_indices": (start, *([0] * (len(shape) - 1))),
-            "limit_indices": (end, *shape[1:]),
-            "strides": None,
-        }
-        template = self.old.equations[0]
-        self.new.equations.append(Equation(jax.lax.slice_p, params, (atom,), (part,), template.context))
+        context = self.old.equations[0].context
+        self.new.equations.append(Equation(jax.lax.slice_p, rows_between(shape, start, end), (atom,), (part,), context))
         return part
 
 
@@ -154,7 +143,7 @@ def _row_by_row(name: str, params: Any) -> bool:
     if name == "broadcast_in_dim":
         dims = params["broadcast_dimensions"]
         return bool(dims) and dims[0] == 0
-    if name in ("reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "reduce_prod", "argmax", "argmin"):
+    if name in COMBINED or name in ("argmax", "argmin"):
         return 0 not in params["axes"]
     if name == "dot_general":
         _, (left, right) = params["dimension_numbers"]

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import NamedSharding
 
-from shardwright.core.errors import ClusterError, MissingCapabilityError, PlanError
+from shardwright.backends.jax.machine.mesh import bind
+from shardwright.core.errors import MissingCapabilityError, PlanError
 from shardwright.core.model.structure import UnitBinding
 from shardwright.core.plan.plan import Plan
 
@@ -102,20 +102,8 @@ class StageMeshes:
     def __init__(self, plan: Plan, devices: Sequence[jax.Device] | None, placement: Sequence[int]) -> None:
         """Lay the plan's mesh over ``devices``. Raises ClusterError when their number is not the plan's,
         MissingCapabilityError when they belong to several processes."""
-        given = list(jax.devices() if devices is None else devices)
-        size = plan.mesh.size
-        if len(given) != size:
-            d = plan.decision
-            fix = (
-                f"give {size} of them with devices=jax.devices()[:{size}]"
-                if len(given) > size
-                else f"plan for fewer, or on CPU set XLA_FLAGS=--xla_force_host_platform_device_count={size} before "
-                "JAX is first used"
-            )
-            raise ClusterError(
-                f"the plan is for {size} devices (pp {d.pp} × dp {d.dp} × tp {d.tp}), and there are {len(given)}: {fix}"
-            )
-        processes = {device.process_index for device in given}
+        mesh = bind(plan.mesh, devices)
+        processes = {device.process_index for device in mesh.devices.flat}
         if len(processes) > 1:
             d = plan.decision
             fix = "stages that are alike, which one program over all processes runs (one_program=True)"
@@ -126,8 +114,7 @@ class StageMeshes:
                 "of their own, as what a plain function or a Linen model computes again is, run in one process: give "
                 f"devices=jax.local_devices(), or {fix}"
             )
-        axes = [plan.mesh.names.index(name) for name in ("pp", "dp", "tp")]
-        grid = np.array(given, dtype=object).reshape(plan.mesh.sizes).transpose(axes)
+        grid = mesh.devices.transpose([mesh.axis_names.index(name) for name in ("pp", "dp", "tp")])
         ranks = [jax.sharding.Mesh(grid[rank], ("dp", "tp")) for rank in range(plan.decision.pp)]
         self.placement = tuple(placement)
         self.meshes = tuple(ranks[rank] for rank in placement)

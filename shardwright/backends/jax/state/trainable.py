@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 import jax
@@ -58,28 +59,23 @@ class Trained:
             )
         return tuple(full)
 
-    def select(self, params: Any, tree: Any = None) -> Any:
-        """A tree like the parameters (default: the parameters themselves) without the leaves that are not trained."""
-        leaves, structure = jax.tree.flatten(params if tree is None else tree)
-        kept = zip(leaves, self.mask(params), strict=True)
-        return jax.tree.unflatten(structure, [leaf if flag else optax.MaskedNode() for leaf, flag in kept])
+    def select(self, params: Any) -> Any:
+        """The parameters without the leaves that are not trained."""
+        return self.with_gradients(params, self.leaves(params))
 
     def with_gradients(self, params: Any, found: Sequence[Any]) -> Any:
         """A tree like that of `select`, of one value for each trained leaf."""
-        rest = iter(found)
-        structure: Any = jax.tree.structure(params)
-        return jax.tree.unflatten(structure, [next(rest) if f else optax.MaskedNode() for f in self.mask(params)])
+        structure, mask = jax.tree.structure(params), self.mask(params)
+        return jax.tree.unflatten(structure, replaced(mask, [optax.MaskedNode()] * len(mask), found))
 
     def merge(self, params: Any, changed: Sequence[Any]) -> Any:
         """The parameters with their trained leaves replaced."""
         leaves, structure = jax.tree.flatten(params)
-        rest = iter(changed)
-        kept = zip(leaves, self.mask(params), strict=True)
-        return jax.tree.unflatten(structure, [next(rest) if flag else leaf for leaf, flag in kept])
+        return jax.tree.unflatten(structure, replaced(self.mask(params), leaves, changed))
 
     def leaves(self, params: Any) -> list[Any]:
         """The trained leaves."""
-        return [leaf for leaf, flag in zip(jax.tree.leaves(params), self.mask(params), strict=True) if flag]
+        return list(compress(jax.tree.leaves(params), self.mask(params)))
 
     def optimizer(self, optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
         """An optimizer that is given all parameters and sees those trained: ``update`` takes gradients as
@@ -103,6 +99,12 @@ class Trained:
 
 ALL = Trained()
 """The choice of every parameter."""
+
+
+def replaced(flags: Sequence[bool], held: Sequence[Any], changed: Sequence[Any]) -> list[Any]:
+    """The held values, with those that have a flag replaced, in turn, by the changed ones."""
+    rest = iter(changed)
+    return [next(rest) if flag else value for flag, value in zip(flags, held, strict=True)]
 
 
 def _key(entry: Any) -> Any:

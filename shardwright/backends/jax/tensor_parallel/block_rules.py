@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import Any
 
 import jax
 from jax.extend.core import JaxprEqn
 
-from shardwright.backends.jax.capture.inner_programs import aval
+from shardwright.backends.jax.capture.inner_programs import aval, bound
 from shardwright.backends.jax.tensor_parallel.blocks import (
     Tags,
     blocks_between,
@@ -35,8 +36,7 @@ class Value:
 
 def bind(equation: JaxprEqn, arrays: Sequence[Any]) -> list[Value]:
     with equation.ctx.manager:
-        made = equation.primitive.bind(*arrays, **equation.primitive.get_bind_params(equation.params))
-    return [Value(array) for array in (made if equation.primitive.multiple_results else [made])]
+        return [Value(array) for array in bound(equation.primitive, equation.params, arrays)]
 
 
 def rank_of(array: Any) -> int:
@@ -109,30 +109,23 @@ def _slice(ways: int, equation: JaxprEqn, given: Sequence[Value], wanted: Sequen
     cut = [d for d in value.tags if ends[d] - starts[d] != value.array.shape[d]]
     if not cut:
         return [Value(bind(equation, [value.array])[0].array, value.tags)]
-    (dim,) = cut[:1]
-    inside = blocks_between(value.tags[dim], starts[dim], ends[dim])
-    if len(cut) > 1 or inside is None or (params["strides"] and params["strides"][dim] != 1):
+    (dim,), strides = cut[:1], params["strides"]
+    piece = _part(value, dim, ways, starts[dim], ends[dim])
+    if len(cut) > 1 or piece is None or (strides and strides[dim] != 1):
         return None
-    piece = slice_held(value.array, dim, ways, starts[dim], ends[dim])
-    rest = [(0, n) if d == dim else (starts[d], ends[d]) for d, n in enumerate(piece.shape)]
-    strides = params["strides"]
-    made = jax.lax.slice(piece, [a for a, _ in rest], [b for _, b in rest], strides)
-    return [Value(made, {**value.tags, dim: inside} if inside else _without(value.tags, dim))]
+    rest = [(0, n) if d == dim else (starts[d], ends[d]) for d, n in enumerate(piece.array.shape)]
+    made = jax.lax.slice(piece.array, [a for a, _ in rest], [b for _, b in rest], strides)
+    return [Value(made, piece.tags)]
 
 
 def _split(ways: int, equation: JaxprEqn, given: Sequence[Value], wanted: Sequence[Tags]) -> list[Value] | None:
     (value,), dim = given, equation.params["axis"]
     if dim not in value.tags:
         return [Value(made.array, value.tags) for made in bind(equation, [value.array])]
-    found, start = [], 0
-    for size in equation.params["sizes"]:
-        inside = blocks_between(value.tags[dim], start, start + size)
-        if inside is None:
-            return None
-        tags = {**value.tags, dim: inside} if inside else _without(value.tags, dim)
-        found.append(Value(slice_held(value.array, dim, ways, start, start + size), tags))
-        start += size
-    return found
+    ends = pairwise(accumulate(equation.params["sizes"], initial=0))
+    parts = [_part(value, dim, ways, start, end) for start, end in ends]
+    found = [part for part in parts if part is not None]
+    return found if len(found) == len(parts) else None
 
 
 def _concatenate(ways: int, equation: JaxprEqn, given: Sequence[Value], wanted: Sequence[Tags]) -> list[Value] | None:
@@ -151,8 +144,13 @@ def _concatenate(ways: int, equation: JaxprEqn, given: Sequence[Value], wanted: 
     return [Value(concatenate_held(pieces, dim, ways), {dim: blocks})]
 
 
-def _without(tags: Tags, dim: int) -> Tags:
-    return {d: blocks for d, blocks in tags.items() if d != dim}
+def _part(value: Value, dim: int, ways: int, start: int, end: int) -> Value | None:
+    """A part of a dim of blocks; None where it cuts a block."""
+    inside = blocks_between(value.tags[dim], start, end)
+    if inside is None:
+        return None
+    others = {d: blocks for d, blocks in value.tags.items() if d != dim}
+    return Value(slice_held(value.array, dim, ways, start, end), {**others, dim: inside} if inside else others)
 
 
 RULES: dict[str, Rule] = {

@@ -5,7 +5,6 @@ then every block's second, and so on. A plain cut of that is a shard of every bl
 nothing between devices. Entrywise ops, sums and products are the same in either order.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
@@ -18,6 +17,11 @@ Tags = Mapping[int, Blocks]
 """The dims of an array that are held by blocks."""
 
 
+def divided(x: Any, dim: int, ways: int) -> Any:
+    """An array with ``dim`` as two dims, [ways, …]."""
+    return x.reshape(*x.shape[:dim], ways, x.shape[dim] // ways, *x.shape[dim + 1 :])
+
+
 def to_held(x: Any, dim: int, blocks: Blocks, ways: int) -> Any:
     """An array with ``dim`` brought from its original order to the held one, for an axis of ``ways`` ranks."""
     lead, tail = x.shape[:dim], x.shape[dim + 1 :]
@@ -25,7 +29,7 @@ def to_held(x: Any, dim: int, blocks: Blocks, ways: int) -> Any:
         split = x.reshape(*lead, len(blocks), ways, blocks[0] // ways, *tail)
         return jnp.moveaxis(split, dim, dim + 1).reshape(x.shape)
     pieces = [
-        jax.lax.slice_in_dim(x, start, end, axis=dim).reshape(*lead, ways, (end - start) // ways, *tail)
+        divided(jax.lax.slice_in_dim(x, start, end, axis=dim), dim, ways)
         for start, end in pairwise(accumulate(blocks, initial=0))
     ]
     return jnp.concatenate(pieces, axis=dim + 1).reshape(x.shape)
@@ -57,16 +61,13 @@ def restore(x: Any, tags: Tags, ways: int) -> Any:
 
 def slice_held(x: Any, dim: int, ways: int, start: int, end: int) -> Any:
     """The blocks of a held dim from ``start`` to ``end`` of the original: one is a plain dim, several a held one."""
-    lead, tail = x.shape[:dim], x.shape[dim + 1 :]
-    apart = x.reshape(*lead, ways, x.shape[dim] // ways, *tail)
-    piece = jax.lax.slice_in_dim(apart, start // ways, end // ways, axis=dim + 1)
-    return piece.reshape(*lead, end - start, *tail)
+    piece = jax.lax.slice_in_dim(divided(x, dim, ways), start // ways, end // ways, axis=dim + 1)
+    return piece.reshape(*x.shape[:dim], end - start, *x.shape[dim + 1 :])
 
 
 def concatenate_held(pieces: Sequence[Any], dim: int, ways: int) -> Any:
     """The held dim whose blocks are those of the pieces, one after the other."""
-    apart = [p.reshape(*p.shape[:dim], ways, p.shape[dim] // ways, *p.shape[dim + 1 :]) for p in pieces]
-    joined = jnp.concatenate(apart, axis=dim + 1)
+    joined = jnp.concatenate([divided(piece, dim, ways) for piece in pieces], axis=dim + 1)
     return joined.reshape(*pieces[0].shape[:dim], -1, *pieces[0].shape[dim + 1 :])
 
 
@@ -87,7 +88,6 @@ def reshape_held(x: Any, tags: Tags, shape: Sequence[int], wanted: Tags, ways: i
     several should be held."""
     groups = list(_groups(x.shape, tuple(shape)))
     after: dict[int, Blocks] = {}
-    inner: list[tuple[int, int, int]] = []  # (dim of the finer side, its merged dim, blocks)
     for dim, blocks in tags.items():
         found = next(((a, b) for a, b in groups if dim in a), None)
         kept = _kept(dim, blocks, found, x.shape, shape, ways)
@@ -95,16 +95,12 @@ def reshape_held(x: Any, tags: Tags, shape: Sequence[int], wanted: Tags, ways: i
             after[kept[0]] = kept[1]
             continue
         part = _inner(blocks, found, shape, ways) if found is not None and found[0] == [dim] else None
-        if part is None or len(tags) > 1:
+        if found is None or part is None or len(tags) > 1:
             return restore(x, tags, ways).reshape(shape), {}
-        inner.append((part, dim, len(blocks)))
-    for part, dim, count in inner:  # [ways, blocks, …] of the merged dim → the piece's dim
-        finer = [shape[d] for d in next(a for a in groups if dim in a[0])[1]]
-        at = part - next(a for a in groups if dim in a[0])[1][0]
-        local = [*finer[:at], finer[at] // ways, *finer[at + 1 :]]
+        # [ways, blocks, …] of the merged dim → the piece's dim
+        at = part - found[1][0]
+        local = [shape[d] // ways if d == part else shape[d] for d in found[1]]
         apart = x.reshape(*x.shape[:dim], ways, *local, *x.shape[dim + 1 :])
-        if math.prod(finer[:at]) != count:  # pragma: no cover - `_inner` chose it so
-            return restore(x, tags, ways).reshape(shape), {}
         return jnp.moveaxis(apart, dim, dim + at).reshape(shape), {}
     for dim, blocks in wanted.items():
         if dim in after or tags:
@@ -114,8 +110,7 @@ def reshape_held(x: Any, tags: Tags, shape: Sequence[int], wanted: Tags, ways: i
         if part is None:
             return hold(x.reshape(shape), wanted, ways), dict(wanted)
         first = found[0][0] if found else 0
-        apart = x.reshape(*x.shape[:part], ways, x.shape[part] // ways, *x.shape[part + 1 :])
-        return jnp.moveaxis(apart, part, first).reshape(shape), {dim: blocks}
+        return jnp.moveaxis(divided(x, part, ways), part, first).reshape(shape), {dim: blocks}
     return x.reshape(shape), after
 
 

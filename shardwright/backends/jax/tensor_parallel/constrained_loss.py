@@ -180,7 +180,7 @@ class TensorParallel:
 
         trainable = (*((True,) * len(self.names)), *((None,) * len(extra)))
         source = Source(loss.name, arrays, (*self.names, *(f"beside.{n}" for n in extra)), trainable, {}, run)
-        graph, captured = read(source, shapes, self.dims, lambda made: made[0])
+        graph, (_, (_, captured)) = read(source, shapes, self.dims, lambda made: made[0])
         closed, running = trace(source, shapes, jax.tree.leaves, results=1)
         # The policy of selective recompute keeps products without batch dims, which those of copies have.
         copies = self.plan.decision.recompute != "selective"

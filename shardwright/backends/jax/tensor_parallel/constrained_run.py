@@ -12,15 +12,23 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardwright.backends.jax.capture.inner_programs import CHECKPOINTS, JITS, OWN_DERIVATIVES, aval, inner_program
+from shardwright.backends.jax.capture.inner_programs import (
+    CHECKPOINTS,
+    JITS,
+    OWN_DERIVATIVES,
+    aval,
+    inner_program,
+    interpreted,
+    scanned,
+)
 from shardwright.backends.jax.capture.ops import ELEMENTWISE
 from shardwright.backends.jax.capture.steps import Path
 from shardwright.backends.jax.program.split_lookups import can_look_up, look_up
 from shardwright.backends.jax.tensor_parallel.block_rules import RULES, Value, as_tagged, bind, free_dims, rank_of
-from shardwright.backends.jax.tensor_parallel.blocks import Tags, hold, restore
+from shardwright.backends.jax.tensor_parallel.blocks import Tags, divided, hold, restore
 from shardwright.backends.jax.tensor_parallel.constraints import Guide, Guides
 from shardwright.core.layout.placements import Placement, Split
 
@@ -64,23 +72,17 @@ class _Runner:
         """The (value, keys of guides) → the value (kept, so that its id stays its own) and the guided value."""
 
     def run(self, jaxpr: Jaxpr, constants: Sequence[Value], arguments: Sequence[Value], path: Path) -> list[Value]:
-        known: dict[Var, Value] = dict(zip(jaxpr.invars, arguments, strict=True))
-        known.update(zip(jaxpr.constvars, constants, strict=True))
-
-        def read(atom: Var | Literal) -> Value:
-            return Value(atom.val) if isinstance(atom, Literal) else known[atom]
-
-        for index, equation in enumerate(jaxpr.eqns):
+        def apply(index: int, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
             here = (*path, index)
             with ExitStack() as scopes:
                 for entry in getattr(equation.source_info.name_stack, "stack", ()):
                     if type(entry).__name__ == "Scope":
                         scopes.enter_context(jax.named_scope(entry.name))
-                given = [self._guided(read(atom), (here, i)) for i, atom in enumerate(equation.invars)]
+                given = [self._guided(value, (here, i)) for i, value in enumerate(operands)]
                 made = self._equation(equation, given, here)
-                for position, (variable, value) in enumerate(zip(equation.outvars, made, strict=True)):
-                    known[variable] = self._as_made(value, (here, position))
-        return [read(atom) for atom in jaxpr.outvars]
+                return [self._as_made(value, (here, position)) for position, value in enumerate(made)]
+
+        return interpreted(jaxpr, constants, arguments, apply, lambda literal: Value(literal.val))
 
     # --- guides
 
@@ -190,8 +192,7 @@ class _Runner:
         """A product for each rank of its copy and its shard of the other operand."""
         params, (other, dim), ways = equation.params, piece, self.ways
         plain = given[other]
-        shape = plain.array.shape
-        apart = plain.array.reshape(*shape[:dim], ways, shape[dim] // ways, *shape[dim + 1 :])
+        apart = divided(plain.array, dim, ways)
         operands = [jnp.moveaxis(apart, dim, 0) if i == other else value.array for i, value in enumerate(given)]
         (left_sum, right_sum), (left_batch, right_batch) = params["dimension_numbers"]
         left, right = operands
@@ -226,32 +227,19 @@ class _Runner:
         return [Value(array, tag) for array, tag in zip(made, tags, strict=True)]
 
     def _scan(self, params: Mapping[str, Any], given: Sequence[Value], path: Path) -> list[Value]:
-        fixed, carried, body = params["num_consts"], params["num_consts"] + params["num_carry"], params["jaxpr"]
-        rows = given[carried:]
-        row_tags = [{dim - 1: blocks for dim, blocks in value.tags.items() if dim} for value in rows]
-        scanned = [v.array if 0 not in v.tags else self.original(v) for v in rows]
-        row_tags = [{} if 0 in v.tags else tags for v, tags in zip(rows, row_tags, strict=True)]
+        fixed, first, body = params["num_consts"], params["num_consts"] + params["num_carry"], params["jaxpr"]
+        row_tags = [{} if 0 in v.tags else {dim - 1: blocks for dim, blocks in v.tags.items()} for v in given[first:]]
+        as_they_are = [i < fixed or (i >= first and 0 not in value.tags) for i, value in enumerate(given)]
+        operands = [v.array if as_it_is else self.original(v) for v, as_it_is in zip(given, as_they_are, strict=True)]
 
-        def step(carry: list[Any], arrays: list[Any]) -> tuple[list[Any], list[Any]]:
-            inner = [
-                *given[:fixed],
-                *(Value(array) for array in carry),
-                *(Value(array, tags) for array, tags in zip(arrays, row_tags, strict=True)),
-            ]
+        def run(*arrays: Any) -> list[Any]:
+            carry, rows = arrays[fixed:first], zip(arrays[first:], row_tags, strict=True)
+            inner = [*given[:fixed], *map(Value, carry), *(Value(array, tags) for array, tags in rows)]
             runner = _Runner(self.guides, self.setting)
             made = runner.run(body.jaxpr, [Value(c) for c in body.consts], inner, path)
-            results = [runner.original(value) for value in made]
-            return results[: params["num_carry"]], results[params["num_carry"] :]
+            return [runner.original(value) for value in made]
 
-        carry, stacked = jax.lax.scan(
-            step,
-            [self.original(value) for value in given[fixed:carried]],
-            scanned,
-            length=params["length"],
-            reverse=params["reverse"],
-            unroll=params["unroll"],
-        )
-        return [Value(array) for array in (*carry, *stacked)]
+        return [Value(array) for array in scanned(params, operands, run)]
 
     def _is_entrywise(self, equation: JaxprEqn) -> bool:
         """Whether every entry of the results depends on the same entry of the operands alone (dims of 1 stretch)."""

@@ -1,42 +1,33 @@
 """Training as one jitted program: dp × tp by NamedSharding."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import compress
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from shardwright.backends.jax.capture.checkpoint_policies import keeping_barriers
 from shardwright.backends.jax.capture.samples import FlatBatch, batch_sharding, put
 from shardwright.backends.jax.capture.tree import Parts
-from shardwright.backends.jax.loss.microbatches import LossFunction, Microbatches, accumulate, split_squares, updated
+from shardwright.backends.jax.loss.microbatches import Microbatches, accumulate, split_squares, updated
 from shardwright.backends.jax.machine.mesh import bind
 from shardwright.backends.jax.memory.compiled_peak import program_bytes
-from shardwright.backends.jax.pipeline.sentinels import Answer, Evidence, OneProgram, chosen, is_sound
+from shardwright.backends.jax.pipeline.sentinels import Evidence, OneProgram, judged
 from shardwright.backends.jax.state.checks import require_like, require_model, require_places
 from shardwright.backends.jax.state.shardings import optimizer_shardings, parameter_shardings, replicated, spread_over
 from shardwright.backends.jax.state.train_state import StepResult, TrainState, own_copy, parts_of
 from shardwright.backends.jax.tensor_parallel.constrained_loss import FusedParameters, TensorParallel
-from shardwright.backends.jax.training.protocol import WithoutActions
-from shardwright.core.plan.plan import Plan
+from shardwright.backends.jax.training.protocol import OfPlan, WithoutActions
 
 
-class OneProgramTraining:
+@dataclass(eq=False)
+class OneProgramTraining(OfPlan):
     """The state on one mesh, and a step that is one jitted function."""
 
-    def __init__(
-        self,
-        loss: LossFunction,
-        optimizer: optax.GradientTransformation,
-        plan: Plan,
-        devices: Sequence[jax.Device],
-        nonfinite: Answer,
-    ) -> None:
-        self.loss, self.optimizer, self.plan, self.nonfinite = loss, optimizer, plan, nonfinite
-        self.mesh = bind(plan.mesh, devices)
+    def __post_init__(self) -> None:
+        self.mesh = bind(self.plan.mesh, self.devices)
 
     # --- state
 
@@ -147,11 +138,8 @@ class OneProgramTraining:
             after = replace(state, step=state.step + 1, params=params, optimizer=optimizer, other=other)
             at = list(compress(jax.tree.leaves(gradients_at), trained.mask(state.params)))
             squares = split_squares(jax.tree.leaves(mean), at)
-            norm, evidence = jnp.sqrt(squares.sum()), None
-            if self.nonfinite == "error":
-                after = chosen(is_sound(loss, norm), after, state)
-            if self.nonfinite != "ignore":
-                evidence = Evidence(state.step, loss, norm, (losses, squares))
+            norm = jnp.sqrt(squares.sum())
+            after, evidence = judged(self.nonfinite, Evidence(state.step, loss, norm, (losses, squares)), after, state)
             return StepResult(after, loss, aux, norm, evidence)
 
         whole: Any = replicated(self.mesh)

@@ -8,21 +8,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardwright.backends.jax.capture.samples import FlatBatch
-from shardwright.backends.jax.capture.tree import Parts, shape_key
+from shardwright.backends.jax.capture.tree import Parts, abstract, shape_key
 from shardwright.backends.jax.loss.metrics import Metrics
-from shardwright.backends.jax.loss.microbatches import LossFunction, Microbatches
+from shardwright.backends.jax.loss.microbatches import Microbatches
 from shardwright.backends.jax.memory.compiled_peak import pipeline_bytes
 from shardwright.backends.jax.pipeline.action_times import ActionTimer
 from shardwright.backends.jax.pipeline.actions import Observer, Pipeline, PipelineResult, dispatch_order
 from shardwright.backends.jax.pipeline.compilation import uncollected
 from shardwright.backends.jax.pipeline.microbatch import cut_microbatch
 from shardwright.backends.jax.pipeline.optimizer_cut import OptimizerCut, Places, cut_up, from_pieces, is_stack, pieces
-from shardwright.backends.jax.pipeline.sentinels import Answer, Evidence, Staged, chosen, is_sound
-from shardwright.backends.jax.program.equations import evaluate, needed
+from shardwright.backends.jax.pipeline.sentinels import Evidence, Staged, chosen, is_sound
+from shardwright.backends.jax.program.equations import evaluate, needed, value_of
 from shardwright.backends.jax.program.flattening import flatten
 from shardwright.backends.jax.state.checks import require_like, require_places
 from shardwright.backends.jax.state.ownership import Holding, StageMeshes, holdings_of
@@ -31,32 +30,24 @@ from shardwright.backends.jax.state.train_state import StepResult, TrainState, o
 from shardwright.backends.jax.tensor_parallel.constrained_loss import FusedParameters, TensorParallel
 from shardwright.backends.jax.training.protocol import InStages
 from shardwright.core.errors import PlanError
-from shardwright.core.plan.plan import Plan
 from shardwright.core.schedule.timeline import Timeline
 
 
+@dataclass(eq=False)
 class PipelinedTraining(InStages):
     """The state on the meshes of the stages that hold it, and a step that is many programs."""
 
-    def __init__(
-        self,
-        loss: LossFunction,
-        optimizer: optax.GradientTransformation,
-        plan: Plan,
-        devices: Sequence[jax.Device],
-        nonfinite: Answer,
-    ) -> None:
-        self.loss, self.optimizer, self.plan, self.nonfinite = loss, optimizer, plan, nonfinite
-        self.schedule = plan.build_schedule()
+    def __post_init__(self) -> None:
+        self.schedule = self.plan.build_schedule()
         self.order = dispatch_order(self.schedule)
-        self.meshes = StageMeshes(plan, devices, self.schedule.placement)
+        self.meshes = StageMeshes(self.plan, self.devices, self.schedule.placement)
         self._cuts: dict[Any, tuple[tuple[Holding, ...], OptimizerCut]] = {}
 
     def placed(self, params: Any, names: tuple[str, ...]) -> tuple[tuple[Holding, ...], OptimizerCut]:
         """The holdings of parameters of these shapes, and the optimizer over them."""
         key = shape_key(params)
         if key not in self._cuts:
-            shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
+            shapes = jax.tree.map(abstract, params)
             holdings = holdings_of(self.plan, names, [leaf.shape for leaf in jax.tree.leaves(params)])
             layouts = self.plan.parameter_layouts("jax")
             shardings = parameter_shardings(names, shapes, layouts, self.meshes.meshes[0])
@@ -107,7 +98,7 @@ class PipelinedTraining(InStages):
             def run(equations: Any = equations, atoms: Any = atoms) -> list[Any]:
                 known = dict(flat.constants)
                 evaluate(equations, known)
-                values = [(known[a] if isinstance(a, int) else jnp.asarray(a.val, a.aval.dtype), r) for a, r in atoms]
+                values = [(value_of(flat, atom, known), rows) for atom, rows in atoms]
                 return [value if rows is None else value[rows[0] : rows[1]] for value, rows in values]
 
             for index, array in zip(own, jax.jit(run, out_shardings=[wanted[i][3] for i in own])(), strict=True):
@@ -183,7 +174,7 @@ class PipelinedTraining(InStages):
             )
         fields = (state.step, state.params, state.optimizer, state.random)
         ends = tuple(accumulate(len(pieces(tree)) for tree in fields))
-        metrics = None if microbatches.metrics is None else StagedMetrics.of(microbatches.metrics, pipeline)
+        metrics = None if microbatches.metrics is None else StagedMetrics(microbatches.metrics, pipeline)
         return PipelinedStep(pipeline, microbatches, ends, metrics)  # type: ignore[arg-type]
 
     def _shapes(self, state: TrainState) -> Parts:
@@ -191,7 +182,7 @@ class PipelinedTraining(InStages):
 
         def shape(node: Any) -> jax.ShapeDtypeStruct:
             if not is_stack(node):
-                return jax.ShapeDtypeStruct(node.shape, node.dtype)
+                return abstract(node)
             rows = sum(piece.shape[0] for piece in node.pieces)
             return jax.ShapeDtypeStruct((rows, *node.pieces[0].shape[1:]), node.pieces[0].dtype)
 
@@ -202,24 +193,20 @@ class PipelinedTraining(InStages):
 class StagedMetrics:
     """The metrics of a batch from those of its microbatches, each on the stage that makes it."""
 
-    def __init__(self, metrics: Metrics, homes: Sequence[int], meshes: StageMeshes) -> None:
-        """Compile the sums of metrics. homes: the stage of every metric."""
-        self.metrics, self.homes = metrics, tuple(homes)
-        self.whole = {stage: meshes.whole[stage] for stage in set(homes)}
-        self.run = {
-            stage: jax.jit(partial(self._of_stage, stage), out_shardings=at) for stage, at in self.whole.items()
-        }
-
-    @classmethod
-    def of(cls, metrics: Metrics, pipeline: Pipeline) -> "StagedMetrics":
+    def __init__(self, metrics: Metrics, pipeline: Pipeline) -> None:
+        """Compile the metrics of a pipeline's stages."""
+        self.metrics, self.uses = metrics, metrics.uses()
         operands = pipeline.micro.operands
-        homes = [
-            pipeline.sums[operands.rows[rows[0]] if rows else operands.sums[sums[0]]] for sums, rows in metrics.uses()
+        of_stage: dict[int, list[int]] = {}
+        for number, (sums, rows) in enumerate(self.uses):
+            home = pipeline.sums[operands.rows[rows[0]] if rows else operands.sums[sums[0]]]
+            of_stage.setdefault(home, []).append(number)
+        self.stages = [
+            (numbers, at := pipeline.meshes.whole[stage], jax.jit(partial(self._made, numbers), out_shardings=at))
+            for stage, numbers in of_stage.items()
         ]
-        return cls(metrics, homes, pipeline.meshes)
 
-    def _of_stage(self, stage: int, given: Sequence[Any]) -> list[Any]:
-        numbers = [number for number, home in enumerate(self.homes) if home == stage]
+    def _made(self, numbers: Sequence[int], given: Sequence[Any]) -> list[Any]:
         return [
             self.metrics.whole(number, sums, [jnp.stack(each) for each in rows])
             for number, (sums, rows) in zip(numbers, given, strict=True)
@@ -227,19 +214,14 @@ class StagedMetrics:
 
     def __call__(self, made: PipelineResult) -> Any:
         """The metrics as the loss function returns them, on the devices of their stages."""
-        found: list[Any] = [None] * len(self.homes)
-        for stage, run in self.run.items():
-            numbers = [number for number, home in enumerate(self.homes) if home == stage]
+        found: dict[int, Any] = {}
+        for numbers, at, run in self.stages:
             given = [
-                (
-                    jax.device_put([made.metric_sums[i] for i in sums], self.whole[stage]),
-                    [made.metric_rows[i] for i in rows],
-                )
-                for sums, rows in (self.metrics.uses()[number] for number in numbers)
+                (jax.device_put([made.metric_sums[i] for i in sums], at), [made.metric_rows[i] for i in rows])
+                for sums, rows in (self.uses[number] for number in numbers)
             ]
-            for number, value in zip(numbers, run(given), strict=True):
-                found[number] = value
-        return self.metrics.unflatten(found)
+            found.update(zip(numbers, run(given), strict=True))
+        return self.metrics.unflatten([found[number] for number in range(len(self.uses))])
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,17 +1,20 @@
 """The protocol of every form of training: it places a state, and compiles and runs steps on it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
 import jax
+import optax
 
 from shardwright.backends.jax.capture.samples import FlatBatch
 from shardwright.backends.jax.capture.tree import Parts
-from shardwright.backends.jax.loss.microbatches import Microbatches
+from shardwright.backends.jax.loss.microbatches import LossFunction, Microbatches
 from shardwright.backends.jax.pipeline.actions import Pipeline
-from shardwright.backends.jax.pipeline.sentinels import Teller
+from shardwright.backends.jax.pipeline.sentinels import Answer, Teller
 from shardwright.backends.jax.state.train_state import StepResult, TrainState
 from shardwright.core.errors import MissingCapabilityError
+from shardwright.core.plan.plan import Plan
 from shardwright.core.schedule.timeline import Timeline
 
 
@@ -97,7 +100,18 @@ class WithoutActions:
         return False
 
 
-class InStages:
+@dataclass(eq=False)
+class OfPlan:
+    """What every form of training is made of."""
+
+    loss: LossFunction
+    optimizer: optax.GradientTransformation
+    plan: Plan
+    devices: Sequence[jax.Device]
+    nonfinite: Answer
+
+
+class InStages(OfPlan):
     """A form that divides a state among stages: `original`, `held`, `lower` and `lower_init` raise
     MissingCapabilityError."""
 

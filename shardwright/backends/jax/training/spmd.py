@@ -11,7 +11,6 @@ from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import PyTreeDef
 
@@ -19,17 +18,17 @@ from shardwright.backends.jax.capture.checkpoint_policies import keeping_barrier
 from shardwright.backends.jax.capture.samples import FlatBatch, put
 from shardwright.backends.jax.capture.tree import Followed, Parts, followed
 from shardwright.backends.jax.loss.metrics import Metrics
-from shardwright.backends.jax.loss.microbatches import LossFunction, Microbatches, split_squares, updated
+from shardwright.backends.jax.loss.microbatches import Microbatches, split_squares, updated
 from shardwright.backends.jax.machine.mesh import bind
 from shardwright.backends.jax.pipeline.microbatch import CutMicrobatch, cut_microbatch
-from shardwright.backends.jax.pipeline.sentinels import Answer, Evidence, OneProgram, chosen, is_sound
+from shardwright.backends.jax.pipeline.sentinels import Evidence, OneProgram, judged
 from shardwright.backends.jax.pipeline.spmd import SpmdLoss, block_plan
 from shardwright.backends.jax.state.ownership import holdings_of
 from shardwright.backends.jax.state.shardings import parameter_shardings, replicated
 from shardwright.backends.jax.state.train_state import StepResult, TrainState, own_copy, parts_of
+from shardwright.backends.jax.state.trainable import replaced
 from shardwright.backends.jax.training.protocol import InStages, WithoutActions
 from shardwright.core.errors import MissingCapabilityError
-from shardwright.core.plan.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,16 +49,16 @@ class Stacking:
         return {"stacks": stacks, "rest": [leaves[i] for i, _ in self.rest]}
 
     def unpack(self, packed: dict[str, list[Any]]) -> Any:
-        return jax.tree.unflatten(self.structure, self.leaves(packed))
+        return jax.tree.unflatten(self.structure, self.leaves([*packed["stacks"], *packed["rest"]]))
 
-    def leaves(self, packed: dict[str, list[Any]]) -> list[Any]:
-        """The leaves of the tree; None for those of a stack that is None."""
+    def leaves(self, arrays: Sequence[Any]) -> list[Any]:
+        """The leaves of the tree, of its stacks and then the rest; None for those of a stack that is None."""
         leaves: list[Any] = [None] * (len(self.rest) + sum(len(rows) for rows, _ in self.rows))
-        for (rows, _), stack in zip(self.rows, packed["stacks"], strict=True):
+        for (rows, _), stack in zip(self.rows, arrays, strict=False):
             flat = [None] * len(rows) if stack is None else stack.reshape(-1, *stack.shape[2:])
             for number, leaf in enumerate(rows):
                 leaves[leaf] = flat[number]
-        for (leaf, _), value in zip(self.rest, packed["rest"], strict=True):
+        for (leaf, _), value in zip(self.rest, arrays[len(self.rows) :], strict=True):
             leaves[leaf] = value
         return leaves
 
@@ -68,20 +67,13 @@ class Stacking:
         return {"stacks": [at for _, at in self.rows], "rest": [at for _, at in self.rest]}
 
 
+@dataclass(eq=False)
 class SpmdTraining(InStages):
     """The state on one mesh, the parameters of like blocks in stacks over pp, and a step that is one program."""
 
-    def __init__(
-        self,
-        loss: LossFunction,
-        optimizer: optax.GradientTransformation,
-        plan: Plan,
-        devices: Sequence[jax.Device],
-        nonfinite: Answer,
-    ) -> None:
-        self.loss, self.optimizer, self.plan, self.nonfinite = loss, optimizer, plan, nonfinite
-        self.blocks = block_plan(plan)
-        self.mesh: Mesh = bind(plan.mesh, devices)
+    def __post_init__(self) -> None:
+        self.blocks = block_plan(self.plan)
+        self.mesh: Mesh = bind(self.plan.mesh, self.devices)
 
     # --- state
 
@@ -203,10 +195,8 @@ class SpmdTraining(InStages):
         metrics: Metrics | None,
     ) -> jax.stages.Wrapped:
         trained = self.loss.trained
-        in_stacks = [_whether(group, mask) for group, _ in stacking.rows]
-        in_rest = [mask[leaf] for leaf, _ in stacking.rest]
-        at = [place for (_, place), flag in zip((*stacking.rows, *stacking.rest), (*in_stacks, *in_rest), strict=True)
-              if flag]  # fmt: skip
+        flags = [*(_whether(group, mask) for group, _ in stacking.rows), *(mask[leaf] for leaf, _ in stacking.rest)]
+        at = list(compress((place for _, place in (*stacking.rows, *stacking.rest)), flags))
         values = [weight.value for weight in micro.cut.weights]
         stacks = {tuple(values[leaf] for leaf in group): number for number, (group, _) in enumerate(stacking.rows)}
 
@@ -215,38 +205,28 @@ class SpmdTraining(InStages):
             sources = {micro.step: number} | dict(zip(others, jax.tree.leaves(fixed), strict=True))
 
             def total(given: Any) -> Any:
-                params = {
-                    "stacks": _merge(in_stacks, all_stacks, given[0]),
-                    "rest": _merge(in_rest, all_rest, given[1]),
-                }
-                rest = {values[leaf]: a for (leaf, _), a in zip(stacking.rest, params["rest"], strict=True)}
-                stacked = [params["stacks"][stacks[group]] for group in loss.blocks.stacked]
+                every = replaced(flags, held, given)
+                beside = zip(stacking.rest, every[len(stacking.rows) :], strict=True)
+                rest = {values[leaf]: array for (leaf, _), array in beside}
+                stacked = [every[stacks[group]] for group in loss.blocks.stacked]
                 return loss(stacked, rest, sources, dict(zip(micro.batch, batch, strict=True)))
 
-            all_stacks, all_rest = params["stacks"], params["rest"]
-            given = (list(compress(all_stacks, in_stacks)), list(compress(all_rest, in_rest)))
+            held = [*params["stacks"], *params["rest"]]
+            given = list(compress(held, flags))
             (value, (losses, weight, sums, rows)), found = jax.value_and_grad(total, has_aux=True)(given)
             below = micro.divisor(weight)
-            means = [g / below for g in (*found[0], *found[1])]
+            means = [g / below for g in found]
             squares = split_squares(means, at)
             norm, loss_value = jnp.sqrt(squares.sum()), value / below
-            whole = stacking.unpack(params)
-            split = len(found[0])
-            packed = {
-                "stacks": _merge(in_stacks, [None] * len(in_stacks), means[:split]),
-                "rest": _merge(in_rest, [None] * len(in_rest), means[split:]),
-            }
-            before = states.unpack(optimizer)
-            mean = trained.with_gradients(whole, [g for g in stacking.leaves(packed) if g is not None])
+            whole, before = stacking.unpack(params), states.unpack(optimizer)
+            leaves = stacking.leaves(replaced(flags, [None] * len(flags), means))
+            mean = trained.with_gradients(whole, [g for g in leaves if g is not None])
             updates, state = updated(self.optimizer, mean, before, whole, loss_value)
             changed = trained.apply(whole, updates)
             after = number + 1, stacking.pack(changed), states.pack(state)
-            if self.nonfinite == "error":
-                after = chosen(is_sound(loss_value, norm), after, (number, params, optimizer))
+            seen = Evidence(number, loss_value, norm, (losses, squares))
+            after, evidence = judged(self.nonfinite, seen, after, (number, params, optimizer))
             aux = None if metrics is None else metrics.all(sums, rows)
-            evidence = None
-            if self.nonfinite != "ignore":
-                evidence = Evidence(number, loss_value, norm, (losses, squares))
             return *after, loss_value, norm, aux, evidence
 
         whole = replicated(self.mesh)
@@ -290,9 +270,3 @@ def _whether(group: Sequence[int], mask: Sequence[bool]) -> bool:
             "keeps in one stack: train it in all blocks or in none, or run the stages in one process"
         )
     return mask[group[0]]
-
-
-def _merge(flags: Sequence[bool], held: Sequence[Any], changed: Sequence[Any]) -> list[Any]:
-    """The held values, with those that have a flag replaced, in turn, by the changed ones."""
-    rest = iter(changed)
-    return [next(rest) if flag else value for flag, value in zip(flags, held, strict=True)]

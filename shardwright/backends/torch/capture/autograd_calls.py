@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from shardwright.backends.torch.capture.recorder import Recorder
+from shardwright.backends.torch.capture.value_reads import READING
 
 _REQUIRES_GRAD = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 _HOOKS = frozenset({torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook})
@@ -20,13 +21,16 @@ _PASSING = frozenset({torch.Tensor.retain_grad, torch.Tensor.requires_grad_})
 
 
 class AutogradQuestions(TorchFunctionMode):
-    """A mode that answers these calls from a recorder's knowledge."""
+    """A mode that answers these calls from a recorder's knowledge. On tensors ``with_values`` it tells the recorder of
+    values that are read, by no op perhaps."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Recorder, *, with_values: bool) -> None:
         super().__init__()
-        self.recorder = recorder
+        self.recorder, self.with_values = recorder, with_values
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.with_values and getattr(func, "__name__", "") in READING:
+            self.recorder.note_reading()
         if func == _REQUIRES_GRAD:
             return self.recorder.flows(args[0])
         if func in _HOOKS:

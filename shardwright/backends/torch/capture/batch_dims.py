@@ -5,7 +5,7 @@ model's forward takes it. An entry that is no tensor is handed on as it is, or a
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -124,6 +124,14 @@ class Sample:
                 raise CaptureError(f"batch_dims has {len(each)} entries for {len(value)} in the sample{_at(name)}")
             for i, (item, dim) in enumerate(zip(value, each, strict=True)):
                 self._collect(item, dim, _join(name, i))
+
+
+def resized(shape: Sequence[int], axis: int | None, samples: int, wanted: int) -> tuple[int, ...]:
+    """A shape of so many samples along ``axis`` (None: none) with another number of them."""
+    found = list(shape)
+    if axis is not None:
+        found[axis] = found[axis] // samples * wanted
+    return tuple(found)
 
 
 def _replace(value: Any, made: Iterator[torch.Tensor]) -> Any:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from shardwright.backends.torch.capture.loss_scaler import real_scales
+from shardwright.backends.torch.capture.replaced import replaced
 from shardwright.backends.torch.capture.stand_in import swapped_in
 from shardwright.backends.torch.compat import (
     DataDependentOutputException,
@@ -85,21 +86,6 @@ def _parameter(tensor: torch.Tensor, *, requires_grad: bool) -> torch.Tensor:
     return tensor
 
 
-GROUPED_PRODUCT = getattr(getattr(torch.ops.aten, "_grouped_mm", None), "default", None)
-
-
-def grouped_product(
-    left: torch.Tensor, right: torch.Tensor, offs: torch.Tensor | None = None, bias: Any = None, out_dtype: Any = None
-) -> torch.Tensor:
-    """The shape of a grouped matrix product: the CPU computes it in float32, but its fake kernel wants bfloat16."""
-    shape = [left.shape[-2], right.shape[-1]]
-    if left.dim() == 3 and right.dim() == 3:
-        shape.insert(0, left.shape[0])
-    elif left.dim() == 2 and right.dim() == 2 and offs is not None:
-        shape.insert(0, offs.shape[0])
-    return left.new_empty(shape, dtype=out_dtype or left.dtype)
-
-
 class _Found(BaseException):
     """An exception that ends a run of the body once the model is called. It is no Exception, so that user code does not
     catch it."""
@@ -129,17 +115,15 @@ def find_model_call(
         for tensor in inputs:
             fakes.append(torch.empty(tensor.shape, dtype=tensor.dtype, device=device))
             real[id(fakes[-1])] = tensor
-        nn.Module.__call__ = call  # type: ignore[method-assign]
         try:
-            body(fakes)
+            with replaced(nn.Module, "__call__", call):
+                body(fakes)
         except _Found as found:
             args, kwargs = found.call
         except VALUE_DEPENDENT as error:
             raise CaptureError(f"the step reads the value of a tensor before it calls the model: {error}") from error
         else:
             raise CaptureError("the step does not call the model, so there is nothing to plan by")
-        finally:
-            nn.Module.__call__ = original  # type: ignore[method-assign]
 
     def solid(item: Any) -> Any:
         if not isinstance(item, FakeTensor):

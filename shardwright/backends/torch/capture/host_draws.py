@@ -8,7 +8,6 @@ from it in NumPy would be the same in every step.
 
 import functools
 import random
-import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from shardwright.backends.torch.capture.stand_in import homes_of
 from shardwright.backends.torch.compat import DisableTorchFunction, pytree
 from shardwright.core.errors import UnrecordableError
 
@@ -98,9 +98,8 @@ def patched_functions(model: nn.Module, call: Call, call_torch: Call) -> Iterato
     """A context in which two kinds of functions are replaced. The functions beside the model's classes whose code names
     a generator of Python's or NumPy's go through ``call(function, args, kwargs)``. `torch.from_numpy`, whose calls
     torch tells nobody of, goes through ``call_torch``."""
-    homes = {cls.__module__ for module in model.modules() for cls in type(module).__mro__ if cls is not nn.Module}
     replaced: list[tuple[types.ModuleType, str, Any]] = []
-    for home in (sys.modules[name] for name in sorted(homes) if name in sys.modules):
+    for home in homes_of(model):
         for name, item in list(vars(home).items()):
             if isinstance(item, types.FunctionType) and item.__module__ == home.__name__ and _names_generator(item):
                 replaced.append((home, name, item))

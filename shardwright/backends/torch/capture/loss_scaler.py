@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from shardwright.backends.torch.capture.replaced import replaced
 from shardwright.backends.torch.compat import DisableTorchFunction, without_dispatch_modes
 
 _BEGIN = "_lazy_init_scale_growth_tracker"
@@ -25,8 +26,5 @@ def real_scales() -> Iterator[None]:
         with without_dispatch_modes(), DisableTorchFunction():
             original(scaler, device)
 
-    setattr(torch.amp.GradScaler, _BEGIN, begin)
-    try:
+    with replaced(torch.amp.GradScaler, _BEGIN, begin):
         yield
-    finally:
-        setattr(torch.amp.GradScaler, _BEGIN, original)

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.nn.parameter import is_lazy
-from torch.overrides import TorchFunctionMode
 
 from shardwright.backends.capabilities import TORCH_MEMORY
 from shardwright.backends.torch.capture import tensor_parallel_marks as marks
@@ -32,7 +31,7 @@ from shardwright.backends.torch.capture.stand_in import (
 )
 from shardwright.backends.torch.capture.two_batch_sizes import Alignment
 from shardwright.backends.torch.capture.unflatten import unflatten_products, without_unused
-from shardwright.backends.torch.capture.value_reads import READING, REAL_LIMIT_BYTES
+from shardwright.backends.torch.capture.value_reads import REAL_LIMIT_BYTES
 from shardwright.backends.torch.compat import (
     COMPILER,
     FAKE_TENSOR_LOGGER,
@@ -91,19 +90,6 @@ def capture(
     return session.graph(*runs, capabilities)
 
 
-class _Readings(TorchFunctionMode):
-    """A mode that tells a recorder of values that are read by no op."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        super().__init__()
-        self.recorder = recorder
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") in READING:
-            self.recorder.note_reading()
-        return func(*args, **(kwargs or {}))
-
-
 class _NeedsValuesError(Exception):
     """An op asked a fake tensor for its values."""
 
@@ -139,7 +125,7 @@ class _Session:
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         with mode:
             stand_ins = {key: fake_like(tensor) for key, (_, tensor) in self.tensors.items()}
-        return self._both(lambda size: self._run(size, mode, stand_ins, self._fake_leaf(size)))
+        return self._both(lambda size: self._run(size, mode, stand_ins, self._fake_leaf))
 
     def run_real(self, needs: _NeedsValuesError) -> tuple[_Run, _Run]:
         """Both runs on a copy with values, on the CPU."""
@@ -159,7 +145,7 @@ class _Session:
 
         def run(size: int) -> _Run:
             stand_ins = {key: real_like(tensor) for key, (_, tensor) in self.tensors.items()}
-            return self._run(size, nullcontext(), stand_ins, self._real_leaf(size))
+            return self._run(size, nullcontext(), stand_ins, self._real_leaf)
 
         return self._both(run)
 
@@ -187,40 +173,33 @@ class _Session:
         """Whether the model and the sample have values, so that the model could run for real."""
         return not any(tensor.is_meta or isinstance(tensor, FakeTensor) for tensor in self._held())
 
-    def _fake_leaf(self, size: int) -> Callable[[Leaf], torch.Tensor]:
-        def make(leaf: Leaf) -> torch.Tensor:
-            shape = list(leaf.tensor.shape)
-            if leaf.batch_dim is not None:
-                shape[leaf.batch_dim] = size * leaf.rows
-            made = torch.empty(shape, dtype=leaf.tensor.dtype, device="cpu")
-            return made.requires_grad_(leaf.tensor.requires_grad)
+    def _fake_leaf(self, leaf: Leaf, size: int) -> torch.Tensor:
+        shape = list(leaf.tensor.shape)
+        if leaf.batch_dim is not None:
+            shape[leaf.batch_dim] = size * leaf.rows
+        made = torch.empty(shape, dtype=leaf.tensor.dtype, device="cpu")
+        return made.requires_grad_(leaf.tensor.requires_grad)
 
-        return make
-
-    def _real_leaf(self, size: int) -> Callable[[Leaf], torch.Tensor]:
-        def make(leaf: Leaf) -> torch.Tensor:
-            made = leaf.tensor.detach().to("cpu", copy=True)
-            if leaf.batch_dim is not None:
-                chosen = torch.arange(size * leaf.rows) % (self.sample.batch * leaf.rows)
-                made = made.index_select(leaf.batch_dim, chosen)
-            return made.requires_grad_(leaf.tensor.requires_grad)
-
-        return make
+    def _real_leaf(self, leaf: Leaf, size: int) -> torch.Tensor:
+        made = leaf.tensor.detach().to("cpu", copy=True)
+        if leaf.batch_dim is not None:
+            chosen = torch.arange(size * leaf.rows) % (self.sample.batch * leaf.rows)
+            made = made.index_select(leaf.batch_dim, chosen)
+        return made.requires_grad_(leaf.tensor.requires_grad)
 
     def _run(
-        self, size: int, mode: Any, stand_ins: Mapping[int, torch.Tensor], make: Callable[[Leaf], torch.Tensor]
+        self, size: int, mode: Any, stand_ins: Mapping[int, torch.Tensor], make: Callable[[Leaf, int], torch.Tensor]
     ) -> _Run:
         recorder = self.make_recorder(self.templates, self.chance)
         with swapped_in(self.model, stand_ins), mode, plain_torch(), no_remembered_results(self.model):
-            args, kwargs, made = self.sample.arguments(make, size)
+            args, kwargs, made = self.sample.arguments(lambda leaf: make(leaf, size), size)
             self._name_all(recorder, stand_ins, made)
             try:
                 # Below autograd, composite ops reach the recorder whole, and no graph is kept for a backward pass.
                 with (
                     noted_calls(recorder, self.paths),
                     recorder,
-                    _Readings(recorder) if self.with_values else nullcontext(),
-                    AutogradQuestions(recorder),
+                    AutogradQuestions(recorder, with_values=self.with_values),
                     below_autograd(),
                 ):
                     output = self.model(*args, **kwargs)

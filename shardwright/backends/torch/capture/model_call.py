@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwright.backends.torch.capture.batch_dims import Growth, Sample
+from shardwright.backends.torch.capture.batch_dims import Growth, Sample, resized
 from shardwright.backends.torch.capture.fake_state import find_model_call
 from shardwright.core.errors import CaptureError
 
@@ -60,9 +60,12 @@ def growth_of(model: nn.Module, body: Body, inputs: Sequence[torch.Tensor], devi
         return None
     calls: dict[int, Any] = {}
     for samples in SIZES:
-        resized = [_resized(t, axis, batch, samples) for t, axis in zip(inputs, axes, strict=True)]
+        given = [
+            tensor if axis is None else torch.zeros(resized(tensor.shape, axis, batch, samples), dtype=tensor.dtype)
+            for tensor, axis in zip(inputs, axes, strict=True)
+        ]
         try:
-            calls[samples] = arguments_of(model, *find_model_call(model, body, resized, device))
+            calls[samples] = arguments_of(model, *find_model_call(model, body, given, device))
         except Exception:  # a body that fits one batch size alone
             return None
     # Leaf by leaf, as capture takes them: one tensor may be several arguments.
@@ -82,11 +85,3 @@ def growth_of(model: nn.Module, body: Body, inputs: Sequence[torch.Tensor], devi
             return None
         dims.append((dim, rows))
     return Growth(batch, tuple(dims), calls)
-
-
-def _resized(tensor: torch.Tensor, axis: int | None, batch: int, samples: int) -> torch.Tensor:
-    if axis is None:
-        return tensor
-    shape = list(tensor.shape)
-    shape[axis] = shape[axis] // batch * samples
-    return torch.zeros(shape, dtype=tensor.dtype)

@@ -1,6 +1,6 @@
 """The overloads of torch's ops: the contents of their schemas, and their arguments by name."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,15 +18,14 @@ class Func:
     """The properties of one overload of an op, read once from its schema, its tags and the table."""
 
     __slots__ = (
-        "arguments", "composite", "draws", "name", "passing", "pointwise", "reads", "reshapes", "rule", "silent",
-        "views", "writes",
+        "composite", "draws", "name", "passing", "pointwise", "reads", "reshapes", "rule", "schema", "silent", "views",
+        "writes",
     )  # fmt: skip
 
     def __init__(self, func: Any) -> None:
-        schema = func._schema
+        self.schema = schema = func._schema
         namespace, _, base = schema.name.partition("::")
         self.name = f"{namespace}.{base}"
-        self.arguments = schema.arguments
         known = RULES.get(base) or (RULES.get(base[:-1]) if base.endswith("_") else None)
         self.rule: Rule | None = known[1] if known and namespace == "aten" else None
         self.pointwise = torch.Tag.pointwise in func.tags
@@ -63,14 +62,10 @@ def key_of(value: Any, inputs: list[torch.Tensor]) -> Any:
     return value if value.__hash__ is not None else repr(value)
 
 
-def argument_of(known: Func, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The argument of that name; None where it is not given."""
-    if name in kwargs:
-        return kwargs[name]
-    for given, argument in zip(args, known.arguments, strict=False):
-        if argument.name == name:
-            return given
-    return None
+def by_name(schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call of an op by the names of its schema, defaults filled in."""
+    defaults = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
+    return defaults | {a.name: value for a, value in zip(schema.arguments, args, strict=False)} | dict(kwargs)
 
 
 def bind(known: Func, args: tuple[Any, ...], kwargs: dict[str, Any], refs: Sequence[Ref]) -> dict[str, Any]:
@@ -84,9 +79,6 @@ def bind(known: Func, args: tuple[Any, ...], kwargs: dict[str, Any], refs: Seque
             return [replaced(item) for item in value]
         return value
 
-    bound = {a.name: replaced(value) for value, a in zip(args, known.arguments, strict=False)}
-    bound.update({name: replaced(value) for name, value in kwargs.items() if name not in known.writes})
-    for argument in known.arguments:
-        if argument.name not in bound and argument.has_default_value():
-            bound[argument.name] = argument.default_value
-    return bound
+    given = [replaced(value) for value in args]
+    named = {name: replaced(value) for name, value in kwargs.items() if name not in known.writes}
+    return by_name(known.schema, given, named)

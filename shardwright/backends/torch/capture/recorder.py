@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from shardwright.backends.torch.capture.op_schemas import Func, argument_of, bind, dtype_name, key_of, ref_of
+from shardwright.backends.torch.capture.op_schemas import Func, bind, by_name, dtype_name, key_of, ref_of
 from shardwright.backends.torch.capture.ops import RULES, OpCall, Ref, Template
-from shardwright.backends.torch.capture.ops.products import WITHOUT_KERNEL, is_plain_einsum
-from shardwright.backends.torch.capture.remembered_results import Inferred
+from shardwright.backends.torch.capture.ops.products import is_plain_einsum
+from shardwright.backends.torch.capture.remembered_results import Inferred, memory_of
 from shardwright.backends.torch.capture.value_reads import masks_of
 from shardwright.backends.torch.compat import TorchDispatchMode
 from shardwright.core.model.graph import Call, OpKind, TensorRole
@@ -239,11 +239,9 @@ class Recorder(TorchDispatchMode):
             if name not in known.writes:  # an ``out=`` tensor's old value is not an input
                 key.append((name, key_of(value, inputs)))
         refs = [ref_of(i, t) for i, t in enumerate(inputs)] if known.reshapes else None
-        without_kernel = WITHOUT_KERNEL.get(known.name)
-        result = (
-            self._inferred.run(func, args, kwargs) if without_kernel is None else without_kernel(func, *args, **kwargs)
-        )
-        written = [t for name in known.writes for t in _tensors(argument_of(known, name, args, kwargs))]
+        result = self._inferred.run(func, args, kwargs)
+        given = by_name(known.schema, args, kwargs) if known.writes else {}
+        written = [t for name in known.writes for t in _tensors(given.get(name))]
         outputs = list(_tensors(result))
         self._note_flow(known, inputs, outputs, written)
         if all(id(t) in self._drawn for t in inputs) if inputs else known.draws:
@@ -259,7 +257,7 @@ class Recorder(TorchDispatchMode):
                 if first is not source:
                     self._alias(first, source)
                 return result
-            shares = known.views and shares_memory(first, source)
+            shares = known.views and memory_of(first) == memory_of(source)
             if shares and first.shape == source.shape and _same_geometry(first, source):
                 for out in outputs:
                     self._alias(out, source)
@@ -345,14 +343,6 @@ class Recorder(TorchDispatchMode):
                 )
             )
         return made
-
-
-def shares_memory(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Whether two tensors, fake or real, share one storage."""
-    try:
-        return bool(first.untyped_storage()._cdata == second.untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError):  # sparse and other tensors without a storage
-        return False
 
 
 def _same_geometry(first: torch.Tensor, second: torch.Tensor) -> bool:

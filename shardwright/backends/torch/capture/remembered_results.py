@@ -75,6 +75,8 @@ class Inferred:
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of ``func(*args, **kwargs)``, where no dispatch mode but that of fake tensors is entered."""
+        if func is _GROUPED_PRODUCT and isinstance(args[0], FakeTensor) and args[0].device.type == "cpu":
+            return _grouped_product(*args, **kwargs)
         may_be = self._may_be.get(func)
         if may_be is None:
             may_be = self._may_be[func] = _is_remembered(func)
@@ -102,6 +104,21 @@ class Inferred:
         except _NotRememberedError:
             self._known[key] = None
         return result
+
+
+_GROUPED_PRODUCT = getattr(getattr(torch.ops.aten, "_grouped_mm", None), "default", None)
+
+
+def _grouped_product(
+    left: torch.Tensor, right: torch.Tensor, offs: torch.Tensor | None = None, bias: Any = None, out_dtype: Any = None
+) -> torch.Tensor:
+    """The shape of a grouped matrix product: the CPU computes it in float32, but its fake kernel wants bfloat16."""
+    shape = [left.shape[-2], right.shape[-1]]
+    if left.dim() == 3 and right.dim() == 3:
+        shape.insert(0, left.shape[0])
+    elif left.dim() == 2 and right.dim() == 2 and offs is not None:
+        shape.insert(0, offs.shape[0])
+    return left.new_empty(shape, dtype=out_dtype or left.dtype)
 
 
 def _without_mode(func: Any, args: Any, kwargs: Any, operands: list[torch.Tensor]) -> Any:
@@ -158,8 +175,12 @@ def _device_of(tensor: torch.Tensor) -> torch.device | None:
     return None
 
 
-def _memory(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+def memory_of(tensor: torch.Tensor) -> int:
+    """A number that tensors in the same memory share."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):  # sparse and other tensors without a storage
+        return id(tensor)
 
 
 def _result(result: Any, operands: list[torch.Tensor]) -> _Result:
@@ -168,7 +189,7 @@ def _result(result: Any, operands: list[torch.Tensor]) -> _Result:
     if kind not in (None, tuple, list):
         raise _NotRememberedError
     outputs = tuple(result) if kind is not None else (result,)
-    memories = [_memory(tensor) for tensor in operands]
+    memories = [memory_of(tensor) for tensor in operands]
     of_new: set[int] = set()
     found: list[_Output | None] = []
     for output in outputs:
@@ -178,7 +199,7 @@ def _result(result: Any, operands: list[torch.Tensor]) -> _Result:
         if not isinstance(output, torch.Tensor):
             raise _NotRememberedError
         own = next((n for n, operand in enumerate(operands) if output is operand), None)
-        device, memory = _device_of(output), _memory(output)
+        device, memory = _device_of(output), memory_of(output)
         if device is None or output.layout is not torch.strided or output.is_conj() or output.is_neg():
             raise _NotRememberedError
         of_operand = next((n for n, other in enumerate(memories) if memory == other), None)

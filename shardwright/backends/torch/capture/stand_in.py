@@ -58,8 +58,7 @@ def _dressed(made: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 def no_remembered_results(model: nn.Module) -> Iterator[None]:
     """A context in which functions that remember their results (``functools.lru_cache``) begin and end with none, in
     the modules that define the model's classes: a stand-in that one of them kept would turn up in a later run."""
-    homes = {cls.__module__ for module in model.modules() for cls in type(module).__mro__ if cls is not nn.Module}
-    caches = [cache for name in sorted(homes) if name in sys.modules for cache in _remembering(sys.modules[name])]
+    caches = [cache for home in homes_of(model) for cache in _remembering(home)]
     for cache in caches:
         cache.cache_clear()
     try:
@@ -67,6 +66,12 @@ def no_remembered_results(model: nn.Module) -> Iterator[None]:
     finally:
         for cache in caches:
             cache.cache_clear()
+
+
+def homes_of(model: nn.Module) -> list[types.ModuleType]:
+    """The Python modules that define the classes of a model's modules."""
+    names = {cls.__module__ for module in model.modules() for cls in type(module).__mro__ if cls is not nn.Module}
+    return [sys.modules[name] for name in sorted(names) if name in sys.modules]
 
 
 def _remembering(home: types.ModuleType) -> list[Any]:

@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
+from shardwright.backends.torch.capture.replaced import replaced
 from shardwright.core.errors import ShardwrightError
 from shardwright.core.layout.pinned_layout import Pin
 from shardwright.core.model.graph import Parameter
@@ -41,11 +42,8 @@ def tensor_parallelism(enabled: bool = True) -> Iterator[None]:
         original(self, *args, **kwargs)
         _marks.setdefault(self, bool(enabled))
 
-    nn.Module.__init__ = marking  # type: ignore[method-assign]
-    try:
+    with replaced(nn.Module, "__init__", marking):
         yield
-    finally:
-        nn.Module.__init__ = original  # type: ignore[method-assign]
 
 
 def pins(model: nn.Module, parameters: tuple[Parameter, ...]) -> tuple[Pin, ...]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from shardwright.backends.torch.capture.ops import Ref
 from shardwright.backends.torch.loss.trace_pairs import CUT_BY_NUMBERS
@@ -160,13 +161,14 @@ def _negative(call: TracedOp) -> list[LossOp]:
     return [call.how("scale", number=(-1.0, -1.0))]
 
 
-def _where(call: TracedOp) -> list[LossOp]:
-    """A choice between two operands. A number among them becomes a tensor."""
+def _choice(call: TracedOp, names: tuple[str, str, str]) -> list[LossOp]:
+    """A choice between two operands by a mask; ``names`` are those of the mask and of what is taken where it is true
+    and where it is false. A number among the operands becomes a tensor."""
     ops: list[LossOp] = []
     operands: list[int] = []
     dims: list[tuple[int, ...]] = []
     given = dict(zip(call.a.inputs, call.op.labels, strict=False))
-    for name in ("condition", "self", "other"):
+    for name in names:
         value, number = call.value_of(name), call.number(name)
         if value is None:
             if number is None:
@@ -176,25 +178,6 @@ def _where(call: TracedOp) -> list[LossOp]:
         operands.append(value)
         dims.append(given.get(value, ()))
     return [*ops, call.how("select", inputs=tuple(operands), labels=(*dims, call.op.labels[-1]))]
-
-
-def _masked_fill(call: TracedOp) -> list[LossOp]:
-    mask, kept, value, number = (
-        call.value_of("mask"),
-        call.value_of("self"),
-        call.value_of("value"),
-        call.number("value"),
-    )
-    given = dict(zip(call.a.inputs, call.op.labels, strict=False))
-    ops: list[LossOp] = []
-    if value is None and number is not None:
-        op, value = call.constant(number)
-        ops.append(op)
-    if mask is None or kept is None or value is None:
-        return [call.how("map")]
-    inputs = (mask, value, kept)
-    dims = tuple(given.get(one, ()) for one in inputs)
-    return [*ops, call.how("select", inputs=inputs, labels=(*dims, call.op.labels[-1]))]
 
 
 def _clamp(call: TracedOp) -> list[LossOp]:
@@ -360,8 +343,8 @@ RULES: dict[str, Callable[[TracedOp], list[LossOp]]] = {
     "repeat_interleave": _repeat_interleave,
     **dict.fromkeys(("repeat", "tile"), _repeat),
     "reciprocal": _reciprocal,
-    "where": _where,
-    "masked_fill": _masked_fill,
+    "where": partial(_choice, names=("condition", "self", "other")),
+    "masked_fill": partial(_choice, names=("mask", "value", "self")),
     "count_nonzero": _count_nonzero,
     "_ctc_loss": _ctc,
     "detach": lambda call: [call.how("detach", differentiable=False)],

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from shardwright.backends.torch.capture.batch_dims import resized
 from shardwright.backends.torch.capture.fake_state import fake_state, real_state
 from shardwright.backends.torch.capture.model import noted_calls, plain_torch
 from shardwright.backends.torch.capture.stand_in import no_remembered_results
@@ -18,6 +19,7 @@ from shardwright.backends.torch.loss.counts import Counting, NotOfBatchError
 from shardwright.backends.torch.loss.trace import LossTrace
 from shardwright.backends.torch.loss.trace_pairs import DifferentRunsError, require_alike_alone
 from shardwright.backends.torch.loss.translation import Translation
+from shardwright.backends.torch.program.refusals import require_one_element
 from shardwright.core.errors import CaptureError, ShardwrightError
 from shardwright.core.model.loss import Finding, Verdict, read_loss
 
@@ -51,12 +53,7 @@ class Batching:
 
     def sized(self, shape: Sequence[int], position: int, samples: int) -> tuple[int, ...]:
         """The shape of an input with another number of samples."""
-        axis = self.axes[position]
-        if axis is None:
-            return tuple(shape)
-        found = list(shape)
-        found[axis] = found[axis] // self.samples * samples
-        return tuple(found)
+        return resized(shape, self.axes[position], self.samples, samples)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +91,7 @@ class Losses:
         """Note a loss that the body gives to ``model.backward``."""
         if not isinstance(loss, torch.Tensor):
             raise CaptureError(f"model.backward takes the loss, a tensor: given a {type(loss).__name__}")
-        if loss.numel() != 1:
-            raise CaptureError(
-                f"model.backward takes a loss of one element: given shape {tuple(loss.shape)}; reduce it by mean or sum"
-            )
+        require_one_element(loss)
         self.given.append((self.trace.read(loss), weight is not None, reduction))
 
 
@@ -140,7 +134,8 @@ class _Reading:
         self.given: Given = []
 
     def read(self) -> list[LossReading]:
-        sizes, (small, losses), (large, others) = self._runs()
+        sizes = self.batching.sizes
+        (small, losses), (large, others) = self._runs(sizes)
         self.given = losses
         translation = Translation(small, large, sizes, self.norms_are_plain)
         if losses != others:
@@ -173,14 +168,13 @@ class _Reading:
             reason = f"the loss is divided by a count that cannot be had from the batch beforehand: {error}"
             return LossReading(Verdict(finding=Finding("unknown", reason)))
 
-    def _runs(self) -> tuple[tuple[int, int], tuple[LossTrace, Given], tuple[LossTrace, Given]]:
-        """Two batch sizes, and the runs at both, of one kind."""
-        sizes = self.batching.sizes
+    def _runs(self, sizes: tuple[int, int]) -> tuple[tuple[LossTrace, Given], tuple[LossTrace, Given]]:
+        """The runs at two batch sizes, of one kind."""
         while True:
             small = self._run(sizes[0])
             large = None if small is None else self._run(sizes[1])
             if small is not None and large is not None:
-                return sizes, small, large
+                return small, large
 
     def _run(self, samples: int) -> tuple[LossTrace, Given] | None:
         """Run the step on tensors without values if possible: on the meta device, where it is quickest; on fake ones,

@@ -4,12 +4,11 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
 from shardwright.backends.torch.loss.read import LossReading
 from shardwright.backends.torch.machine.mesh import BoundMesh
 from shardwright.backends.torch.machine.watchdog import Watchdog
-from shardwright.backends.torch.pipeline.step_results import Shares
+from shardwright.backends.torch.pipeline.step_results import Shares, over_dp
 from shardwright.backends.torch.program.program import Literal, Loss
 from shardwright.core.errors import LossError
 from shardwright.core.model.loss import Finding, shares_of_microbatches
@@ -116,15 +115,11 @@ class LossSemantics:
         """The counts of all microbatches of all replicas."""
         if self.bound.size("dp") == 1:
             return own
-        most, width = max(len(held) for held in shares.samples), len(own[0])
-        mine = torch.zeros(most, width, dtype=torch.float64)
-        mine[: len(own)] = torch.tensor(own, dtype=torch.float64)
-        mine = mine.to(self.bound.device)
-        every = [torch.empty_like(mine) for _ in range(self.bound.size("dp"))]
         self.watchdog.doing("the start of the step")
-        with self.watchdog.waiting(f"dp peers, ranks {list(self.bound.groups['dp'])}, to tell what their losses count"):
-            dist.all_gather(every, mine, group=self.bound.handles["dp"])
-        return [row for held, rows in zip(shares.samples, every, strict=True) for row in rows.tolist()[: len(held)]]
+        mine = torch.tensor(own, dtype=torch.float64).to(self.bound.device)
+        what = f"dp peers, ranks {list(self.bound.groups['dp'])}, to tell what their losses count"
+        every: list[list[float]] = over_dp(mine, self.bound, self.watchdog, shares, what).tolist()
+        return every
 
 
 def _question(finding: Finding, shares: Shares, scope: str | None, steps_name: str) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
 
-from shardwright.backends.torch.machine.control_channel import ControlChannel, different_calls, ranks_text
+from shardwright.backends.torch.machine.control_channel import ControlChannel, by_value, different_calls, ranks_text
 from shardwright.backends.torch.machine.digests import digest_of
 from shardwright.backends.torch.machine.mesh import BoundMesh
 from shardwright.backends.torch.machine.watchdog import Watchdog
@@ -198,11 +198,3 @@ def _beginnings(named: Mapping[int, Mapping[str, str]]) -> dict[int, str]:
 
 def _grouped(said: Mapping[int, str]) -> str:
     return ", ".join(f"{value} on {ranks_text(ranks)}" for value, ranks in by_value(said).items())
-
-
-def by_value(said: Mapping[int, str]) -> dict[str, list[int]]:
-    """The ranks that say each text."""
-    found: dict[str, list[int]] = {}
-    for rank, value in said.items():
-        found.setdefault(value, []).append(rank)
-    return found

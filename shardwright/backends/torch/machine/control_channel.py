@@ -10,9 +10,9 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -131,7 +131,7 @@ class ControlChannel:
             try:
                 link.send([own])
             except RuntimeError as error:
-                wait.lost(rank, error)
+                wait.lost(error)
             found[rank] = own.new_empty(sizes[rank] if sizes else own.numel())
             awaited.append((link, link.await_into([found[rank]])))
         for rank, (link, filled) in zip((r for r in ranks if r != self.bound.rank), awaited, strict=True):
@@ -139,7 +139,7 @@ class ControlChannel:
                 while not self._links.arrived(link, filled, LOOK_S):
                     wait.look(rank)
             except RuntimeError as error:
-                wait.lost(rank, error)
+                wait.lost(error)
         return found
 
     def _over_gloo(self, own: torch.Tensor, ranks: tuple[int, ...], wait: "_Wait") -> dict[int, torch.Tensor]:
@@ -280,8 +280,8 @@ class _Wait:
             whom = "a rank" if rank is None else f"rank {rank}"
             raise RuntimeError(f"{whom} lives, and did not come within {self.channel.watchdog.longest_s:g} s")
 
-    def lost(self, rank: int, error: RuntimeError) -> None:
-        """Raise the error of a broken connection to a rank: a DisagreementError when the reason is known, else
+    def lost(self, error: RuntimeError) -> NoReturn:
+        """Raise the error of a broken connection: a DisagreementError when the reason is known, else
         ``error``."""
         if isinstance(error, PeerError):
             raise error
@@ -294,16 +294,21 @@ class _Wait:
             self.channel.forget_place()
 
 
-def different_calls(calls: dict[int, str]) -> str:
+def different_calls(calls: Mapping[int, str]) -> str:
     """The text of the error that ranks are in different calls."""
-    by_call: dict[str, list[int]] = {}
-    for rank, call in calls.items():
-        by_call.setdefault(call, []).append(rank)
-    said = ", ".join(f"{ranks_text(ranks)} in {call}" for call, ranks in by_call.items())
+    said = ", ".join(f"{ranks_text(ranks)} in {call}" for call, ranks in by_value(calls).items())
     return (
         f"the ranks are in different calls: {said}. Every rank makes the same calls in the same order: what one rank "
         f"alone shall do, such as writing a file, goes after the call and not around it"
     )
+
+
+def by_value(said: Mapping[int, str]) -> dict[str, list[int]]:
+    """The ranks that say each text."""
+    found: dict[str, list[int]] = {}
+    for rank, value in said.items():
+        found.setdefault(value, []).append(rank)
+    return found
 
 
 def ranks_text(ranks: Sequence[int]) -> str:

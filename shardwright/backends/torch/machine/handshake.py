@@ -7,8 +7,8 @@ from datetime import timedelta
 from typing import Any
 
 from shardwright.backends.torch.compat import Store
-from shardwright.backends.torch.machine.agreement import by_value, values_text
-from shardwright.backends.torch.machine.control_channel import ranks_text
+from shardwright.backends.torch.machine.agreement import values_text
+from shardwright.backends.torch.machine.control_channel import by_value, ranks_text
 from shardwright.core.errors import ClusterError, DisagreementError
 
 LOOK_S = 0.005

@@ -15,7 +15,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -74,15 +74,6 @@ class _Peer:
     """The time when it last did something, or began to wait."""
 
 
-@dataclass(slots=True)
-class _Asked:
-    """A request to the store that is under way."""
-
-    since: float | None = None
-    lost: bool = False
-    """Whether the store has closed the connection."""
-
-
 @dataclass
 class Pulse:
     """One rank's part of the heartbeat.
@@ -114,7 +105,10 @@ class Pulse:
         self._beats = 0
         self._moves = 0
         self._cpu = (time.monotonic(), time.process_time())
-        self._asked = _Asked()
+        self._asked_since: float | None = None
+        """The time when the request to the store that is under way began."""
+        self._is_store_lost = False
+        """Whether the store has closed the connection."""
         self._looked = -math.inf
         """The time when the others were last looked at."""
         self._curious = False
@@ -143,7 +137,7 @@ class Pulse:
         if self.host_rank == self.rank and farewell is not None:
             begun = time.monotonic()
             patience_s = LEAVE_S if farewell.kind == "left" else 2 * BEAT_S
-            while time.monotonic() - begun < patience_s and not self._asked.lost and not self._may_go(farewell):
+            while time.monotonic() - begun < patience_s and not self._is_store_lost and not self._may_go(farewell):
                 self._wake.set()
                 time.sleep(LOOK_S)
         self._stop.set()
@@ -170,7 +164,7 @@ class Pulse:
         gone. No thread is started for it: there may be no memory for one."""
         self._untold.append(fault)
         begun = time.monotonic()
-        while fault in self._untold and time.monotonic() - begun < 2 * BEAT_S and not self._asked.lost:
+        while fault in self._untold and time.monotonic() - begun < 2 * BEAT_S and not self._is_store_lost:
             self._wake.set()
             if threading.current_thread() is self._threads[0]:
                 break
@@ -181,7 +175,7 @@ class Pulse:
         before = self._beats
         begun = time.monotonic()
         self._wake.set()
-        while self._beats <= before and time.monotonic() - begun < seconds and not self._asked.lost:
+        while self._beats <= before and time.monotonic() - begun < seconds and not self._is_store_lost:
             time.sleep(LOOK_S)
 
     # The thread that talks to the store --------------------------------------------------------------------------
@@ -195,7 +189,7 @@ class Pulse:
             try:
                 self._beat()
             except Exception:  # whatever the store throws when its host has ended
-                self._asked.lost = True
+                self._is_store_lost = True
                 return
 
     def _beat(self) -> None:
@@ -217,11 +211,11 @@ class Pulse:
     @contextlib.contextmanager
     def _talking(self) -> Iterator[None]:
         with self._lock:
-            self._asked.since = time.monotonic()
+            self._asked_since = time.monotonic()
             try:
                 yield
             finally:
-                self._asked.since = None
+                self._asked_since = None
 
     def _mine(self) -> Beat:
         now, used = time.monotonic(), time.process_time()
@@ -295,41 +289,38 @@ class Pulse:
 
     def fault(self) -> Fault | None:
         """The reason why the step of this rank cannot go on, as far as it is known now; None where none is known."""
-        for fault in self._faults:
-            if self.watchdog.concerns(fault):
-                return fault
+        if (told := self.told()) is not None:
+            return told
         watchdog, now = self.watchdog, time.monotonic()
         if not watchdog.is_waiting and not watchdog.is_on_accelerator:
             return None
         still_s, limit_s = watchdog.still_s(), watchdog.timeout_s
         if still_s < STILL_S:
             return None
-        asked = self._asked.since
-        if self._asked.lost:
-            gone = [self.host_rank] if self.host_rank is not None else []
-            return self._lost(f"{self.host}, which holds the store of the run, is gone", gone, still_s > LEAVE_S)
+        asked = self._asked_since
+        if self._is_store_lost:
+            said = f"{self.host}, which holds the store of the run, is gone"
+            return self._lost(said) if still_s > LEAVE_S else None
         if asked is not None and now - asked > limit_s:
             said = f"{self.host}, which holds the store of the run, has given no sign of life for {now - asked:.0f} s"
-            return self._lost(said, [] if self.host_rank is None else [self.host_rank])
+            return self._lost(said)
         waited_for = watchdog.waits_for(self.size)
         left = [r for r, when in self._left.items() if r in waited_for and now - when > LEAVE_S]
         if left and still_s > LEAVE_S:
-            return self._lost(f"{_ranks(left)} left the run: the script ended there, or called sw.shutdown()", left)
+            return self._lost(f"{_ranks(left)} left the run: the script ended there, or called sw.shutdown()")
         if not self._is_looking():
             return None
         silent = self.silent(limit_s)
         if silent:
-            return self._lost(self._of_silent(silent), silent)
+            return self._lost(self._of_silent(silent))
         return self._stuck(limit_s)
 
     def told(self) -> Fault | None:
-        """The fault that another rank has told, if it concerns this one; nothing is looked for."""
-        return next((fault for fault in self._faults if self.watchdog.concerns(fault)), None)
+        """The first fault that is known; nothing is looked for."""
+        return next(iter(self._faults), None)
 
-    def _lost(self, text: str, ranks: Sequence[int], is_certain: bool = True) -> Fault | None:
-        if not is_certain:
-            return None
-        fault = Fault(self.rank, "lost", text, culprits=tuple(ranks))
+    def _lost(self, text: str) -> Fault:
+        fault = Fault(self.rank, "lost", text)
         self._faults.append(fault)
         self.tell(fault)
         return fault
@@ -379,8 +370,7 @@ class Pulse:
         said = "; ".join(peer.beat.said for peer in others if peer is not None)
         return self._lost(
             f"all ranks wait for each other, and nothing moved for {limit_s:g} s ({said}): all ranks call the same "
-            f"steps and functions, in the same order",
-            [],
+            f"steps and functions, in the same order"
         )
 
     def inquest(self) -> Fault | None:
@@ -390,29 +380,25 @@ class Pulse:
         before: dict[int, int] = {}
         self._curious = True
         while time.monotonic() - begun < INQUEST_S:
-            for fault in self._faults:
-                if self.watchdog.concerns(fault):
-                    return fault
+            if (told := self.told()) is not None:
+                return told
             looked_for_s = time.monotonic() - begun
             # What a rank told before it ended is in the store by then.
             dead = [r for r in self.dead() if r not in self._left] if looked_for_s > BEAT_S / 2 else []
             if dead:
                 said = "; ".join(f"the last of rank {r} was '{self._peers[r].beat.said}'" for r in dead)
-                return self._lost(f"{_ranks(dead)} ended without a word, killed or out of memory; {said}", dead)
-            if self._asked.lost and looked_for_s > BEAT_S:
-                return self._lost(
-                    f"{self.host}, which holds the store of the run, is gone too",
-                    [] if self.host_rank is None else [self.host_rank],
-                )
+                return self._lost(f"{_ranks(dead)} ended without a word, killed or out of memory; {said}")
+            if self._is_store_lost and looked_for_s > BEAT_S:
+                return self._lost(f"{self.host}, which holds the store of the run, is gone too")
             for rank, peer in tuple(self._peers.items()):
                 before.setdefault(rank, peer.beat.number)
             self._wake.set()
             time.sleep(5 * LOOK_S)
         silent = [r for r, n in before.items() if self._peers[r].beat.number == n and r not in self._left]
         if silent:
-            return self._lost(f"{self._of_silent(silent)}: killed, stopped, or its host is gone", silent)
+            return self._lost(f"{self._of_silent(silent)}: killed, stopped, or its host is gone")
         if self._left:
-            return self._lost(f"{_ranks(self._left)} left the run: the script ended there", tuple(self._left))
+            return self._lost(f"{_ranks(self._left)} left the run: the script ended there")
         return None
 
     def _break(self) -> None:

@@ -100,11 +100,8 @@ class Axis:
             dist.all_gather([as_carried(t) for t in received], as_carried(tensor), group=self.group)
         return received
 
-    def convert(
-        self, tensor: torch.Tensor, change: Change, key: tuple[str, str], *, fresh: bool = False
-    ) -> torch.Tensor:
-        """This rank's part of the tensor in its new placement. ``fresh``: nothing else reads the tensor's memory, which
-        may be overwritten."""
+    def convert(self, tensor: torch.Tensor, change: Change, key: tuple[str, str]) -> torch.Tensor:
+        """This rank's part of the tensor in its new placement."""
         before, after = change
         if before == after:
             return tensor
@@ -115,7 +112,7 @@ class Axis:
         size = tensor.numel() * tensor.element_size() * (self.size if isinstance(before, Split) else 1)
         if isinstance(before, Partial):
             if isinstance(after, Replicate):
-                return self.all_reduce(tensor if fresh else tensor.clone(), "sum", key)
+                return self.all_reduce(tensor.clone(), "sum", key)
             self.note(key, table_bytes(before, after, self.size, size))
             return self._reduce_scatter(tensor, after, key)
         self.note(key, table_bytes(before, after, self.size, size))

@@ -17,10 +17,13 @@ import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 from shardwright.core.errors import PeerError as PeerError
 from shardwright.core.errors import ShardwrightError
+
+if TYPE_CHECKING:
+    from shardwright.backends.torch.machine.heartbeat import Pulse
 
 GRACE_S = 2.0
 """The time in seconds that the main thread may take to act on SIGTERM after the report, before the process ends without
@@ -41,41 +44,11 @@ class Fault:
         kind: "failed": a step failed while its messages were under way; "ended": the script ended with an error;
             "lost": a peer is gone, or no rank can go on; "left": the rank is done, which is a fault only for a rank
             that waits for it.
-        attempt: the step, counted from 1.
-        culprits: the ranks that are gone.
     """
 
     rank: int
     kind: Literal["failed", "ended", "lost", "left"]
     text: str
-    attempt: int = 0
-    culprits: Sequence[int] = ()
-
-
-class SignsOfLife(Protocol):
-    """The heartbeat of a run, as a rank asks it: `heartbeat.Pulse`."""
-
-    rank: int
-    groups: list[Any]
-    """The process groups whose connections are broken when this rank must be woken."""
-
-    def tell(self, fault: Fault) -> None:
-        """Write a fault of this rank down for all others."""
-
-    def told(self) -> Fault | None:
-        """The fault that another rank has told, where there is one."""
-
-    def inquest(self) -> Fault | None:
-        """The cause of a broken connection of this rank."""
-
-    def fault(self) -> Fault | None:
-        """The reason why this rank cannot go on, by all that is known."""
-
-    def look_now(self, seconds: float) -> None:
-        """Ask the store at once, and wait at most ``seconds`` for its answer."""
-
-    def stop(self, farewell: Fault | None) -> None:
-        """End the threads, with a last word to the others."""
 
 
 class Watchdog:
@@ -88,7 +61,8 @@ class Watchdog:
 
     Attributes:
         pulse: the signs of life of the others; None in a world of one.
-        attempt: the number of steps that have begun.
+        told: the fault for which this rank cannot go on; None while none is known.
+        action: the current action in words: ``stage 1, action 1F3, microbatch 3``.
         moves: a number that changes whenever the rank begins something else.
         longest_s: the longest time that a wait may take, whatever the signs of life.
     """
@@ -96,11 +70,11 @@ class Watchdog:
     def __init__(self, who: str, timeout_s: float, is_on_accelerator: bool = False) -> None:
         self.who, self.timeout_s, self.is_on_accelerator = who, timeout_s, is_on_accelerator
         self.longest_s = max(LONGEST_WAIT_S, timeout_s)
-        self.pulse: SignsOfLife | None = None
-        self.attempt = self.moves = 0
+        self.pulse: Pulse | None = None
+        self.moves = 0
         self._under_way = False
-        self._told: Fault | None = None
-        self._doing = "between steps"
+        self.told: Fault | None = None
+        self.action = "between steps"
         self._waiting: tuple[object, float, Sequence[int]] | None = None
         self._since = time.monotonic()
 
@@ -108,7 +82,7 @@ class Watchdog:
 
     def doing(self, what: str) -> None:
         """Note the rank's current action: ``stage 1, action 1F3``."""
-        self._doing = what
+        self.action = what
         self.moves += 1
         self._since = time.monotonic()
 
@@ -124,7 +98,7 @@ class Watchdog:
         return self
 
     def __enter__(self) -> None:
-        if self._told is not None:
+        if self.told is not None:
             self.require_peers()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
@@ -135,18 +109,18 @@ class Watchdog:
         if not isinstance(error, RuntimeError) or isinstance(error, ShardwrightError):
             self._waiting = None
             return
-        fault = self._told
+        fault = self.told
         if fault is None and self.pulse is not None:
             fault = self.pulse.inquest()
         self._waiting = None
         cause = fault.text if fault is not None else f"the wait failed: {_first_line(error)}. {_GUESS}"
         report(f"{said}; {cause}")
-        self._told = fault or Fault(-1, "lost", cause)
+        self.told = fault or Fault(-1, "lost", cause)
         raise PeerError(f"{said}; {cause}") from error
 
     def require_peers(self) -> None:
         """Raise PeerError once it is known that a peer has failed or is gone. Waits that can look call this."""
-        fault = self._told
+        fault = self.told
         if fault is not None:
             said, self._waiting = self.describe(), None
             report(f"{said}; {fault.text}")
@@ -155,7 +129,6 @@ class Watchdog:
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
         """A context for one step of the user's. An error in it is told to the peers, with its place."""
-        self.attempt += 1
         self._under_way = False
         self._begin()
         try:
@@ -165,7 +138,7 @@ class Watchdog:
             self._failed(error)
             raise
         finally:
-            if self._doing != "between steps":
+            if self.action != "between steps":
                 self.doing("between steps")
 
     def under_way(self) -> None:
@@ -175,14 +148,14 @@ class Watchdog:
     def note(self, error: BaseException, where: str = "") -> None:
         """Write the place where an error happened to the error; only the first time counts."""
         if not hasattr(error, "_shardwright_at"):
-            at = f"{self.who}: {self._doing}" + (f", {where}" if where else "")
+            at = f"{self.who}: {self.action}" + (f", {where}" if where else "")
             with contextlib.suppress(AttributeError):  # of errors that take no attribute
                 error._shardwright_at = at  # type: ignore[attr-defined]
             if not isinstance(error, PeerError):
                 error.add_note(f"[shardwright] {at}")
 
     def _begin(self) -> None:
-        fault = self._told
+        fault = self.told
         if fault is None and self.pulse is not None:
             fault = self.pulse.told()
         if fault is not None:
@@ -196,32 +169,21 @@ class Watchdog:
         if self.pulse is None or not self._under_way or isinstance(error, PeerError):
             return
         at = getattr(error, "_shardwright_at", self.who)
-        fault = Fault(self.pulse.rank, "failed", f"{at}: failed: {_summary(error)}", self.attempt)
+        fault = Fault(self.pulse.rank, "failed", f"{at}: failed: {_summary(error)}")
         self.pulse.tell(fault)
-        self._told = self._told or fault
+        self.told = self.told or fault
 
     def fault_of(self, error: BaseException) -> Fault:
         """The fault to tell of an error that ends this rank."""
-        at = getattr(error, "_shardwright_at", f"{self.who}: {self._doing}")
+        at = getattr(error, "_shardwright_at", f"{self.who}: {self.action}")
         rank = self.pulse.rank if self.pulse is not None else 0
-        return Fault(rank, "ended", f"{at}: failed: {_summary(error)}", self.attempt)
+        return Fault(rank, "ended", f"{at}: failed: {_summary(error)}")
 
     # What others read --------------------------------------------------------------------------------------------
 
     @property
-    def told(self) -> Fault | None:
-        """The fault for which this rank cannot go on; None while none is known."""
-        fault = self._told
-        return fault if fault is not None and self.concerns(fault) else None
-
-    @property
     def is_waiting(self) -> bool:
         return self._waiting is not None
-
-    @property
-    def described_action(self) -> str:
-        """The action in words: ``stage 1, action 1F3, microbatch 3``."""
-        return self._doing
 
     def still_s(self) -> float:
         """The time in seconds for which the rank has done one thing."""
@@ -232,22 +194,18 @@ class Watchdog:
         waiting = self._waiting
         return range(size) if waiting is None or not waiting[2] else waiting[2]
 
-    def concerns(self, fault: Fault) -> bool:
-        """Whether this rank cannot go on because of a fault."""
-        return fault.kind != "left"
-
     def hear(self, fault: Fault) -> None:
         """Note a fault; on any thread. Waits that can look end."""
-        if self._told is None:
-            self._told = fault
+        if self.told is None:
+            self.told = fault
 
     def describe(self) -> str:
         """The action and wait in words: ``rank 1 (pp 1): stage 1, action 1F3: waited 2.1 s for …``."""
         waiting = self._waiting
         if waiting is None:
-            return f"{self.who}: {self._doing}: not waiting for a peer"
+            return f"{self.who}: {self.action}: not waiting for a peer"
         what, since, _ = waiting
-        return f"{self.who}: {self._doing}: waited {time.monotonic() - since:.1f} s for {what}"
+        return f"{self.who}: {self.action}: waited {time.monotonic() - since:.1f} s for {what}"
 
 
 _GUESS = (

@@ -95,7 +95,7 @@ class OpChecks(TorchDispatchMode):
             place = bisect.bisect_right(self._numbers, node._sequence_nr()) - 1
             path, way = (self._paths[place] if place >= 0 else ""), f"backward, {node.name()}"
         where = f"in {path}" if path else "between modules"
-        return f"{name} {where} ({way}; {self.watchdog.described_action})"
+        return f"{name} {where} ({way}; {self.watchdog.action})"
 
 
 def _kinds(tree: Any) -> set[str]:

@@ -38,9 +38,7 @@ class Traffic:
     def __init__(self, divisions: Sequence[Division], schedule: Schedule, rank: int) -> None:
         self.divisions, self.schedule, self.rank = divisions, schedule, rank
         self.trains = bool(divisions[0].program.losses)
-        self._forward: dict[tuple[int, int], Message] = {}
-        self._backward: dict[tuple[int, int], Message] = {}
-        self._make()
+        self._messages = self._all_messages()
         self.actions = self._run_by(rank)
         incoming: list[Message] = []
         self.taken: dict[Key, tuple[Key, ...]] = {}
@@ -54,13 +52,14 @@ class Traffic:
                         self.taken[message.key] = tuple(taken)
                         taken.clear()
         self.incoming = tuple(incoming)
-        self.pairs = sorted({(m.source, m.target) for m in (*self._forward.values(), *self._backward.values())})
+        self.pairs = sorted({(m.source, m.target) for m in self._messages.values()})
 
     def _run_by(self, rank: int) -> tuple[Action, ...]:
         kinds = COMPUTED[self.trains]
         return tuple(part for action in self.schedule.table[rank] for part in action.flat if part.kind in kinds)
 
-    def _make(self) -> None:
+    def _all_messages(self) -> dict[Key, Message]:
+        found: dict[Key, Message] = {}
         tag = 0
         for mb, division in enumerate(self.divisions):
             values = division.program.values
@@ -68,37 +67,35 @@ class Traffic:
                 source, target = (self.schedule.stage_to_rank(s) for s in (edge.source, edge.target))
                 if source == target:
                     continue
-                shapes = {v: Shape(values[v].shape, values[v].dtype) for v in edge.values}
-                self._forward[edge.index, mb] = Message(
-                    (edge.index, mb, False), source, target, tuple(shapes[v] for v in edge.values), tag,
-                    f"activations of microbatch {mb} from stage {edge.source}",
-                )  # fmt: skip
-                tag += len(edge.values)
-                if edge.gradients:
-                    self._backward[edge.index, mb] = Message(
-                        (edge.index, mb, True), target, source, tuple(shapes[v] for v in edge.gradients), tag,
-                        f"gradients of microbatch {mb} from stage {edge.target}",
-                    )  # fmt: skip
-                    tag += len(edge.gradients)
+                activations = f"activations of microbatch {mb} from stage {edge.source}"
+                gradients = f"gradients of microbatch {mb} from stage {edge.target}"
+                for ends, gradient, held, text in (
+                    ((source, target), False, edge.values, activations),
+                    ((target, source), True, edge.gradients, gradients),
+                ):
+                    if held:
+                        shapes = tuple(Shape(values[v].shape, values[v].dtype) for v in held)
+                        key = (edge.index, mb, gradient)
+                        found[key] = Message(key, *ends, shapes, tag, text)
+                        tag += len(held)
+        return found
 
     def message(self, edge: Edge, mb: int, gradient: bool) -> Message | None:
         """The message that carries an edge's values, or their gradients; None where both stages are on one rank."""
-        return (self._backward if gradient else self._forward).get((edge.index, mb))
+        return self._messages.get((edge.index, mb, gradient))
 
     def departures(self, action: Action) -> list[Message]:
         """The messages that an action sends to other ranks."""
-        part = self.divisions[microbatch_of(action)].parts[action.stage]
-        if action.kind is Kind.WEIGHT_GRAD:
-            return []
-        return self._of(part.sends, action, False) if action.kind is Kind.FORWARD else self._of(part.receives, action)
+        return self._of(action, sent=True)
 
     def needs(self, action: Action) -> list[Message]:
         """The messages that an action takes from other ranks."""
-        part = self.divisions[microbatch_of(action)].parts[action.stage]
+        return self._of(action, sent=False)
+
+    def _of(self, action: Action, *, sent: bool) -> list[Message]:
+        mb, gradient = microbatch_of(action), action.kind is not Kind.FORWARD
         if action.kind is Kind.WEIGHT_GRAD:
             return []
-        return self._of(part.receives, action, False) if action.kind is Kind.FORWARD else self._of(part.sends, action)
-
-    def _of(self, edges: Sequence[Edge], action: Action, gradient: bool = True) -> list[Message]:
-        found = (self.message(edge, microbatch_of(action), gradient) for edge in edges)
+        part = self.divisions[mb].parts[action.stage]
+        found = (self.message(edge, mb, gradient) for edge in (part.receives if sent is gradient else part.sends))
         return [message for message in found if message is not None]

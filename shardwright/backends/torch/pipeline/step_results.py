@@ -63,13 +63,6 @@ class Shares:
         """Whether all microbatches of all replicas have the same number of samples."""
         return len(set(self.flat)) == 1
 
-    @property
-    def scales(self) -> tuple[float, ...]:
-        """The share of each own microbatch in the mean over the samples of all microbatches of all replicas."""
-        if self.equal:
-            return (1.0 / len(self.flat),) * len(self.own)
-        return tuple(n / sum(self.flat) for n in self.own)
-
 
 def even_split(total: int, parts: int) -> tuple[int, ...]:
     """The number of samples of each of ``parts`` microbatches: the first ones have one more where it does not
@@ -101,7 +94,7 @@ def total_weight(
             [torch.as_tensor(given[m], dtype=torch.float64).cpu().reshape(()) for m in range(len(shares.own))]
         )
     own = own.to(bound.device, torch.float32)
-    every = _over_dp(transport.spread(own, home, "the weights of the losses"), bound, transport.watchdog, shares)
+    every = over_dp(transport.spread(own, home, "the weights of the losses"), bound, transport.watchdog, shares)
     total = float(every.sum())
     if total == 0.0:
         raise ShardwrightError(
@@ -139,7 +132,7 @@ def share(
         leaf = first.program.result.leaves[position]
         everywhere = None
         if tensors[0].numel() == 1 and tensors[0].is_floating_point():
-            everywhere = _over_dp(torch.stack(tensors).reshape(-1), bound, transport.watchdog, shares)
+            everywhere = over_dp(torch.stack(tensors).reshape(-1), bound, transport.watchdog, shares)
         own_weights, number = by_samples, losses.get(leaf.value) if isinstance(leaf, ValueRef) else None
         if number is not None and weights is not None:
             own_weights = weights
@@ -204,15 +197,16 @@ def _shape_of(division: Division, position: int) -> tuple[int, ...]:
     return division.program.values[leaf.value].shape
 
 
-def _over_dp(tensor: torch.Tensor, bound: BoundMesh, watchdog: Watchdog, shares: Shares) -> torch.Tensor:
-    """The values of all microbatches of all replicas, from those of this one."""
+def over_dp(tensor: torch.Tensor, bound: BoundMesh, watchdog: Watchdog, shares: Shares, what: str = "") -> torch.Tensor:
+    """The values of all microbatches of all replicas along dim 0, from those of this one; ``what`` is waited for, in
+    words."""
     size = bound.size("dp")
     if size == 1:
         return tensor
     most = max(len(held) for held in shares.samples)
-    own = torch.zeros(most, dtype=tensor.dtype, device=tensor.device)
+    own = tensor.new_zeros(most, *tensor.shape[1:])
     own[: len(shares.own)] = tensor
     every = [torch.empty_like(own) for _ in range(size)]
-    with watchdog.waiting(f"the results of dp peers, ranks {list(bound.groups['dp'])}"):
+    with watchdog.waiting(what or f"the results of dp peers, ranks {list(bound.groups['dp'])}"):
         dist.all_gather(every, own, group=bound.handles["dp"])
     return torch.cat([row[: len(held)] for row, held in zip(every, shares.samples, strict=True)])

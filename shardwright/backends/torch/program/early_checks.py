@@ -1,6 +1,7 @@
 """Checks for errors that can be known before the first step runs."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from torch import nn
 
@@ -25,18 +26,20 @@ def require_hooks_fire(modules: Mapping[str, nn.Module], unit_paths: Iterable[st
         return
     divided = {""} | {path[:end] for path in units for end in _ends(path)}
     for path in sorted(divided - units):
-        module = modules.get(path)
-        if module is None:
-            continue
-        for attribute, what in _HOOKS.items():
-            for hook in getattr(module, attribute, {}).values():
-                if str(getattr(hook, "__module__", "")).split(".")[0] in COMPUTING_LIBRARIES:
-                    continue
-                raise CaptureError(
-                    f"there is a {what} on {path or 'the model itself'!r}, whose call is divided over the stages, so "
-                    f"that it cannot fire: put it on modules that one stage holds whole, such as "
-                    f"{_below(path, units)!r}, or return what it watches from the step"
-                )
+        for what, _ in watching_hooks(modules[path]) if path in modules else ():
+            raise CaptureError(
+                f"there is a {what} on {path or 'the model itself'!r}, whose call is divided over the stages, so "
+                f"that it cannot fire: put it on modules that one stage holds whole, such as "
+                f"{_below(path, units)!r}, or return what it watches from the step"
+            )
+
+
+def watching_hooks(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The hooks on a module that only watch, each after its kind in words."""
+    for attribute, what in _HOOKS.items():
+        for hook in getattr(module, attribute).values():
+            if str(getattr(hook, "__module__", "")).split(".")[0] not in COMPUTING_LIBRARIES:
+                yield what, hook
 
 
 def require_whole_gradients(model: nn.Module, microbatches: int, ranks: int, tensor_ranks: int) -> None:

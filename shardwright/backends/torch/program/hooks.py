@@ -1,45 +1,27 @@
 """The hooks by which a recorder sees a step: module calls and attributes, functions above autograd, ops below it."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from shardwright.backends.torch.capture.fake_state import GROUPED_PRODUCT, grouped_product
-from shardwright.backends.torch.capture.remembered_results import ASKS_DEVICE, Inferred, unwatched
+from shardwright.backends.torch.capture.remembered_results import ASKS_DEVICE, Inferred, memory_of, unwatched
+from shardwright.backends.torch.capture.replaced import replaced
 from shardwright.backends.torch.compat import FakeTensor, TorchDispatchMode, pytree
-from shardwright.backends.torch.program.value_ledger import Ledger, memory_of
+from shardwright.backends.torch.program.module_calls import ModuleCalls
 
-
-class ModuleHooks(Protocol):
-    """The part of a recorder that handles modules."""
-
-    def module_call(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any: ...
-
-    def assignment(self, module: nn.Module, name: str, value: Any) -> None: ...
-
-    def autograd_function(self, apply: Callable[..., Any], args: Any, kwargs: Any) -> Any: ...
-
-
-class OpHooks(Protocol):
-    """The part of a recorder that handles functions and ops."""
-
-    real: bool
-    ledger: Ledger
-
-    def function_call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any: ...
-
-    def observe(self, function: Any, args: Any, kwargs: Any) -> None: ...
+if TYPE_CHECKING:
+    from shardwright.backends.torch.program.step_recorder import StepRecorder
 
 
 class Functions(TorchFunctionMode):
     """A mode that gives the recorder every function of torch that is called, above autograd."""
 
-    def __init__(self, recorder: OpHooks) -> None:
+    def __init__(self, recorder: "StepRecorder") -> None:
         super().__init__()
         self.recorder = recorder
 
@@ -50,7 +32,7 @@ class Functions(TorchFunctionMode):
 class Ops(TorchDispatchMode):
     """A mode that gives the recorder every op that runs, below autograd."""
 
-    def __init__(self, recorder: OpHooks) -> None:
+    def __init__(self, recorder: "StepRecorder") -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.recorder = recorder
         self._inferred = Inferred()
@@ -69,17 +51,14 @@ class Ops(TorchDispatchMode):
                 if isinstance(tensor, torch.Tensor) and memory_of(tensor) not in given:
                     self.recorder.ledger.note_made(tensor)
             return result
-        if func is GROUPED_PRODUCT and args[0].device.type == "cpu":
-            return grouped_product(*args, **kwargs)
         return self._inferred.run(func, args, kwargs)
 
 
 @contextmanager
-def patched_modules(hooks: ModuleHooks) -> Iterator[None]:
+def patched_modules(hooks: ModuleCalls) -> Iterator[None]:
     """A context in which calls of modules and of autograd functions, and assignments to attributes, go through these
     hooks."""
     original, assign = nn.Module.__call__, nn.Module.__setattr__
-    apply: Any = torch.autograd.Function.__dict__.get("apply")
     inherited = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
 
     def apply_recorded(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -92,15 +71,9 @@ def patched_modules(hooks: ModuleHooks) -> Iterator[None]:
         hooks.assignment(module, name, value)
         assign(module, name, value)
 
-    nn.Module.__call__ = call  # type: ignore[method-assign]
-    nn.Module.__setattr__ = set_attribute  # type: ignore[method-assign, assignment]
-    torch.autograd.Function.apply = classmethod(apply_recorded)  # type: ignore[assignment, method-assign]
-    try:
+    with (
+        replaced(nn.Module, "__call__", call),
+        replaced(nn.Module, "__setattr__", set_attribute),
+        replaced(torch.autograd.Function, "apply", classmethod(apply_recorded)),
+    ):
         yield
-    finally:
-        nn.Module.__call__ = original  # type: ignore[method-assign]
-        nn.Module.__setattr__ = assign  # type: ignore[method-assign]
-        if apply is None:
-            del torch.autograd.Function.apply
-        else:
-            torch.autograd.Function.apply = apply  # type: ignore[method-assign]

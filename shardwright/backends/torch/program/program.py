@@ -8,7 +8,7 @@ import copy
 import enum
 import functools
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import nn
 
 from shardwright.backends.torch.compat import OpOverload, pytree
 from shardwright.backends.torch.program.python_numbers import Expression
+from shardwright.backends.torch.program.python_places import slots_of
 from shardwright.backends.torch.program.python_values import PythonValues
 
 Context = tuple[str, int, int]
@@ -230,11 +231,6 @@ class Program:
     python: PythonValues = field(repr=False, default_factory=PythonValues)
 
     @property
-    def depends_on_batch(self) -> bool:
-        """Whether the course of the program follows from values of the batch."""
-        return any(not guard.drawn for guard in self.guards)
-
-    @property
     def rests_on_clocks(self) -> bool:
         """Whether what is computed, and not only what is returned or left in Python, depends on the readings of
         clocks."""
@@ -244,10 +240,29 @@ class Program:
         expressions += [expression for expression, _ in self.python.conditions]
         return any(expression.is_of_clock for expression in expressions)
 
+    def given_away(self, losses: Iterable[int] | None = None, results: Iterable[int] | None = None) -> set[int]:
+        """The values that are losses, their weights, and leaves of the result: all, or those of these positions."""
+        given = self.losses if losses is None else [self.losses[i] for i in losses]
+        leaves = self.result.leaves if results is None else [self.result.leaves[i] for i in results]
+        held = (*(loss.weight for loss in given), *leaves)
+        return {loss.value for loss in given} | {leaf.value for leaf in held if isinstance(leaf, ValueRef)}
+
     @property
     def is_one_of_many(self) -> bool:
         """Whether random numbers decide which modules are called."""
         return any(guard.drawn for guard in self.guards)
+
+
+def steps_behind(values: Sequence[Value], steps: Sequence[Any], wanted: Iterable[int]) -> set[int]:
+    """The indices of the steps that values follow from. ``steps`` are those of a program, or drafts of them."""
+    found: set[int] = set()
+    pending = list(wanted)
+    while pending:
+        made = values[pending.pop()].step
+        if made is not None and made not in found:
+            found.add(made)
+            pending.extend(steps[made].reads)
+    return found
 
 
 def name_of(function: Any) -> str:
@@ -276,20 +291,30 @@ def tensors_in(root: Any) -> list[torch.Tensor]:
     """Every tensor inside containers and objects, each once, in an order that equal structures share."""
     if isinstance(root, torch.Tensor):
         return [root]
-    found: list[torch.Tensor] = []
+    return [item for item in _held_in(root) if isinstance(item, torch.Tensor)]
+
+
+def keep_modules(root: Any, memo: dict[int, Any]) -> None:
+    """Put the modules inside an object into a deepcopy memo, so that copies refer to the same ones."""
+    memo.update((id(item), item) for item in _held_in(root) if isinstance(item, nn.Module))
+
+
+def _held_in(root: Any) -> list[torch.Tensor | nn.Module]:
+    """Every tensor and module inside containers and objects, each once, in an order that equal structures share;
+    modules are not looked into."""
+    found: list[torch.Tensor | nn.Module] = []
     seen: set[int] = set()
     keep: list[Any] = []
     stack = [root]
     while stack:
         item = stack.pop()
-        if isinstance(item, torch.Tensor):
-            if id(item) not in seen:
-                seen.add(id(item))
-                found.append(item)
-            continue
-        if isinstance(item, _PLAIN) or id(item) in seen:
+        is_end = isinstance(item, (torch.Tensor, nn.Module))
+        if id(item) in seen or (not is_end and isinstance(item, _PLAIN)):
             continue
         seen.add(id(item))
+        if is_end:
+            found.append(item)
+            continue
         keep.append(item)  # a list made on the way must not be freed, or another would get its id
         stack.extend(reversed(list(_parts(item))))
     return found
@@ -307,25 +332,8 @@ def _parts(item: Any) -> Iterable[Any]:
     if isinstance(item, (list, tuple, set, frozenset)):
         return item
     parts.extend(getattr(item, "__dict__", {}).values())
-    for cls in type(item).__mro__:
-        slots = cls.__dict__.get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if hasattr(item, name):
-                parts.append(getattr(item, name))
+    parts.extend(getattr(item, name) for name in slots_of(item) if hasattr(item, name))
     return parts
-
-
-def keep_modules(root: Any, memo: dict[int, Any]) -> None:
-    """Put the modules inside an object into a deepcopy memo, so that copies refer to the same ones."""
-    seen: set[int] = set()
-    stack = [root]
-    while stack:
-        item = stack.pop()
-        if isinstance(item, nn.Module):
-            memo[id(item)] = item
-        elif not isinstance(item, (torch.Tensor, *_PLAIN)) and id(item) not in seen:
-            seen.add(id(item))
-            stack.extend(_parts(item))
 
 
 def make_template(item: Any, name: Callable[[torch.Tensor], Any]) -> Template:

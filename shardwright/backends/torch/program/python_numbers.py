@@ -274,10 +274,6 @@ class Tape:
         if self.is_heard():
             self.conditions.append((expression, value))
 
-    def replaced(self, holder: Holder, key: Any) -> bool:
-        """Whether there is a stand-in in a place."""
-        return any(known.target is holder.target and key == k for known, k in self.places)
-
     def expression_of(self, item: Any) -> Expression | None:
         """The expression by which a stand-in, or a tensor in such a place, follows from Python values; None for
         anything else."""
@@ -295,11 +291,7 @@ class Tape:
         """Arguments with values in place of stand-ins, on which with ``fix`` the recording rests from now on."""
         if not self.places or not any(isinstance(leaf, Number) for leaf in pytree.tree_leaves(arguments)):
             return arguments
-        return pytree.tree_map_only(Number, self.fixed if fix else _true_of, arguments)
-
-
-def _true_of(number: Number) -> Any:
-    return number.true
+        return pytree.tree_map_only(Number, self.fixed if fix else operator.attrgetter("true"), arguments)
 
 
 def _true(arguments: Sequence[Any]) -> list[Any]:

@@ -33,6 +33,15 @@ def attributes_of(value: Any) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
+def slots_of(value: Any) -> list[str]:
+    """The names of an object's attributes that are in no dict."""
+    found: list[str] = []
+    for cls in type(value).__mro__:
+        slots = cls.__dict__.get("__slots__", ())
+        found += (slots,) if isinstance(slots, str) else slots
+    return [name for name in found if name not in ("__dict__", "__weakref__")]
+
+
 class Holder:
     """An object that keeps values under keys.
 
@@ -61,8 +70,8 @@ class Holder:
         raise NotImplementedError
 
     def place(self, key: Any) -> str:
-        """A value of this holder in words."""
-        return f"{self.label}[{key!r}]"
+        """A value of this holder in words; that of its one value is its label."""
+        return self.label if key is None else f"{self.label}[{key!r}]"
 
     def value(self, key: Any) -> Any:
         """One value now; MISSING where there is none."""
@@ -144,9 +153,6 @@ class Members(Holder):
         target = self.target
         return lambda: (frozenset(target),)
 
-    def place(self, key: Any) -> str:
-        return self.label
-
 
 class Attributes(Holder):
     """Attributes that are in no dict: those of ``__slots__``, and the defaults and the code of functions."""
@@ -160,7 +166,7 @@ class Attributes(Holder):
     def read(self) -> dict[Any, Any]:
         found = {}
         for name in self.names:
-            with suppress(AttributeError):  # a slot that holds nothing
+            with suppress(AttributeError, ValueError):  # a slot, or a cell, that holds nothing
                 found[name] = object.__getattribute__(self.target, name)
         return found
 
@@ -178,26 +184,18 @@ class Attributes(Holder):
         return f"{self.label}.{key}"
 
 
-class Cell(Holder):
-    """A variable of a surrounding function, under the key None."""
+class Cell(Attributes):
+    """A variable of a surrounding function, the one attribute of its cell."""
 
     __slots__ = ()
 
-    def read(self) -> dict[Any, Any]:
-        try:
-            return {None: self.target.cell_contents}
-        except ValueError:
-            return {}
+    def __init__(self, target: types.CellType, label: str) -> None:
+        super().__init__(target, label, ("cell_contents",))
 
-    def put(self, key: Any, value: Any) -> None:
-        if value is MISSING:
-            del self.target.cell_contents
-        else:
-            self.target.cell_contents = value
-
-    def fetcher(self, keys: tuple[Any, ...]) -> Callable[[], tuple[Any, ...]]:
-        target = self.target
-        return lambda: (target.cell_contents,)
+    @property
+    def content(self) -> Any:
+        """The value when it was first looked at; MISSING where there was none."""
+        return self.before.get("cell_contents", MISSING)
 
     def place(self, key: Any) -> str:
         return self.label

@@ -22,7 +22,6 @@ from shardwright.backends.torch.capture.host_draws import GENERATORS, generator_
 from shardwright.backends.torch.program.names_in_code import Names, is_library, is_library_module
 from shardwright.backends.torch.program.python_clocks import Clocks
 from shardwright.backends.torch.program.python_places import (
-    MISSING,
     PLAIN,
     Asked,
     Attributes,
@@ -32,6 +31,7 @@ from shardwright.backends.torch.program.python_places import (
     Items,
     Members,
     attributes_of,
+    slots_of,
 )
 
 LARGE = 2000
@@ -153,7 +153,7 @@ class ReachableValues:
         for function in functions:
             for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
                 holder = Cell(cell, f"the variable {name} that {function.__name__} takes from outside")
-                if isinstance(holder.before.get(None, MISSING), PLAIN):
+                if isinstance(holder.content, PLAIN):
                     self._add(holder)
 
     def meet_environment(self) -> None:
@@ -216,7 +216,7 @@ class ReachableValues:
             self._class(value)
         elif isinstance(value, types.ModuleType):
             if not is_library_module(value):
-                self._attributes(vars(value), value.__name__, None)
+                self._attributes(Entries(vars(value), value.__name__, attributes=True), None)
         elif isinstance(value, contextvars.ContextVar):
             variable: contextvars.ContextVar[Any] = value
             self._add(Asked({label: lambda: variable.get(None)}, label))
@@ -236,7 +236,7 @@ class ReachableValues:
             self._object(value, label)
 
     def _module(self, module: nn.Module, label: str) -> None:
-        self._attributes(vars(module), label, type(module))
+        self._attributes(Entries(vars(module), label, attributes=True), type(module))
         self._class(type(module))
 
     def _object(self, value: Any, label: str) -> None:
@@ -252,18 +252,12 @@ class ReachableValues:
             if module is None or is_library_module(module):
                 return
         if attributes is not None:
-            self._attributes(attributes, label, type(value))
-        slots = [name for cls in type(value).__mro__ for name in _slots_of(cls)]
-        if slots:
-            holder = Attributes(value, label, slots)
-            self._named_only.add(id(holder))
-            self._add(holder)
-            for name, item in holder.before.items():
-                self._attribute(name, item, f"{label}.{name}")
+            self._attributes(Entries(attributes, label, attributes=True), type(value))
+        if slots := slots_of(value):
+            self._attributes(Attributes(value, label, slots), None)
         self._class(type(value))
 
-    def _attributes(self, attributes: Any, label: str, owner: type | None) -> None:
-        holder = Entries(attributes, label, attributes=True)
+    def _attributes(self, holder: Holder, owner: type | None) -> None:
         self._named_only.add(id(holder))
         self._add(holder)
         if owner is not None:
@@ -271,7 +265,7 @@ class ReachableValues:
         is_module = owner is not None and issubclass(owner, nn.Module)
         for name, item in holder.before.items():
             if not (is_module and name in _OF_MODULES):
-                self._attribute(name, item, f"{label}.{name}")
+                self._attribute(name, item, holder.place(name))
 
     def _attribute(self, name: str, item: Any, label: str) -> None:
         if isinstance(item, (*PLAIN, torch.Tensor)):
@@ -289,7 +283,7 @@ class ReachableValues:
             home = sys.modules.get(base.__module__)
             if base.__module__ == "builtins" or home is None or is_library_module(home):
                 continue
-            self._attributes(vars(base), base.__name__, None)
+            self._attributes(Entries(vars(base), base.__name__, attributes=True), None)
             for item in tuple(vars(base).values()):
                 wrapped = isinstance(item, staticmethod | classmethod | types.MethodType)
                 for one in (item.__func__ if wrapped else item, item.fget if isinstance(item, property) else None):
@@ -316,7 +310,7 @@ class ReachableValues:
             self._met[id(cell)] = cell
             holder = Cell(cell, f"the variable {name} that {function.__name__} takes from outside")
             self._add(holder)
-            self.meet(holder.before.get(None), name)
+            self.meet(holder.content, name)
         if function.__defaults__ or function.__kwdefaults__:
             label = f"the defaults of {function.__name__}"
             self._add(Attributes(function, label, ("__defaults__", "__kwdefaults__")))
@@ -328,9 +322,3 @@ def _unpatched(value: Any) -> Any:
     """A function as it is when nothing is recorded."""
     is_patch = isinstance(value, types.FunctionType) and is_library(value.__code__.co_filename)
     return getattr(value, "__wrapped__", value) if is_patch else value
-
-
-def _slots_of(cls: type) -> tuple[str, ...]:
-    slots = cls.__dict__.get("__slots__", ())
-    names = (slots,) if isinstance(slots, str) else tuple(slots)
-    return tuple(name for name in names if name not in ("__dict__", "__weakref__"))

@@ -24,7 +24,6 @@ from shardwright.backends.torch.program.python_places import (
     MISSING,
     Asked,
     Attributes,
-    Cell,
     Entries,
     Guarded,
     Holder,
@@ -221,7 +220,7 @@ class Reads:
                 and (id(holder), key) not in self._by_units
                 and not self._is_set_on_replay(holder, key)
             }
-            whole = self.reached.is_whole(holder) and not isinstance(holder, (Asked, Cell, Members, Attributes))
+            whole = self.reached.is_whole(holder) and not isinstance(holder, (Asked, Members, Attributes))
             size = len(holder.before) if whole else None
             if len(values) > LARGE:
                 values = {}

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from shardwright.backends.torch.capture.op_schemas import by_name
 from shardwright.backends.torch.compat import OpOverload
 from shardwright.backends.torch.program.draft_steps import Draft
 from shardwright.backends.torch.program.program import (
@@ -63,11 +64,7 @@ def draws(function: OpOverload, args: Any, kwargs: Any) -> bool:
     """Whether a call of an op draws random numbers: attention without dropout does not, though its op may."""
     if torch.Tag.nondeterministic_seeded not in function.tags:
         return False
-    for position, argument in enumerate(function._schema.arguments):
-        if argument.name == "dropout_p":
-            given = args[position] if position < len(args) else kwargs.get("dropout_p", argument.default_value)
-            return bool(given != 0.0)
-    return True
+    return bool(by_name(function._schema, args, kwargs).get("dropout_p") != 0.0)
 
 
 class Streams:
@@ -110,17 +107,13 @@ class Streams:
         self._step, self._microbatch, self._recomputing = step, microbatch, recomputing
         self._frames.clear()
 
-    def start(self, context: Context) -> None:
-        """Seed the generators for ``context``, before a unit that runs op by op draws."""
-        self._seed(context)
-
     def enter(self, program: Program, step: Step) -> None:
         """Prepare the generators for a step of a program."""
         if step.path is not None:
             self._counts = dict(step.counts)
             self._frames.clear()
         elif step.random:
-            self._seed(step.random[0])
+            self.start(step.random[0])
             for earlier in step.drawn_before:
                 draw_again(program.values, program.steps[earlier], self._device)
 
@@ -168,9 +161,10 @@ class Streams:
 
     def _seed_if_random(self, context: Context) -> None:
         if context in self.contexts or context[0] in self._always:
-            self._seed(context)
+            self.start(context)
 
-    def _seed(self, context: Context) -> None:
+    def start(self, context: Context) -> None:
+        """Seed the generators for ``context``: before a unit that runs op by op draws, say."""
         seed_generators(stream_seed(self.seed, self._step, self._microbatch, context), self._host)
 
 

@@ -29,6 +29,14 @@ def refuse_function(function: Callable[..., Any], args: Any) -> None:
         raise CaptureError(f"Tensor.{name} inside a step ({where()}): {_FUNCTIONS[name]}")
 
 
+def require_one_element(loss: torch.Tensor) -> None:
+    """Raise CaptureError for a loss that is not one number."""
+    if loss.numel() != 1:
+        raise CaptureError(
+            f"model.backward takes a loss of one element: given shape {tuple(loss.shape)}; reduce it by mean or sum"
+        )
+
+
 def reads_a_value(model: nn.Module, path: str | None, error: Exception) -> CaptureError:
     """The error for a value that was asked of a stand-in: by the module at ``path``, or by the step body when None."""
     asked = f"by .item(), bool(), .tolist() or a result whose shape depends on values: {getattr(error, 'func', None)}"
@@ -45,44 +53,46 @@ def reads_what_it_computed(model: nn.Module, path: str | None, function: Any) ->
 
 
 def _reads(model: nn.Module, path: str | None, what: str) -> CaptureError:
+    return _refused(
+        model, path, what,
+        ", and what it does next may depend on it: keep the code inside a module that one stage holds whole",
+        "; its body runs once on stand-ins. Return the tensor from the step and read it there, or move the code inside "
+        "a module that one stage holds whole",
+    )  # fmt: skip
+
+
+def _refused(model: nn.Module, path: str | None, what: str, in_model: str, in_step: str) -> CaptureError:
+    """The error for something that the module at ``path`` does, which may run by messages, or (None) the step's own
+    body; ``in_model`` and ``in_step`` say for either why that cannot be, and what to do instead."""
     if path is not None:
-        return UnrecordableError(
-            f"{type(model).__name__} cannot be recorded, because {path or 'its forward'!r} {what}, and what it does "
-            f"next may depend on it: keep the code inside a module that one stage holds whole, or let the model run by "
-            f"message passing"
-        )
-    return CaptureError(
-        f"the step {what}; its body runs once on stand-ins. Return the tensor from the step and read it there, or move "
-        f"the code inside a module that one stage holds whole"
+        return _unrecordable(model, f"{path or 'its forward'!r} {what}{in_model}, or")
+    return CaptureError(f"the step {what}{in_step}")
+
+
+def _unrecordable(model: nn.Module, why: str) -> UnrecordableError:
+    return UnrecordableError(
+        f"{type(model).__name__} cannot be recorded, because {why} let the model run by message passing"
     )
 
 
 def draws_on_the_host(model: nn.Module, path: str | None) -> CaptureError:
     """The error for numbers drawn by Python or NumPy between units, which to a recording are constants."""
     what = f"draws random numbers from Python's or NumPy's generator before {where()}"
-    if path is not None:
-        return UnrecordableError(
-            f"{type(model).__name__} cannot be recorded, because {path or 'its forward'!r} {what}, and they would be "
-            f"the same in every step: draw them by torch, or let the model run by message passing"
-        )
-    return CaptureError(
-        f"the step {what}, and they would be the same in every step: draw them before the step and pass them in the "
-        f"batch, or draw them by torch"
-    )
+    why = ", and they would be the same in every step"
+    return _refused(
+        model, path, what, f"{why}: draw them by torch",
+        f"{why}: draw them before the step and pass them in the batch, or draw them by torch",
+    )  # fmt: skip
 
 
 def draws_by_itself(model: nn.Module, path: str | None) -> CaptureError:
     """The error for a draw between units from a generator that code of the user's holds or makes."""
     what = f"draws random numbers from a torch.Generator of its own at {where()}"
-    if path is not None:
-        return UnrecordableError(
-            f"{type(model).__name__} cannot be recorded, because {path or 'its forward'!r} {what}, which a recording "
-            f"cannot seed again: draw from torch's own generator, or let the model run by message passing"
-        )
-    return CaptureError(
-        f"the step {what}, which a recording cannot seed again: draw before the step and pass the numbers in the "
-        f"batch, or draw from torch's own generator"
-    )
+    why = ", which a recording cannot seed again"
+    return _refused(
+        model, path, what, f"{why}: draw from torch's own generator",
+        f"{why}: draw before the step and pass the numbers in the batch, or draw from torch's own generator",
+    )  # fmt: skip
 
 
 def computes_with_a_clock(model: nn.Module, clocks: Iterable[tuple[Any, Any]], *, ranks: int = 1) -> UnrecordableError:
@@ -103,12 +113,8 @@ def computes_with_a_clock(model: nn.Module, clocks: Iterable[tuple[Any, Any]], *
 def sets_an_attribute(model: nn.Module, path: str | None, module: str, name: str) -> CaptureError:
     """The error for an attribute of a module inside a unit that is set from outside of it."""
     what = f"sets {module}.{name} at {where()}, which is replayed whole and would not be set again"
-    if path is not None:
-        return UnrecordableError(
-            f"{type(model).__name__} cannot be recorded, because {path or 'its forward'!r} {what}: pass the value as "
-            f"an argument, or let the model run by message passing"
-        )
-    return CaptureError(f"the step {what}: set it before the step, or pass the value as an argument")
+    as_argument = "pass the value as an argument"
+    return _refused(model, path, what, f": {as_argument}", f": set it before the step, or {as_argument}")
 
 
 def keeps_a_tensor(model: nn.Module, place: str, *, by_model: bool) -> CaptureError:
@@ -118,21 +124,19 @@ def keeps_a_tensor(model: nn.Module, place: str, *, by_model: bool) -> CaptureEr
         f"rank and leaves nothing there"
     )
     if by_model:
-        return UnrecordableError(
-            f"{type(model).__name__} cannot be recorded, because it {what}. Write into a buffer in place "
-            f"(self.name.copy_(value)) inside a module that one stage holds whole, or let the model run by message "
-            f"passing"
-        )
+        return _unrecordable(
+            model, f"it {what}. Write into a buffer in place (self.name.copy_(value)) inside a module that one stage "
+            f"holds whole, or",
+        )  # fmt: skip
     return CaptureError(f"the step {what}. Return the tensor from the step, and pass it to the next in the batch")
 
 
 def shares_a_value(model: nn.Module, place: str) -> UnrecordableError:
     """The error for a Python value that a unit writes and code between units reads."""
-    return UnrecordableError(
-        f"{type(model).__name__} cannot be recorded, because a module that one stage holds whole writes {place}, which "
-        f"is read between such modules: only the rank of that stage would see the new value. Return it from the "
-        f"module, or let the model run by message passing"
-    )
+    return _unrecordable(
+        model, f"a module that one stage holds whole writes {place}, which is read between such modules: only the rank "
+        f"of that stage would see the new value. Return it from the module, or",
+    )  # fmt: skip
 
 
 def takes_a_gradient(model: nn.Module, function: Callable[..., Any]) -> CaptureError:
@@ -148,11 +152,10 @@ def takes_a_gradient(model: nn.Module, function: Callable[..., Any]) -> CaptureE
 def wraps_units(model: nn.Module, path: str | None, function: Callable[..., Any]) -> UnrecordableError:
     """The error for a custom autograd function that runs modules of several stages in its own way."""
     name = function.args[0].__name__ if isinstance(function, functools.partial) else str(function)
-    return UnrecordableError(
-        f"{type(model).__name__} cannot be recorded, because {path or 'its forward'!r} calls modules that the plan "
-        f"gives to stages inside the autograd function {name}, which defines their backward pass: let the model run "
-        f"by message passing"
-    )
+    return _unrecordable(
+        model, f"{path or 'its forward'!r} calls modules that the plan gives to stages inside the autograd function "
+        f"{name}, which defines their backward pass:",
+    )  # fmt: skip
 
 
 def said(item: Any) -> str:

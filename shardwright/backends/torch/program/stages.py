@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from shardwright.backends.torch.program.program import BufferRef, ParameterRef, Program, Step, ValueRef
+from shardwright.backends.torch.program.program import BufferRef, ParameterRef, Program, Step, ValueRef, steps_behind
 from shardwright.backends.torch.program.value_names import value_names
 from shardwright.core.errors import CaptureError, PlanError
 from shardwright.core.partition.between_units import ProgramOp, open_stages
@@ -197,17 +197,8 @@ def _live_steps(program: Program) -> set[int]:
     """The indices of unit calls, of attributes that are set, and of all steps that they, the losses and the result
     need."""
     live = {step.index for step in program.steps if step.path is not None or step.stage is not None}
-    pending = [v for i in live for v in program.steps[i].reads]
-    pending += [loss.value for loss in program.losses]
-    pending += [loss.weight.value for loss in program.losses if isinstance(loss.weight, ValueRef)]
-    pending += [leaf.value for leaf in program.result.leaves if isinstance(leaf, ValueRef)]
-    while pending:
-        made = program.values[pending.pop()].step
-        if made is not None and made not in live:
-            live.add(made)
-            pending.extend(program.steps[made].reads)
-    # Unit calls were live from the start, but what they need was added above; nothing else is missing.
-    return live
+    wanted = program.given_away().union(*(program.steps[i].reads for i in live))
+    return live | steps_behind(program.values, program.steps, wanted)
 
 
 def _wanted(
@@ -222,14 +213,7 @@ def _wanted(
     steps = {i for i in live if where[i] == stage}
     values: set[int] = set()
     pending = [v for i in steps for v in program.steps[i].reads]
-    for loss, home in zip(program.losses, loss_stage, strict=True):
-        if home == stage:
-            pending.append(loss.value)
-            if isinstance(loss.weight, ValueRef):
-                pending.append(loss.weight.value)
-    for leaf, place in zip(program.result.leaves, result_stage, strict=True):
-        if place == stage and isinstance(leaf, ValueRef):
-            pending.append(leaf.value)
+    pending += program.given_away(_of_stage(stage, loss_stage), _of_stage(stage, result_stage))
     while pending:
         value = pending.pop()
         if value in values:
@@ -240,6 +224,11 @@ def _wanted(
             steps.add(made)
             pending.extend(program.steps[made].reads)
     return steps, values
+
+
+def _of_stage(stage: int, homes: Sequence[int | None]) -> tuple[int, ...]:
+    """The positions of what has its home on a stage."""
+    return tuple(i for i, home in enumerate(homes) if home == stage)
 
 
 def _values_with_gradient(program: Program) -> set[int]:
@@ -293,16 +282,12 @@ def _part(
     steps = tuple(program.steps[i] for i in sorted(chosen))
     receives = tuple(edge for edge in edges if edge.target == stage)
     sends = tuple(edge for edge in edges if edge.source == stage)
-    losses = tuple(i for i, home in enumerate(loss_stage) if home == stage)
-    results = tuple(i for i, home in enumerate(result_stage) if home == stage)
+    losses, results = _of_stage(stage, loss_stage), _of_stage(stage, result_stage)
     written = {memory for step in steps for memory in step.memories}
     shared = {v for edge in (*receives, *sends) for v in edge.values}
     shared |= {v for v in values if program.values[v].input is not None}
     copied = frozenset(v for v in shared if program.values[v].memory in written)
-    kept = {v for edge in sends for v in edge.values}
-    kept |= {program.losses[i].value for i in losses}
-    kept |= {w.value for i in losses if isinstance(w := program.losses[i].weight, ValueRef)}
-    kept |= {leaf.value for i in results if isinstance(leaf := program.result.leaves[i], ValueRef)}
+    kept = {v for edge in sends for v in edge.values} | program.given_away(losses, results)
     last: dict[int, int] = {}
     for position, step in enumerate(steps):
         for v in (*step.reads, *_made(step)):

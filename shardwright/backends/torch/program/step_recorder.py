@@ -11,6 +11,7 @@ follow from the batch alone, which become guards of the program (`value_guards`)
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from shardwright.backends.torch.capture.fake_state import (
 )
 from shardwright.backends.torch.capture.host_draws import generator_state, host_state, patched_functions
 from shardwright.backends.torch.capture.loss_scaler import real_scales
+from shardwright.backends.torch.capture.remembered_results import memory_of
 from shardwright.backends.torch.capture.stand_in import no_remembered_results
 from shardwright.backends.torch.capture.value_reads import READING, masks_of, require_room_for_values
 from shardwright.backends.torch.compat import FakeTensorMode, pytree
@@ -56,13 +58,14 @@ from shardwright.backends.torch.program.refusals import (
     reads_a_value,
     reads_what_it_computed,
     refuse_function,
+    require_one_element,
     said,
     shares_a_value,
     takes_a_gradient,
 )
 from shardwright.backends.torch.program.step_drafts import StepDrafts
 from shardwright.backends.torch.program.value_guards import what_was_read
-from shardwright.backends.torch.program.value_ledger import Ledger, memory_of
+from shardwright.backends.torch.program.value_ledger import Ledger
 from shardwright.core.errors import CaptureError, UnrecordableError
 
 
@@ -109,10 +112,7 @@ class StepRecorder:
         self._host_state = host_state()
         self._draws = RecordedDraws(self, self.moment, [])
         self.drafts = StepDrafts(self.ledger, self.tape, device, self._draws.require_known)
-        self.modules = ModuleCalls(
-            model, stage_of_call, self.stack, self.drafts, self.reads, units_run_again=units_run_again,
-            function_call=self.function_call, note_host_draws=self._note_host_draws,
-        )  # fmt: skip
+        self.modules = ModuleCalls(self)
 
     def _runs_again(self) -> bool:
         """Whether the code that runs now will run again at every replay."""
@@ -155,7 +155,7 @@ class StepRecorder:
                     result = body(stand_ins)
                 except VALUE_DEPENDENT as error:
                     raise reads_a_value(self.model, self.modules.failed_path, error) from error
-                self._note_host_draws()
+                self.note_host_draws()
             self.reads.close()
             self._note_python_writes()
             return self._finish(result)
@@ -193,18 +193,13 @@ class StepRecorder:
         """Note a loss that the body gives to ``model.backward``."""
         if not isinstance(loss, torch.Tensor) or not isinstance(self.ledger.ref(loss), ValueRef):
             raise CaptureError(f"model.backward takes the loss, a tensor that this step computed: given {said(loss)}")
-        if loss.numel() != 1:
-            raise CaptureError(
-                f"model.backward takes a loss of one element: given shape {tuple(loss.shape)}; reduce it by mean or sum"
-            )
+        require_one_element(loss)
         if not loss.requires_grad:
             raise CaptureError("model.backward was given a loss that depends on no trainable parameter")
         leaf: Leaf | None = None
-        if isinstance(weight, torch.Tensor):
-            if weight.numel() != 1:
-                raise CaptureError(f"the weight of a loss has one element: given shape {tuple(weight.shape)}")
-            leaf = self.drafts.leaf(weight, None)
-        elif isinstance(weight, Number):
+        if isinstance(weight, torch.Tensor) and weight.numel() != 1:
+            raise CaptureError(f"the weight of a loss has one element: given shape {tuple(weight.shape)}")
+        if isinstance(weight, (torch.Tensor, Number)):
             leaf = self.drafts.leaf(weight, None)
         elif weight is not None:
             leaf = Literal(float(weight))
@@ -230,7 +225,7 @@ class StepRecorder:
         given = tensors_in((args, kwargs))
         if getattr(function, "__name__", "") in READING and any(self.ledger.is_drawn(tensor) for tensor in given):
             draft = self.drafts.make(None, 0, function, recorded, None, kept=False)
-            if self._draws.decides(draft):
+            if self.ledger.follows_from_draws(draft):
                 return self._draws.decide(draft)
         versions = [tensor._version for tensor in given]
         probe = Draft(-1, None, 0, function, _EMPTY, set())
@@ -278,9 +273,13 @@ class StepRecorder:
         path = self.stack.path
         if path is None or not self.ledger.depends_on_batch_alone(draft):
             raise reads_what_it_computed(self.model, path, draft.function)
-        assert draft.function is not None
+        self.note_guard(draft, result)
+
+    def note_guard(self, read: Draft, result: Any, *, drawn: bool = False) -> None:
+        """Note that the program rests on what a function read; ``drawn`` where that follows from random numbers."""
+        assert read.function is not None
         found = what_was_read(result)
-        self.guards.append(Guard(draft.function, draft.arguments, frozenset(draft.reads), found))
+        self.guards.append(Guard(read.function, read.arguments, frozenset(read.reads), found, drawn))
 
     # What the dispatch mode sees -----------------------------------------------------------------------------------
 
@@ -309,7 +308,7 @@ class StepRecorder:
             else:
                 draft.reads_value = True
 
-    def _note_host_draws(self) -> None:
+    def note_host_draws(self) -> None:
         """Note draws from Python's or NumPy's generator since the last look: a unit's are its own, as are torch's.
 
         Raises CaptureError for draws between units: the result is a constant to the recording.
@@ -392,19 +391,18 @@ def record(
 
     ``begin`` is called with the recorder before each run of the body. Raises as `StepRecorder.record`.
     """
-    recorder = StepRecorder(
-        model, stage_of_call, device, moment=moment, units_run_again=units_run_again, places=places, readings=readings
-    )
+    made = partial(
+        StepRecorder, model, stage_of_call, device, moment=moment, units_run_again=units_run_again, places=places,
+        readings=readings,
+    )  # fmt: skip
+    recorder = made()
     begin(recorder)
     try:
         return recorder.record(body, inputs), recorder
     except (UnrecordableError, RuntimeError, NotImplementedError) as failed:
         # Values are needed, or an op has no fake counterpart; an error of the model's own comes again.
         require_room_for_values(model, failed)
-        recorder = StepRecorder(
-            model, stage_of_call, device, real=True, moment=moment, units_run_again=units_run_again, places=places,
-            readings=readings,
-        )  # fmt: skip
+        recorder = made(real=True)
         begin(recorder)
         return recorder.record(body, inputs), recorder
 

@@ -5,7 +5,7 @@ A program recorded for one batch holds for all others in which these values are 
 whether a mask has a zero, which layers are dropped at random. Where they differ, the step is recorded anew.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from shardwright.backends.torch.program.program import (
     Tree,
     Value,
     ValueRef,
+    steps_behind,
     tensors_in,
 )
 from shardwright.backends.torch.program.randomness import Moment, kept_generators
@@ -55,20 +56,10 @@ class _Retrace:
         """Whether these values are there already."""
         return all(value in self._env or self._values[value].input is not None for value in values)
 
-    def needed(self, values: Sequence[int]) -> list[int]:
-        """The steps that values follow from, in order."""
-        steps: set[int] = set()
-        pending = list(values)
-        while pending:
-            made = self._values[pending.pop()].step
-            if made is not None and made not in steps:
-                steps.add(made)
-                pending.extend(self._steps[made].reads)
-        return sorted(steps)
-
-    def run(self, steps: Sequence[int]) -> Iterator[bool]:
-        """Run these steps. After each, yields whether it made tensors of the shapes that the program has."""
-        for index in steps:
+    def run(self, wanted: Iterable[int]) -> Iterator[bool]:
+        """Run the steps that these values follow from, in order. After each, yields whether it made tensors of the
+        shapes that the program has."""
+        for index in sorted(steps_behind(self._values, self._steps, wanted)):
             step = self._steps[index]
             if step.random:
                 self._moment.draw_like(self._values, self._steps, step, self.device)
@@ -110,14 +101,13 @@ def holds(program: Program, inputs: Sequence[torch.Tensor], moment: Moment) -> b
     if not program.guards:
         return True
     retrace = _Retrace(program.values, program.steps, inputs, moment)
-    needed = retrace.needed([v for guard in program.guards for v in guard.reads])
 
     def agree(guards: Sequence[Guard]) -> bool:
         return all(_same(what_was_read(retrace.call(g.function, g.arguments)), g.found) for g in guards)
 
     pending = list(program.guards)
     with torch.no_grad():
-        for same in retrace.run(needed):
+        for same in retrace.run(v for guard in program.guards for v in guard.reads):
             ready = [g for g in pending if retrace.has(g.reads)]
             pending = [g for g in pending if not retrace.has(g.reads)]
             if not same or not agree(ready):
@@ -131,7 +121,7 @@ def decide(
     """The result of a function that reads a value, at a moment, while the program is being recorded."""
     retrace = _Retrace(values, drafts, inputs, moment)
     with torch.no_grad(), kept_generators(True, retrace.device):
-        for _ in retrace.run(retrace.needed(sorted(read.reads))):
+        for _ in retrace.run(read.reads):
             pass
         return retrace.call(read.function, read.arguments)
 

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from shardwright.backends.torch.capture.remembered_results import memory_of
 from shardwright.backends.torch.compat import FakeTensor
 from shardwright.backends.torch.program.draft_steps import Draft
 from shardwright.backends.torch.program.program import ConstantRef, Leaf, ObjectRef, ParameterRef, Value, ValueRef
@@ -162,11 +163,3 @@ def _is_of_values(draft: Draft) -> bool:
     """Whether a step is a function of values of the program and of constants alone."""
     held = any(isinstance(leaf, ObjectRef) for leaf in draft.arguments.leaves)
     return draft.path is None and not (draft.parameters or draft.buffers or held)
-
-
-def memory_of(tensor: torch.Tensor) -> int:
-    """A number that tensors in the same memory share."""
-    try:
-        return int(tensor.untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError):
-        return id(tensor)

@@ -6,7 +6,6 @@ rank of the axis makes, with the reason. Parameters are placed as the plan says 
 shards.
 """
 
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 from torch import nn
 
 from shardwright.backends.torch.capture.batch_dims import Sample
+from shardwright.backends.torch.capture.model_call import arguments_of
 from shardwright.backends.torch.compat import pytree
 from shardwright.backends.torch.machine.tensor_axis import Axis
 from shardwright.backends.torch.program.program import (
@@ -185,9 +185,9 @@ class Lowerer:
         args, kwargs = step.arguments.build(resolve)
         if step.object_outputs or step.renewals or step.written:
             raise NotReplayableError("it writes to objects or tensors that it is given")
-        sample = _sample(module, args, kwargs)
+        sample = arguments_of(module, args, kwargs)
         asked = tuple(i for i, value in enumerate(step.outputs) if value is not None)
-        with torch.autocast("cpu", dtype=step.autocast or torch.bfloat16, enabled=step.autocast is not None):
+        with autocast_of(step):
             traced = trace_part(module, sample, asked)
         of = {id(tensor): leaf for tensor, leaf in leaves}
         order = [of[id(leaf.tensor)] for leaf in Sample(sample, fixed=True).leaves]
@@ -245,25 +245,16 @@ class PartCall(nn.Module):
         return [self.find(t) for unit in replay.units for t in replay.parameters_of(unit)]
 
 
-def _sample(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The arguments as capture takes them: all by position, or all by name."""
-    if not args or not kwargs:
-        return kwargs or tuple(args)
-    signature = inspect.signature(module.forward)
-    bound = dict(signature.bind(*args, **kwargs).arguments)
-    for name, parameter in signature.parameters.items():
-        if parameter.kind is parameter.VAR_KEYWORD:
-            bound |= bound.pop(name, {})
-        elif parameter.kind in (parameter.VAR_POSITIONAL, parameter.POSITIONAL_ONLY) and name in bound:
-            raise NotReplayableError("it takes arguments that can only be given by position beside others by name")
-    return bound
-
-
 def _laid_out(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
     """A tensor in the memory order that the module gives it: ops after it may draw random numbers in that order."""
     if tensor.stride() == strides:
         return tensor.view_as(tensor)
     return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+def autocast_of(step: Step) -> torch.autocast:
+    """The autocast under which a recorded step ran, on the CPU, where it is traced."""
+    return torch.autocast("cpu", dtype=step.autocast or torch.bfloat16, enabled=step.autocast is not None)
 
 
 def placements(plan: Plan, first_name: Mapping[str, str]) -> dict[str, Placement]:

@@ -17,28 +17,24 @@ class _Convert(torch.autograd.Function):
     was."""
 
     @staticmethod
-    def forward(
-        ctx: Any, tensor: torch.Tensor, axis: Axis, value: Change, gradient: Change, unit: str, fresh: bool
-    ) -> torch.Tensor:
+    def forward(ctx: Any, tensor: torch.Tensor, axis: Axis, value: Change, gradient: Change, unit: str) -> torch.Tensor:
         ctx.axis, ctx.value, ctx.gradient, ctx.unit = axis, value, gradient, unit
-        made = axis.convert(tensor, value, (unit, "forward"), fresh=fresh)
+        made = axis.convert(tensor, value, (unit, "forward"))
         return made.view_as(made) if made is tensor else made
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         if torch.is_grad_enabled():
-            made = _Convert.apply(gradient, ctx.axis, ctx.gradient, ctx.value, ctx.unit, False)  # type: ignore[no-untyped-call]
+            made = _Convert.apply(gradient, ctx.axis, ctx.gradient, ctx.value, ctx.unit)  # type: ignore[no-untyped-call]
         else:
             made = ctx.axis.convert(gradient, ctx.gradient, (ctx.unit, "backward"))
-        return made, None, None, None, None, None
+        return made, None, None, None, None
 
 
-def convert(
-    tensor: torch.Tensor, axis: Axis, value: Change, gradient: Change | None, unit: str, fresh: bool = False
-) -> torch.Tensor:
+def convert(tensor: torch.Tensor, axis: Axis, value: Change, gradient: Change | None, unit: str) -> torch.Tensor:
     """The tensor in its new placement. ``gradient`` is the conversion of its gradient on the way back; None where no
     gradient flows."""
     if gradient is None or not (tensor.requires_grad and torch.is_grad_enabled()):
         return axis.convert(tensor.detach() if gradient is None else tensor, value, (unit, "forward"))
-    made: torch.Tensor = _Convert.apply(tensor, axis, value, gradient, unit, fresh)  # type: ignore[no-untyped-call]
+    made: torch.Tensor = _Convert.apply(tensor, axis, value, gradient, unit)  # type: ignore[no-untyped-call]
     return made

@@ -17,6 +17,13 @@ from shardwright.core.layout.placements import Partial, Replicate
 R = Replicate()
 
 
+def flat_product(left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """The product […, k] · [k, n] (+ [n]), as one over flattened leading dims."""
+    flat = left.reshape(-1, left.shape[-1])
+    made = flat @ right if bias is None else torch.addmm(bias, flat, right)
+    return made.view(*left.shape[:-1], right.shape[-1])
+
+
 class _Columns(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -30,11 +37,7 @@ class _Columns(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.is_in_out, ctx.axis, ctx.unit = is_in_out, axis, unit
-        if not is_in_out:
-            return F.linear(x, weight, bias)
-        flat = x.reshape(-1, x.shape[-1])
-        made = flat @ weight if bias is None else torch.addmm(bias, flat, weight)
-        return made.view(*x.shape[:-1], weight.shape[-1])
+        return (flat_product if is_in_out else F.linear)(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
@@ -67,11 +70,7 @@ def product(
         made: torch.Tensor = _Columns.apply(x, weight, bias, is_in_out, axis, unit)  # type: ignore[no-untyped-call]
         return made
     x = convert(x, axis, (R, R), (Partial("sum"), R), unit)
-    if not is_in_out:
-        return F.linear(x, weight, bias)
-    flat = x.reshape(-1, x.shape[-1])
-    columns = flat @ weight if bias is None else torch.addmm(bias, flat, weight)
-    return columns.view(*x.shape[:-1], weight.shape[-1])
+    return (flat_product if is_in_out else F.linear)(x, weight, bias)
 
 
 def _plain(x: torch.Tensor, weight: torch.Tensor) -> bool:

@@ -14,8 +14,8 @@ from shardwright.backends.torch.program.program import Context, Leaf, Program
 from shardwright.backends.torch.program.randomness import Streams
 from shardwright.backends.torch.program.stage_map import recomputed_calls
 from shardwright.backends.torch.state.parameter_shards import Shards
-from shardwright.backends.torch.tensor_parallel.by_module_calls import Lowerer, PartCall
-from shardwright.backends.torch.tensor_parallel.expanded_step import ModelCall, expand, find_call
+from shardwright.backends.torch.tensor_parallel.by_module_calls import Lowerer, PartCall, autocast_of
+from shardwright.backends.torch.tensor_parallel.expanded_step import expand, find_call
 from shardwright.backends.torch.tensor_parallel.hooks import refuse_hooks
 from shardwright.backends.torch.tensor_parallel.lowered_model import Held, Replay, lower_all
 from shardwright.backends.torch.tensor_parallel.trace import NotReplayableError, trace
@@ -99,7 +99,7 @@ class TensorParallel:
         refuse_hooks(self.model)
         call = find_call(program, inputs)
         sample = Sample(arguments_of(self.model, call.args, call.kwargs), growth=growth)
-        with _autocast(call):
+        with autocast_of(call.step):
             traced = trace(self.model, sample, asked=call.asked)
         leaves = [call.leaf_of(leaf.tensor) for leaf in sample.leaves]
         given: dict[int, Leaf] = dict(zip(traced.graph.inputs, leaves, strict=True))
@@ -183,8 +183,3 @@ class TensorParallel:
             "%d units run whole on every rank of the tensor axis, which saves nothing there: %s%s",
             len(self.whole_units), shown, f"; and {more} more (model.runtime.tensor.whole_units)" if more > 0 else "",
         )  # fmt: skip
-
-
-def _autocast(call: ModelCall) -> Any:
-    dtype = call.step.autocast
-    return torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None)

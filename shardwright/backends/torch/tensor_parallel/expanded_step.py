@@ -77,10 +77,7 @@ def find_call(program: Program, inputs: Sequence[torch.Tensor]) -> ModelCall:
         raise NotReplayableError("the model is given a parameter, or an object that it may write to")
 
     args, kwargs = step.arguments.build(resolve)
-    read = {v for other in program.steps if other is not step for v in other.reads}
-    read |= {loss.value for loss in program.losses}
-    read |= {loss.weight.value for loss in program.losses if isinstance(loss.weight, ValueRef)}
-    read |= {leaf.value for leaf in program.result.leaves if isinstance(leaf, ValueRef)}
+    read = program.given_away().union(*(other.reads for other in program.steps if other is not step))
     asked = tuple(i for i, v in enumerate(step.outputs) if v is not None and v in read)
     if not asked:
         raise NotReplayableError("the step uses nothing that the model returns")

@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from shardwright.backends.torch.program.early_checks import COMPUTING_LIBRARIES
+from shardwright.backends.torch.program.early_checks import watching_hooks
 from shardwright.backends.torch.tensor_parallel.trace import NotReplayableError
 from shardwright.core.errors import ShardwrightError
 
@@ -11,12 +11,8 @@ def hooked(module: nn.Module, path: str = "") -> str | None:
     """The first module with a hook that watches, and the hook; None where there is none. The ops of libraries' hooks
     are captured with those of the model."""
     for inner, found in module.named_modules(prefix=path):
-        kinds = (
-            found._forward_pre_hooks, found._forward_hooks, found._backward_pre_hooks, found._backward_hooks,
-        )  # fmt: skip
-        for hook in (hook for held in kinds for hook in held.values()):
-            if str(getattr(hook, "__module__", "")).split(".")[0] not in COMPUTING_LIBRARIES:
-                return f"{inner or 'the model'} has a hook ({getattr(hook, '__qualname__', type(hook).__name__)})"
+        for _, hook in watching_hooks(found):
+            return f"{inner or 'the model'} has a hook ({getattr(hook, '__qualname__', type(hook).__name__)})"
     return None
 
 

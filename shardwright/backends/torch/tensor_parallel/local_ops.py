@@ -20,11 +20,14 @@ RULES: dict[str, Rule] = {}
 R = Replicate()
 
 
-def rule(*names: str) -> Callable[[Rule], Rule]:
-    """Register a rule for aten ops by name."""
+def rule(*names: str, whole: Rule | None = None) -> Callable[[Rule], Rule]:
+    """Register a rule for aten ops by name; ``whole`` is that of calls that every rank makes on whole tensors."""
 
     def register(function: Rule) -> Rule:
-        RULES.update(dict.fromkeys(names, function))
+        def lowered(call: Call) -> bool:
+            return (whole if whole is not None and call.is_replicated else function)(call)
+
+        RULES.update(dict.fromkeys(names, lowered))
         return function
 
     return register
@@ -38,8 +41,7 @@ def lower(call: Call) -> bool:
     if found is not None:
         return found(call)
     if call.is_replicated:
-        as_recorded(call)
-        return True
+        return as_recorded(call)
     if len(call.pieces) != 1 or call.pieces[0][1].signature.need or call.site.draws:
         return False
     return _by_kind(call)
@@ -54,17 +56,17 @@ SIZED = frozenset({"as_strided", "unfold", "diagonal", "repeat", "tile", "pixel_
 def _by_kind(call: Call) -> bool:
     if call.pieces[0][0].kind not in AS_RECORDED or call.site.name in SIZED:
         return False
-    as_recorded(call)
-    return True
+    return as_recorded(call)
 
 
-def as_recorded(call: Call) -> None:
-    """Lower the call as it is, on the tensors that this rank holds."""
+def as_recorded(call: Call) -> bool:
+    """Lower the call as it is, on the tensors that this rank holds: a rule that always has a form."""
     if call.site.draws:
         call.lowering.seeded(call.site)
     args, kwargs = call.arguments(call.slots())
     result = call.lowering.source.call(call.site.function, *args, is_kept=call.site.draws, **kwargs)
     call.give_all(result)
+    return True
 
 
 def run_whole(call: Call) -> None:

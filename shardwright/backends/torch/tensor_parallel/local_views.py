@@ -11,10 +11,7 @@ from shardwright.backends.torch.tensor_parallel.unit_call import Call
 def reshape(call: Call) -> bool:
     op, layout = call.pieces[0]
     if call.lowering.dtype(op.inputs[0]) != call.lowering.dtype(op.outputs[0]):
-        if not call.is_replicated:
-            return False
-        as_recorded(call)
-        return True
+        return call.is_replicated and as_recorded(call)
     shape = call.lowering.local(op.outputs[0], layout.signature.outputs[0])
     (given,) = call.inputs(0)
     call.give(0, 0, call.lowering.source.call(torch.reshape, given, list(shape)))
@@ -45,8 +42,7 @@ def cut(call: Call) -> bool:
     dim = call.argument("dim", 0) % len(op.labels[0])
     place = call.split_of(0, 0)
     if place is None or place.dim != dim:
-        as_recorded(call)
-        return True
+        return as_recorded(call)
     step = call.argument("step", 1)
     if step != 1:
         result = call.lowering.source.call(torch.ops.aten.slice.Tensor, call.inputs(0)[0], dim, 0, None, step)
@@ -58,11 +54,7 @@ def cut(call: Call) -> bool:
     return True
 
 
-@rule("select", "unbind")
-def part(call: Call) -> bool:
-    """A selection along a dim. That dim is never split."""
-    as_recorded(call)
-    return True
+rule("select", "unbind")(as_recorded)  # the dim that they select along is never split
 
 
 @rule("cat", "concat", "concatenate")
@@ -84,11 +76,8 @@ def copy(call: Call) -> bool:
     return True
 
 
-@rule("repeat_interleave")
+@rule("repeat_interleave", whole=as_recorded)
 def repeat_interleave(call: Call) -> bool:
-    if call.is_replicated:
-        as_recorded(call)
-        return True
     if len(call.pieces[0][0].inputs) != 1:
         return False
     repeats, dim = call.argument("repeats"), call.argument("dim")
@@ -107,10 +96,7 @@ def filled(call: Call) -> bool:
     name = call.site.name
     value = FILLS.get(name, call.argument("fill_value", call.argument("value", call.argument("s"))))
     if not isinstance(value, (bool, int, float)):
-        if not call.is_replicated:
-            return False
-        as_recorded(call)
-        return True
+        return call.is_replicated and as_recorded(call)
     shape = call.lowering.local(op.outputs[0], layout.signature.outputs[0])
     made = call.lowering.source.call(
         torch.full, list(shape), value, dtype=call.lowering.dtype(op.outputs[0]), device=call.lowering.device
@@ -120,11 +106,8 @@ def filled(call: Call) -> bool:
 
 
 @rule("rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "bernoulli", "uniform", "normal",
-      "exponential", "random", "cauchy", "geometric", "log_normal")  # fmt: skip
+      "exponential", "random", "cauchy", "geometric", "log_normal", whole=as_recorded)  # fmt: skip
 def drawn(call: Call) -> bool:
-    if call.is_replicated:
-        as_recorded(call)
-        return True
     place = call.split_of(0, 0, output=True)
     if place is None or call.pieces[0][0].inputs or call.site.template.inputs:
         return False

@@ -38,7 +38,7 @@ def dropout(call: Call) -> bool:
 
 @rule("linear")
 def linear(call: Call) -> bool:
-    return _product(call, F.linear, lambda source, out, bias: source.call(torch.add, out, bias))
+    return _product(call, F.linear)
 
 
 @rule("addmm", "baddbmm", "addmv", "mm")
@@ -46,24 +46,13 @@ def product_and_sum(call: Call) -> bool:
     if call.argument("alpha", 1) != 1 or call.argument("beta", 1) != 1:
         if call.is_flat_product:
             raise NotReplayableError(f"{call.site.name} with factors over flattened dims")
-        if call.is_replicated:
-            as_recorded(call)
-            return True
-        return False
+        return call.is_replicated and as_recorded(call)
     if call.is_replicated and not call.is_flat_product:
-        as_recorded(call)
-        return True
-    return _product(call, _flat_product if call.is_flat_product else torch.matmul, None)
+        return as_recorded(call)
+    return _product(call, columns.flat_product if call.is_flat_product else torch.matmul)
 
 
-def _flat_product(left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """The product […, k] · [k, n] (+ [n]), as one over flattened leading dims."""
-    flat = left.reshape(-1, left.shape[-1])
-    made = flat @ right if bias is None else torch.addmm(bias, flat, right)
-    return made.view(*left.shape[:-1], right.shape[-1])
-
-
-def _product(call: Call, product: Callable[..., Any], add: Any) -> bool:
+def _product(call: Call, product: Callable[..., Any]) -> bool:
     """Lower a product and its bias; in one kernel when nothing is converted in between."""
     source = call.lowering.source
     if _columns(call, product):
@@ -73,7 +62,7 @@ def _product(call: Call, product: Callable[..., Any], add: Any) -> bool:
         call.give(0, 0, source.call(product, left, right))
         return True
     is_term = isinstance(call.pieces[0][1].signature.outputs[0], Partial)
-    in_one = product in (F.linear, _flat_product) and not call.converts_between and not is_term
+    in_one = product in (F.linear, columns.flat_product) and not call.converts_between and not is_term
     if in_one and not _read_elsewhere(call):
         bias = call.lowering.operand(call.pieces[1][0].inputs[1], call.pieces[1][1].inputs[1])
         call.give(1, 0, source.call(product, left, right, bias))
@@ -91,7 +80,7 @@ def _columns(call: Call, product: Callable[..., Any]) -> bool:
     lowering = call.lowering
     (value, weight), hop = op.inputs, layout.inputs[0]
     held = lowering.layout.parameters
-    if product not in (F.linear, _flat_product) or value in held or weight not in held:
+    if product not in (F.linear, columns.flat_product) or value in held or weight not in held:
         return False
     if hop.value != (R, R) or hop.gradient != (Partial("sum"), R) or not layout.inputs[1].is_idle:
         return False
@@ -103,7 +92,7 @@ def _columns(call: Call, product: Callable[..., Any]) -> bool:
             return False
         bias = lowering.operand(call.pieces[1][0].inputs[1], call.pieces[1][1].inputs[1])
     made = lowering.source.call(
-        columns.product, lowering.at[value], lowering.at[weight], bias, product is _flat_product, lowering.axis,
+        columns.product, lowering.at[value], lowering.at[weight], bias, product is columns.flat_product, lowering.axis,
         lowering.name,
     )  # fmt: skip
     call.give(len(call.pieces) - 1, 0, made)
@@ -116,11 +105,8 @@ def _read_elsewhere(call: Call) -> bool:
     return tensor in call.lowering.layout.leaves or tensor in call.lowering.layout.shared
 
 
-@rule("conv1d", "conv2d", "conv3d")
+@rule("conv1d", "conv2d", "conv3d", whole=as_recorded)
 def convolution(call: Call) -> bool:
-    if call.is_replicated:
-        as_recorded(call)
-        return True
     groups = call.argument("groups", 1)
     kernel = call.split_of(0, 1)
     if groups != 1 and kernel is not None:
@@ -137,10 +123,7 @@ def convolution(call: Call) -> bool:
     return True
 
 
-@rule("_grouped_mm")
-def grouped_product(call: Call) -> bool:
-    as_recorded(call)
-    return True
+rule("_grouped_mm")(as_recorded)
 
 
 @rule("scaled_dot_product_attention")
@@ -150,8 +133,7 @@ def attention(call: Call) -> bool:
     op = call.pieces[0][0]
     split = call.split_of(0, 0)
     if not probability or split is None or any(isinstance(p, Partial) for p in signature.inputs):
-        as_recorded(call)
-        return True
+        return as_recorded(call)
     slots = call.slots()
     mask = slots[3] if len(op.inputs) > 3 else None
     query, key = call.lowering.shape(op.inputs[0]), call.lowering.shape(op.inputs[1])
@@ -172,8 +154,7 @@ def attention(call: Call) -> bool:
 def softmax(call: Call) -> bool:
     layout = call.pieces[0][1]
     if layout.signature.need != "combine":
-        as_recorded(call)
-        return True
+        return as_recorded(call)
     source, lowering = call.lowering.source, call.lowering
     op = call.pieces[0][0]
     (given,) = call.inputs(0)
@@ -186,18 +167,14 @@ def softmax(call: Call) -> bool:
     return True
 
 
-@rule("layer_norm", "rms_norm", "native_layer_norm")
+@rule("layer_norm", "rms_norm", "native_layer_norm", whole=as_recorded)
 def normalization(call: Call) -> bool:
-    if call.is_replicated:
-        as_recorded(call)
-        return True
     if call.site.name == "native_layer_norm":
         return False
     layout = call.pieces[0][1]
     splits_statistic = layout.signature.need == "combine"
     if not splits_statistic and not call.converts_between and len(call.site.ops) == len(call.pieces):
-        as_recorded(call)
-        return True
+        return as_recorded(call)
     source, lowering = call.lowering.source, call.lowering
     op = call.pieces[0][0]
     rank = len(op.labels[0])
@@ -222,25 +199,20 @@ def normalization(call: Call) -> bool:
     return True
 
 
-@rule("batch_norm")
+@rule("batch_norm", whole=as_recorded)
 def batch_norm(call: Call) -> bool:
     """Batch norm. Where the channels are split, each rank norms its own: the statistics are taken over all other
     dims."""
-    if call.is_replicated:
-        as_recorded(call)
-        return True
     layout = call.pieces[0][1]
     place = call.split_of(0, 0)
     if layout.signature.need or call.converts_between or len(call.site.ops) != len(call.pieces):
         return False
     if len(call.pieces) == 1 and call.pieces[0][0].kind == "elementwise":  # by the running statistics
-        as_recorded(call)
-        return True
+        return as_recorded(call)
     if place is None or place.dim != 1:
         return False
     if call.argument("running_mean") is None or not call.argument("training"):
-        as_recorded(call)
-        return True
+        return as_recorded(call)
     slots = call.slots()
     args, _ = call.arguments(slots)
     given, weight, bias, mean, variance, _training, momentum, eps, _cudnn = args
@@ -255,8 +227,7 @@ def batch_norm(call: Call) -> bool:
 def embedding(call: Call) -> bool:
     layout = call.pieces[0][1]
     if layout.signature.need != "offset":
-        as_recorded(call)
-        return True
+        return as_recorded(call)
     weight, index = call.inputs(0)
     padding = call.argument("padding_idx", -1)
     by_frequency = bool(call.argument("scale_grad_by_freq", False))
@@ -269,8 +240,7 @@ def embedding(call: Call) -> bool:
 def take(call: Call) -> bool:
     op, layout = call.pieces[0]
     if layout.signature.need != "offset":
-        as_recorded(call)
-        return True
+        return as_recorded(call)
     given, index = call.inputs(0)
     dim = call.argument("dim") % len(op.labels[0])
     function = lookups.select if call.site.name == "index_select" else lookups.take_along
@@ -278,13 +248,10 @@ def take(call: Call) -> bool:
     return True
 
 
-@rule("nll_loss_forward", "nll_loss2d_forward")
+@rule("nll_loss_forward", "nll_loss2d_forward", whole=as_recorded)
 def negative_log_likelihood(call: Call) -> bool:
     """The negative log-likelihood: the log-probabilities of the targets, each from the rank that holds its class; then
     their mean or sum."""
-    if call.is_replicated:
-        as_recorded(call)
-        return True
     needs = [layout.signature.need for _, layout in call.pieces]
     if call.argument("weight") is not None or any(needs[1:]) or needs[0] not in ("offset", ""):
         return False

@@ -4,8 +4,7 @@ One run makes both, so calls and ops are aligned one to one. Calls are kept in f
 place is a new value. Sizes among the arguments are linear in the batch, like those of tensors.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +18,7 @@ from shardwright.backends.torch.capture.model import _NeedsValuesError, _Run, _S
 from shardwright.backends.torch.capture.op_schemas import Func
 from shardwright.backends.torch.capture.ops import Ref, Template
 from shardwright.backends.torch.capture.recorder import Recorder, View
+from shardwright.backends.torch.capture.replaced import replaced
 from shardwright.backends.torch.capture.unflatten import unflatten_products, without_unused
 from shardwright.backends.torch.compat import FakeTensor
 from shardwright.backends.torch.program.program import Context, tensors_in
@@ -234,11 +234,20 @@ class TracingRecorder(Recorder):
 
 class _TracingSession(_Session):
     make_recorder = TracingRecorder
-    recorders: "list[TracingRecorder]"
+    asked: tuple[int, ...] | None = None
+    returned = 0
+    _host_state: tuple[Any, ...] = ()
+
+    def runs(self) -> tuple[_Run, _Run]:
+        """Both runs on fake tensors. Raises NotReplayableError where an op needs values."""
+        try:
+            return self.run_fake()
+        except _NeedsValuesError as needs:
+            raise NotReplayableError(f"{needs}: what it makes depends on values") from needs
 
     def _run(self, *args: Any) -> _Run:
         self._host_state = host_state()
-        with _no_custom_gradients():
+        with replaced(torch.autograd.Function, "apply", _refuse_gradient):
             found = super()._run(*args)
         assert isinstance(found.recorder, TracingRecorder)
         found.recorder.note_written()
@@ -255,12 +264,8 @@ class _TracingSession(_Session):
             return found if loss is None else [loss]
         return [found[i] for i in asked]
 
-    asked: tuple[int, ...] | None = None
-    returned = 0
-    _host_state: tuple[Any, ...] = ()
 
-
-def trace(model: nn.Module, sample: Any, *, asked: tuple[int, ...] | None = None, batch_dims: Any = None) -> Traced:
+def trace(model: nn.Module, sample: Any, *, asked: tuple[int, ...] | None = None) -> Traced:
     """Capture a model and keep its calls.
 
     Args:
@@ -271,13 +276,9 @@ def trace(model: nn.Module, sample: Any, *, asked: tuple[int, ...] | None = None
         CaptureError: as `capture` does.
         NotReplayableError: the model's ops depend on values, or have gradients of their own.
     """
-    batched = sample if isinstance(sample, Sample) else Sample(sample, batch_dims)
-    session = _TracingSession(model, batched, None, False)
+    session = _TracingSession(model, sample if isinstance(sample, Sample) else Sample(sample), None, False)
     session.asked = asked
-    try:
-        small, large = session.run_fake()
-    except _NeedsValuesError as needs:
-        raise NotReplayableError(f"{needs}: what it makes depends on values") from needs
+    small, large = session.runs()
     if small.recorder.met_chance:
         raise NotReplayableError("random numbers decide which modules of the model are called")
     graph = session.graph(small, large, CAPABILITIES)
@@ -287,13 +288,10 @@ def trace(model: nn.Module, sample: Any, *, asked: tuple[int, ...] | None = None
 class _PartSession(_TracingSession):
     """The session of a part of a model, on tensors as they are inside it."""
 
-    def _fake_leaf(self, size: int) -> Callable[[Leaf], torch.Tensor]:
-        def make(leaf: Leaf) -> torch.Tensor:
-            given = leaf.tensor
-            made = torch.empty_strided(given.shape, given.stride(), dtype=given.dtype, device="cpu")
-            return made.requires_grad_(given.requires_grad)
-
-        return make
+    def _fake_leaf(self, leaf: Leaf, size: int) -> torch.Tensor:
+        given = leaf.tensor
+        made = torch.empty_strided(given.shape, given.stride(), dtype=given.dtype, device="cpu")
+        return made.requires_grad_(given.requires_grad)
 
 
 def trace_part(module: nn.Module, sample: Any, asked: tuple[int, ...]) -> Traced:
@@ -301,10 +299,7 @@ def trace_part(module: nn.Module, sample: Any, asked: tuple[int, ...]) -> Traced
     tensors of the sample that require them."""
     session = _PartSession(module, Sample(sample, fixed=True), None, False)
     session.asked = asked
-    try:
-        small, large = session.run_fake()
-    except _NeedsValuesError as needs:
-        raise NotReplayableError(f"{needs}: what it makes depends on values") from needs
+    small, large = session.runs()
     traced = _traced(session.graph(small, large, CAPABILITIES), small, large, session)
     tensors = list(traced.graph.tensors)
     for number, leaf in zip(traced.graph.inputs, session.sample.leaves, strict=True):
@@ -435,16 +430,7 @@ def _without_out(func: Any) -> Any:
     raise NotReplayableError(f"{func._schema.name} writes into a tensor that it is given by out=")
 
 
-@contextmanager
-def _no_custom_gradients() -> Iterator[None]:
-    """Refuse functions with a gradient of their own: running the ops of their forward again would lose it."""
-    original: Callable[..., Any] = torch.autograd.Function.__dict__["apply"].__func__
-
-    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        raise NotReplayableError(f"{cls.__name__} has a gradient of its own (torch.autograd.Function)")
-
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
-    try:
-        yield
-    finally:
-        torch.autograd.Function.apply = classmethod(original)  # type: ignore[assignment, method-assign]
+@classmethod  # type: ignore[misc]
+def _refuse_gradient(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    """Refuse a function with a gradient of its own: running the ops of its forward again would lose it."""
+    raise NotReplayableError(f"{cls.__name__} has a gradient of its own (torch.autograd.Function)")

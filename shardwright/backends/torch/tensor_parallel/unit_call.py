@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from shardwright.backends.torch.capture.op_schemas import by_name
 from shardwright.backends.torch.machine.tensor_axis import Axis
 from shardwright.backends.torch.machine.tensor_shards import local_shape
 from shardwright.backends.torch.program.program import Context
@@ -52,10 +53,10 @@ class Lowering:
         found: torch.dtype = getattr(torch, self.traced.graph.tensors[tensor].dtype)
         return found
 
-    def resolved(self, value: Any, slots: Mapping[int, Var]) -> Any:
-        """Arguments with values in place of slots, sizes at this batch, this run's device."""
+    def resolved(self, value: Any, slots: Mapping[int, Var] | None = None) -> Any:
+        """Arguments with sizes at this batch, this run's device and, where they are given, values in place of slots."""
         if isinstance(value, Slot):
-            return slots[value.index]
+            return value if slots is None else slots[value.index]
         if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
             return [self.resolved(v, slots) for v in value]
         if isinstance(value, torch.device):
@@ -70,10 +71,10 @@ class Lowering:
 
     # -- values ---------------------------------------------------------------------------------------------------
 
-    def hop(self, var: Var, hop: Hop, *, fresh: bool = False) -> Var:
+    def hop(self, var: Var, hop: Hop) -> Var:
         if hop.is_idle:
             return var
-        return self.source.call(convert, var, self.axis, hop.value, hop.gradient, self.name, fresh)
+        return self.source.call(convert, var, self.axis, hop.value, hop.gradient, self.name)
 
     def operand(self, tensor: int, hop: Hop) -> Var:
         """An input of an op, in the placement that the op wants."""
@@ -177,14 +178,14 @@ class Call:
                     continue
                 var = self.lowering.operand(tensor, layout.inputs[position])
                 if whole:
-                    var = self.lowering.hop(var, self._to_whole(tensor, layout, position))
+                    var = self.lowering.hop(var, self._to_whole(layout, position))
                 found[slot] = self.detached(slot, var)
         for slot in range(self.site.template.inputs):
             if slot not in found:
                 found[slot] = self._unlabelled(slot)
         return found
 
-    def _to_whole(self, tensor: int, layout: OpLayout, position: int) -> Hop:
+    def _to_whole(self, layout: OpLayout, position: int) -> Hop:
         given = layout.signature.inputs[position]
         hop = layout.inputs[position]
         return Hop((given, R), None if hop.gradient is None else (R, hop.gradient[0]))
@@ -234,21 +235,8 @@ class Call:
 
     def argument(self, name: str, default: Any = None) -> Any:
         """An argument by the schema's name, with sizes at this batch; tensors are left as slots."""
-        for given, argument in zip(self.site.arguments, self.site.function._schema.arguments, strict=False):
-            if argument.name == name:
-                return self._plain(given)
-        for key, value in self.site.keywords:
-            if key == name:
-                return self._plain(value)
-        for argument in self.site.function._schema.arguments:
-            if argument.name == name and argument.has_default_value():
-                return argument.default_value
-        return default
-
-    def _plain(self, value: Any) -> Any:
-        if isinstance(value, tuple):
-            return [self._plain(v) for v in value]
-        return value.at(self.lowering.batch) if hasattr(value, "per_sample") else value
+        given = by_name(self.site.function._schema, self.site.arguments, dict(self.site.keywords))
+        return self.lowering.resolved(given[name]) if name in given else default
 
     def split_of(self, which: int, position: int, *, output: bool = False) -> Split | None:
         signature = self.pieces[which][1].signature

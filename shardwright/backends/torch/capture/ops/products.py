@@ -1,20 +1,22 @@
 """Matrix products, einsums, convolutions and attention."""
 
-from collections.abc import Callable
-from typing import Any
-
-import torch
-
 from shardwright.backends.torch.capture.ops.template import OpCall, Ref, rule, shapes
-from shardwright.backends.torch.compat import FakeTensor
 from shardwright.core.cost.saved_activations import WITH_DROPOUT
 from shardwright.core.rules import op_rules as labels
 from shardwright.core.rules.op_rules import Labelled
 
 
-def _add_bias(call: OpCall, product: Ref, bias: Ref, labelled: Labelled | None = None, suffix: str = "/bias") -> None:
-    aligned = labelled or labels.elementwise([product.shape, bias.shape], [call.out.shape])
-    call.add("elementwise", [product, bias], [call.out], aligned, suffix)
+def _multiply(
+    call: OpCall, left: Ref, right: Ref, labelled: Labelled, bias: Ref | None, of_bias: Labelled | None = None
+) -> None:
+    """A product, and the bias that is added to it, if there is one; by default its dims are the product's last."""
+    if bias is None:
+        call.add("contraction", [left, right], [call.out], labelled)
+        return
+    between = call.between(call.out.shape, call.out.dtype)
+    call.add("contraction", [left, right], [between], labelled)
+    aligned = of_bias or labels.elementwise([between.shape, bias.shape], [call.out.shape])
+    call.add("elementwise", [between, bias], [call.out], aligned, "/bias")
 
 
 @rule("contraction", "mm", "bmm", "matmul", "mv", "dot", "vdot", "inner")
@@ -28,13 +30,8 @@ def product(call: OpCall) -> None:
 @rule("contraction", "addmm", "baddbmm", "addmv")
 def product_and_sum(call: OpCall) -> None:
     bias, left, right = call.inputs[:3]
-    labelled = labels.matmul(left.shape, right.shape)
-    if call.get("beta", 1) == 0:
-        call.add("contraction", [left, right], [call.out], labelled)
-        return
-    between = call.between(call.out.shape, call.out.dtype)
-    call.add("contraction", [left, right], [between], labelled)
-    _add_bias(call, between, bias)
+    added = None if call.get("beta", 1) == 0 else bias
+    _multiply(call, left, right, labels.matmul(left.shape, right.shape), added)
 
 
 @rule("contraction", "linear")
@@ -54,12 +51,7 @@ def linear_parts(call: OpCall, source: Ref, weight: Ref, bias: Ref | None) -> No
             lead if one_output else (*lead, column),
         )
     )
-    if bias is None:
-        call.add("contraction", [source, weight], [call.out], labelled)
-        return
-    between = call.between(call.out.shape, call.out.dtype)
-    call.add("contraction", [source, weight], [between], labelled)
-    _add_bias(call, between, bias)
+    _multiply(call, source, weight, labelled, bias)
 
 
 @rule("contraction", "einsum")
@@ -115,15 +107,9 @@ def _convolve(call: OpCall, *, transposed: bool) -> None:
     if unbatched:
         first, second, third = labelled.labels
         labelled = Labelled((first[1:], second, third[1:]), labelled.special)
-    if bias is None:
-        call.add("contraction", [source, kernel], [call.out], labelled)
-        return
-    between = call.between(call.out.shape, call.out.dtype)
-    call.add("contraction", [source, kernel], [between], labelled)
-    rank = len(call.out.shape)
     channel = 0 if unbatched else 1
-    all_dims = tuple(range(rank))
-    _add_bias(call, between, bias, Labelled((all_dims, (channel,), all_dims)))
+    all_dims = tuple(range(len(call.out.shape)))
+    _multiply(call, source, kernel, labelled, bias, Labelled((all_dims, (channel,), all_dims)))
 
 
 @rule("attention", "scaled_dot_product_attention")
@@ -158,16 +144,3 @@ def grouped_product(call: OpCall) -> None:
         call.add("opaque", call.inputs, call.outputs, labels.opaque(shapes(call.inputs), shapes(call.outputs)))
         return
     call.add("contraction", [left, right], [call.out], Labelled(((0, 1), (-1, 1, 2), (0, 2)), ((0, "whole"),)))
-
-
-def _grouped_mm(func: Any, left: torch.Tensor, right: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """A grouped product whose result on fake tensors is made here: torch's kernel for them refuses every dtype but
-    bfloat16 on the CPU, and the shape is known without it."""
-    if isinstance(left, FakeTensor) and left.dim() == 2 and right.dim() == 3:
-        return left.new_empty((left.shape[0], right.shape[2]))
-    result: torch.Tensor = func(left, right, *args, **kwargs)
-    return result
-
-
-WITHOUT_KERNEL: dict[str, Callable[..., torch.Tensor]] = {"aten._grouped_mm": _grouped_mm}
-"""Ops whose kernel for fake tensors is narrower than the real one, and the functions that make their results."""
