@@ -6,7 +6,7 @@ sign that its parameters are needed again, and they are freed when the gradients
 given are there.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -74,11 +74,11 @@ class Residency:
         for group in ahead:
             group.begin_gather()
 
-    def leave(self, groups: Sequence[FlatGroup], ahead: Sequence[FlatGroup] = ()) -> None:
-        """Free the parameters of a call that is over, but for those that the next one needs too."""
+    def leave(self, groups: Sequence[FlatGroup], kept: Collection[FlatGroup] = ()) -> None:
+        """Free the parameters of a call that is over, but for those that others need soon."""
         for group in groups:
             self._users[group] -= 1
-            if self.frees and not self._users[group] and group not in ahead:
+            if self.frees and not self._users[group] and group not in kept:
                 group.free()
 
     def record(self, call: Call, given: Sequence[Any], made: Sequence[torch.Tensor]) -> None:

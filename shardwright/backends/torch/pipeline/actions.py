@@ -4,6 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -44,6 +45,8 @@ class _Task:
     """The message that brings the input over each of ``edges``; None where that is on this rank."""
     depart: Depart
     text: str
+    is_followed_by_backward: bool = False
+    """Whether it is a forward, and the next action is its backward."""
     ahead: tuple[Message, ...] = ()
     """The receives to post before it runs."""
 
@@ -93,6 +96,9 @@ class Pipeline:
             self._task(a, replays[id(self.divisions[microbatch_of(a)]), a.stage], (a.stage, microbatch_of(a)) in split)
             for a in self.actions
         ]
+        for task, following in pairwise(self._tasks):
+            turns = task.action.kind is Kind.FORWARD and following.action.kind is not Kind.FORWARD
+            task.is_followed_by_backward = turns and task.key == following.key
         self._replays = [replays[key] for key in sorted(replays, key=lambda key: key[1])]
         self._closes, self._adds = self._last_uses(), self._uses()
         self.numbers: Sequence[Sequence[Any]] = ((),) * len(self.divisions)
@@ -199,7 +205,14 @@ class Pipeline:
         if kind is Kind.FORWARD:
             with deferrable() if grad and task.is_split else _NOTHING:
                 kept = replay.forward(
-                    task.microbatch, inputs, arrived, task.depart, out, grad, self.numbers[task.microbatch]
+                    task.microbatch,
+                    inputs,
+                    arrived,
+                    task.depart,
+                    out,
+                    grad,
+                    self.numbers[task.microbatch],
+                    task.is_followed_by_backward,
                 )
             if grad and self.trains:
                 self._kept[task.key] = kept

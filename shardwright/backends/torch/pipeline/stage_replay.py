@@ -7,7 +7,6 @@ there is then little Python left, which shows where actions take a millisecond.
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any, cast
 
 import torch
@@ -32,7 +31,7 @@ from shardwright.backends.torch.program.program import (
 )
 from shardwright.backends.torch.program.randomness import Streams
 from shardwright.backends.torch.program.stages import Division, Edge
-from shardwright.backends.torch.state.flat_shards import FlatGroup
+from shardwright.backends.torch.state.flat_shards import FlatGroup, FlatShards
 from shardwright.core.errors import CaptureError
 
 Depart = Callable[[Edge, list[torch.Tensor]], None]
@@ -85,6 +84,7 @@ class _Env:
     program is given."""
 
     numbers: Sequence[Any] = ()
+    is_followed_by_backward: bool = False
     values: dict[int, torch.Tensor] = field(default_factory=dict)
     objects: dict[int, Any] = field(default_factory=dict)
     call: Call | None = None
@@ -102,8 +102,7 @@ class Replay:
             (_Call(self, step), step, release) for step, release in zip(self.part.steps, self.part.release, strict=True)
         ]
         self.calls = [call for call, _, _ in self._calls]
-        for call, following in pairwise(self.calls):
-            call.following = following
+        self._laid_out_for: FlatShards | None = None
         self._copied_when_sent = {v for edge in self.part.sends for v in edge.values} & self.part.copied
         self._received = [
             (edge, value, self.program.values[value].strides, value in edge.gradients, value in self.part.copied)
@@ -123,6 +122,7 @@ class Replay:
         out: StepValues,
         grad: bool,
         numbers: Sequence[Any] = (),
+        is_followed_by_backward: bool = False,
     ) -> Kept:
         """One forward action; gradients are enabled as ``grad`` says.
 
@@ -130,9 +130,11 @@ class Replay:
             inputs: the input tensors of the microbatch.
             arrived: the tensors that came in over each edge that the stage receives.
             numbers: the Python values that the program is given.
+            is_followed_by_backward: whether the next action of the rank is the backward of this one.
         """
         program, part = self.program, self.part
-        env, kept = _Env(numbers), Kept()
+        env, kept = _Env(numbers, is_followed_by_backward=is_followed_by_backward), Kept()
+        self._lay_out()
         values = env.values
         given = iter([tensor for tensors in arrived for tensor in tensors])
         for (edge, value, strides, has_gradient, is_copied), came in zip(self._received, given, strict=True):
@@ -178,6 +180,19 @@ class Replay:
             tensor = self.resolve(program.result.leaves[leaf], env)
             out.results.setdefault(leaf, {})[mb] = tensor.detach()
         return kept
+
+    def _lay_out(self) -> None:
+        """Find the sharded parameters of every call, once they are sharded."""
+        residency = self.means.residency
+        if residency.flat is self._laid_out_for:
+            return
+        self._laid_out_for = residency.flat
+        ahead: tuple[FlatGroup, ...] = ()
+        later: frozenset[FlatGroup] = frozenset()
+        for call in reversed(self.calls):
+            call.groups = residency.groups_of(call.parameters)
+            call.ahead, call.kept = ahead, later
+            ahead, later = call.groups or ahead, later | frozenset(call.groups)
 
     def backward(
         self, kept: Kept, arrived: Sequence[list[torch.Tensor]], depart: Depart, loss_scales: Sequence[float | None],
@@ -283,7 +298,12 @@ class _Call:
         self._flat = _flat_form(step.arguments.spec)
         self._in_mode = step.autocast is not None or not step.grad_enabled
         self.parameters = self._parameters()
-        self.following: _Call | None = None
+        self.groups: tuple[FlatGroup, ...] = ()
+        """The groups of sharded parameters that the call uses."""
+        self.ahead: tuple[FlatGroup, ...] = ()
+        """Those of the next call that uses any."""
+        self.kept: frozenset[FlatGroup] = frozenset()
+        """Those that later calls use."""
 
     def run(self, env: _Env) -> Sequence[int]:
         """Run the step and store its results; returns the numbers of the values made."""
@@ -299,12 +319,12 @@ class _Call:
             count, names = self._flat
             args, kwargs = given[:count], dict(zip(names, given[count:], strict=True)) if names else {}
         residency = self.replay.means.residency
-        groups, ahead = residency.groups_of(self.parameters), self._ahead(residency)
+        groups = self.groups
         if env.views:
             seen = [group for _, value in self._values for group in env.views.get(value, ())]
             groups = tuple(dict.fromkeys((*groups, *seen)))
         if groups:
-            residency.enter(groups, ahead)
+            residency.enter(groups, self.ahead)
         with self._mode() if self._in_mode else _NOTHING:
             if self.recomputed and self.step.grad_enabled and torch.is_grad_enabled():
                 result = self.replay.means.recompute.run(self.step, tuple(args), kwargs)
@@ -327,7 +347,8 @@ class _Call:
             trained = {n for group in groups if group.trains for n in group.names if n in self.parameters}
             env.call = Call(groups, trained, env.call)
             residency.record(env.call, tensors_in(given), [values[value] for value in made])
-        residency.leave(groups, ahead)
+        # Where the backward comes next, it begins with what the last call used.
+        residency.leave(groups, groups if env.is_followed_by_backward and not self.ahead else self.kept)
         return made
 
     def _parameters(self) -> tuple[str, ...]:
@@ -343,9 +364,6 @@ class _Call:
                 path, _, last = leaf.name.rpartition(".")
                 found.append(getattr(means.modules[path], last))
         return tuple(dict.fromkeys(name for t in found if (name := means.residency.name_of(t)) is not None))
-
-    def _ahead(self, residency: Residency) -> tuple[FlatGroup, ...]:
-        return () if self.following is None else residency.groups_of(self.following.parameters)
 
     def _mode(self) -> AbstractContextManager[Any]:
         modes = ExitStack()
