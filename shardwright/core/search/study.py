@@ -5,8 +5,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shardwright.core.cluster.cluster import Cluster, NodeGroup
+from shardwright.core.cluster.cluster import Cluster
 from shardwright.core.cluster.hardware import Link
+from shardwright.core.cluster.node_group import NodeGroup
 from shardwright.core.errors import PlanError
 from shardwright.core.model.graph import Graph
 from shardwright.core.plan.decision import summarize

@@ -2,7 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
+
+from annotated_types import Ge, Gt, Le, MinLen
 
 from shardwright.core.cluster.hardware import check
 from shardwright.core.cluster.hardware.frozen_mapping import Table
@@ -20,10 +22,10 @@ class MeasuredProduct:
     """The rate at which one product of m × k by k × n ran. Raises ClusterError for sizes or a rate that cannot be."""
 
     precision: str
-    m: int
-    n: int
-    k: int
-    flops_per_s: float
+    m: Annotated[int, Ge(1)]
+    n: Annotated[int, Ge(1)]
+    k: Annotated[int, Ge(1)]
+    flops_per_s: Annotated[float, Gt(0)]
 
     def __post_init__(self) -> None:
         owner = f"product {self.m} × {self.k} by {self.k} × {self.n}"
@@ -55,18 +57,18 @@ class MeasuredUnit:
     Raises ClusterError for a count or a time that cannot be.
     """
 
-    model: str
-    unit_class: int
+    model: Annotated[str, MinLen(1)]
+    unit_class: Annotated[int, Ge(0)]
     precision: str
-    microbatch: int
-    forward_s: float
-    backward_s: float
-    tensor_degree: int = 1
+    microbatch: Annotated[int, Ge(1)]
+    forward_s: Annotated[float, Ge(0)]
+    backward_s: Annotated[float, Ge(0)]
+    tensor_degree: Annotated[int, Ge(1)] = 1
     layouts: str = ""
-    step_s: float = 0.0
-    update_share: float = 1.0
+    step_s: Annotated[float, Ge(0)] = 0.0
+    update_share: Annotated[float, Gt(0), Le(1)] = 1.0
     in_stages: bool = False
-    idle_lent: float = 0.0
+    idle_lent: Annotated[float, Ge(0), Le(1)] = 0.0
 
     def __post_init__(self) -> None:
         owner = f"unit class {self.unit_class} of model {self.model}"

@@ -109,10 +109,7 @@ class Measurements:
                 "efficiency": constant(1.0, "the bandwidth is that reached"),
             }
         document["links"] = {"intra_node": link, "inter_node": "ethernet-100g" if self.ranks == 1 else link}
-        document["products"] = [
-            {"precision": p.precision, "m": p.m, "n": p.n, "k": p.k, "flops_per_s": p.flops_per_s}
-            for p in self.products
-        ]
+        document["products"] = [asdict(product) for product in self.products]
         if self.units:
             document["units"] = [asdict(unit) for unit in self.units]
         return document
