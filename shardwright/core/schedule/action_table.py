@@ -2,11 +2,12 @@
 
 import hashlib
 from collections import Counter
-from dataclasses import dataclass, field
-from typing import TypeVar
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
+from typing import Self, TypeVar
 
 from shardwright.core.errors import ScheduleError
-from shardwright.core.schedule.actions import Action
+from shardwright.core.schedule.actions import Action, Kind
 from shardwright.core.schedule.family import Table, positive_integer
 from shardwright.core.schedule.legality import require_complete
 
@@ -97,6 +98,15 @@ class ActionTable:
     def splits_backward(self) -> bool:
         """Whether any backward is split into input gradient and weight gradient."""
         return any(part.kind in ("I", "W") for order in self.table for action in order for part in action.flat)
+
+    def has(self, kinds: Collection[Kind]) -> bool:
+        """Whether any action is of one of these kinds."""
+        return any(action.kind in kinds for order in self.table for action in order)
+
+    def without(self, kinds: Collection[Kind]) -> Self:
+        """The schedule without the actions of these kinds."""
+        table = tuple(tuple(action for action in order if action.kind not in kinds) for order in self.table)
+        return replace(self, table=table)
 
     @property
     def digest(self) -> str:

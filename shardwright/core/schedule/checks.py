@@ -103,7 +103,7 @@ def check_ends(schedule: Schedule, *, blocking: bool = False) -> None:
     Raises:
         ScheduleError: the ranks wait for one another, or for what never comes.
     """
-    if blocking and schedule.ranks > 1 and not has_transfers(schedule):
+    if blocking and schedule.ranks > 1 and not schedule.has(TRANSFER):
         schedule = insert_transfers(schedule, blocking=True)
     engine = Engine(schedule, StageCosts.uniform(schedule.stages), "blocking" if blocking else "asynchronous")
     if stuck := engine.run():
@@ -126,8 +126,3 @@ def check_memory(schedule: Schedule, memory_limit_bytes: int | Sequence[int], co
                 action = order[position]
                 problem = f"rank {rank} holds {held} bytes of activations during {action}: its limit is {limits[rank]}"
                 raise ScheduleError(report(schedule.name, schedule.table, problem, rank, position))
-
-
-def has_transfers(schedule: Schedule) -> bool:
-    """Whether sends and receives are part of the schedule."""
-    return any(action.kind in TRANSFER for order in schedule.table for action in order)

@@ -82,7 +82,7 @@ class Engine:
 
     def __init__(self, schedule: ActionTable, costs: StageCosts, transfers: Mode) -> None:
         self.schedule, self.costs = schedule, costs
-        self.explicit = any(action.kind in TRANSFER for order in schedule.table for action in order)
+        self.explicit = schedule.has(TRANSFER)
         self.blocking = transfers == "blocking"
         if self.blocking and not self.explicit and schedule.ranks > 1:
             raise ScheduleError("blocking transfers need sends and receives in the schedule: use insert_transfers")

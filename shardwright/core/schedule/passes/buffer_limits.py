@@ -21,7 +21,7 @@ def bound_buffers(schedule: TableT, credits: int) -> TableT:
     Raises:
         ScheduleError: with so few buffers the schedule would not end; says how many it needs.
     """
-    if any(action.kind in TRANSFER for order in schedule.table for action in order):
+    if schedule.has(TRANSFER):
         raise ScheduleError(
             f"{schedule.name} has sends and receives already: bound its buffers before they are inserted"
         )
