@@ -4,7 +4,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
-from typing import Self, TypeVar
+from typing import TypeVar
 
 from shardwright.core.errors import ScheduleError
 from shardwright.core.schedule.actions import Action, Kind
@@ -99,15 +99,6 @@ class ActionTable:
         """Whether any backward is split into input gradient and weight gradient."""
         return any(part.kind in ("I", "W") for order in self.table for action in order for part in action.flat)
 
-    def has(self, kinds: Collection[Kind]) -> bool:
-        """Whether any action is of one of these kinds."""
-        return any(action.kind in kinds for order in self.table for action in order)
-
-    def without(self, kinds: Collection[Kind]) -> Self:
-        """The schedule without the actions of these kinds."""
-        table = tuple(tuple(action for action in order if action.kind not in kinds) for order in self.table)
-        return replace(self, table=table)
-
     @property
     def digest(self) -> str:
         """A SHA-256 of placement, credits and table: two schedules with the same digest do the same."""
@@ -119,3 +110,14 @@ class ActionTable:
 
 TableT = TypeVar("TableT", bound=ActionTable)
 """The type of a schedule that a pass is given and gives back."""
+
+
+def has_any(schedule: ActionTable, kinds: Collection[Kind]) -> bool:
+    """Whether any action of a schedule is of one of these kinds."""
+    return any(action.kind in kinds for order in schedule.table for action in order)
+
+
+def without(schedule: TableT, kinds: Collection[Kind]) -> TableT:
+    """The schedule without the actions of these kinds."""
+    table = tuple(tuple(action for action in order if action.kind not in kinds) for order in schedule.table)
+    return replace(schedule, table=table)
