@@ -17,6 +17,11 @@ PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "fp8")
 """The precisions of matrix products that a profile may give a peak for."""
 
 
+def _require_precision(owner: str, precision: str) -> None:
+    if precision not in PRECISIONS:
+        raise ClusterError(f"{owner}: precision {precision!r} is not known; {nearest(str(precision), PRECISIONS)}")
+
+
 @dataclass(frozen=True, slots=True)
 class MeasuredProduct:
     """The rate at which one product of m × k by k × n ran. Raises ClusterError for sizes or a rate that cannot be."""
@@ -29,10 +34,7 @@ class MeasuredProduct:
 
     def __post_init__(self) -> None:
         owner = f"product {self.m} × {self.k} by {self.k} × {self.n}"
-        if self.precision not in PRECISIONS:
-            raise ClusterError(
-                f"{owner}: precision {self.precision!r} is not known; {nearest(self.precision, PRECISIONS)}"
-            )
+        _require_precision(owner, self.precision)
         for name in ("m", "n", "k"):
             check.whole(owner, name, getattr(self, name), at_least=1)
         check.positive(owner, "flops_per_s", self.flops_per_s)
@@ -72,10 +74,7 @@ class MeasuredUnit:
 
     def __post_init__(self) -> None:
         owner = f"unit class {self.unit_class} of model {self.model}"
-        if self.precision not in PRECISIONS:
-            raise ClusterError(
-                f"{owner}: precision {self.precision!r} is not known; {nearest(self.precision, PRECISIONS)}"
-            )
+        _require_precision(owner, self.precision)
         check.whole(owner, "unit_class", self.unit_class, at_least=0)
         check.whole(owner, "microbatch", self.microbatch, at_least=1)
         check.whole(owner, "tensor_degree", self.tensor_degree, at_least=1)
@@ -155,9 +154,7 @@ class Device:
                 f"{owner}: peak_flops_per_s must name at least one of {', '.join(PRECISIONS)}; given none"
             )
         for precision, peak in self.peak_flops_per_s.items():
-            if precision not in PRECISIONS:
-                known = nearest(str(precision), PRECISIONS)
-                raise ClusterError(f"{owner}: precision {precision!r} is not known; {known}")
+            _require_precision(owner, precision)
             check.positive(owner, f"peak_flops_per_s.{precision}", peak)
         check.positive(owner, "memory_bandwidth_bytes_per_s", self.memory_bandwidth_bytes_per_s)
         check.positive(owner, "kernel_launch_s", self.kernel_launch_s, zero_allowed=True)

@@ -61,11 +61,9 @@ class Measurements:
         if not self.products:
             raise ClusterError(f"{owner}: no matrix product was measured")
         check.whole(owner, "memory_bytes", self.memory_bytes, at_least=1)
-        check.positive(owner, "memory_bandwidth_bytes_per_s", self.memory_bandwidth_bytes_per_s)
-        check.positive(owner, "vector_efficiency", self.vector_efficiency)
-        check.positive(owner, "optimizer_efficiency", self.optimizer_efficiency)
-        check.positive(owner, "kernel_launch_s", self.kernel_launch_s)
-        check.positive(owner, "host_link_bandwidth_bytes_per_s", self.host_link_bandwidth_bytes_per_s)
+        shares = "vector_efficiency", "optimizer_efficiency"
+        for name in ("memory_bandwidth_bytes_per_s", *shares, "kernel_launch_s", "host_link_bandwidth_bytes_per_s"):
+            check.positive(owner, name, getattr(self, name))
         if self.ranks > 1 and len(self.all_reduces) < 2:
             raise ClusterError(
                 f"{owner}: {self.ranks} ranks and {len(self.all_reduces)} all-reduces, expected 2 or more"
