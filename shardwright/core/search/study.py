@@ -190,7 +190,7 @@ def _with_memory(cluster: Cluster, times: int) -> Cluster:
         replace(group, device=replace(group.device, memory_bytes=group.device.memory_bytes * times))
         for group in cluster.groups
     ]
-    return Cluster.of_groups(groups, cluster.inter_node, cluster.inter_region)
+    return _again(cluster, groups, cluster.inter_node)
 
 
 def _best(graph: Graph, cluster: Cluster, request: Request, **pins: Any) -> tuple[Scored | None, str]:

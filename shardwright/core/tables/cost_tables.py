@@ -93,7 +93,8 @@ class CostTables:
         pins: tuple[Pin, ...] = (),
     ) -> None:
         self.graph, self.cluster, self.optimizer = graph, cluster, optimizer
-        self.gradient_precision, self._sequence_parallel = gradient_precision, sequence_parallel
+        self.gradient_precision, self._sequence_parallel, self._pins = gradient_precision, sequence_parallel, pins
+        self._numbers = optimizer, gradient_precision, sequence_parallel, pins
         self.device = cluster.device(0)
         self.precision = precision or _best_precision(cluster)
         self._read = read(graph)
@@ -102,21 +103,12 @@ class CostTables:
         self.structure: Structure = self._read.structure
         self.binding: Binding = self._read.binding
         self.counter = self._read.counter
-        self._pins = pins
         resolve(graph, pins, {AXIS: 1})  # bad pins raise, whatever the degrees
         self._costs: dict[tuple[int, int, Device, Group, bool], tuple[UnitCost, ...]] = {}
 
     def on(self, cluster: Cluster) -> "CostTables":
         """The same model and numbers on another cluster."""
-        return CostTables(
-            self.graph,
-            cluster,
-            self.precision,
-            self.optimizer,
-            self.gradient_precision,
-            self._sequence_parallel,
-            self._pins,
-        )
+        return CostTables(self.graph, cluster, self.precision, *self._numbers)
 
     def chosen(self, tp: int) -> TensorLayouts:
         """The layouts on a tensor axis of ``tp`` ranks."""
