@@ -5,8 +5,9 @@ import json as json_format
 import os
 import platform
 import re
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -121,9 +122,7 @@ def diagnose() -> Diagnosis:
     packages += [_package(name, None, floors) for name in OTHERS]
     backends = (_backend("torch", packages, _ask_torch), _backend("jax", packages, _ask_jax))
     failed = {backend.name for backend in backends if not backend.usable}
-    packages = [
-        _broken(package) if package.status == "ok" and package.name in failed else package for package in packages
-    ]
+    packages = [replace(p, status="broken") if p.status == "ok" and p.name in failed else p for p in packages]
     return Diagnosis(
         shardwright=_version("shardwright") or "not installed, run from its source tree",
         python=platform.python_version(),
@@ -171,10 +170,6 @@ def _package(name: str, extra: str | None, floors: dict[str, str]) -> Package:
     elif floor is not None and _older(version, floor):
         status = "too old"
     return Package(name, status, version, floor and f">={floor}", extra)
-
-
-def _broken(package: Package) -> Package:
-    return Package(package.name, "broken", package.version, package.needs, package.extra)
 
 
 def _backend(name: str, packages: list[Package], ask: Callable[[], tuple[list[str], list[DeviceFound]]]) -> Backend:
@@ -279,11 +274,8 @@ def _show(diagnosis: Diagnosis, console: Console) -> None:
 
 def _devices(backend: Backend) -> str:
     """The devices of a backend on one line, like ones together: ``8 × NVIDIA H100 (cuda, 79.1 GiB)``."""
-    counted: dict[DeviceFound, int] = {}
-    for device in backend.devices:
-        counted[device] = counted.get(device, 0) + 1
     lines = []
-    for device, count in counted.items():
+    for device, count in Counter(backend.devices).items():
         memory = "" if device.memory_bytes is None else f", {device.memory_bytes / 2**30:.1f} GiB"
         lines.append(f"{count} × {device.name} ({device.platform}{memory})")
     return "\n".join(lines) or ("the CPU" if backend.usable else "")

@@ -6,53 +6,79 @@ import sys
 import traceback
 from collections.abc import Callable
 from contextlib import redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from shardwright.backends.registry import registered
 from shardwright.core.errors import CaptureError, nearest
 
 _EXPECTED = "expected (model, sample) or (model, sample, loss)"
+_MODEL = "a model is FILE.py:FUNCTION, a function that returns (model, sample)"
+_LOSS = "a loss is FILE.py:FUNCTION, a function of the model's output"
+
+LossOption = Annotated[
+    str | None,
+    typer.Option(
+        "--loss",
+        metavar="FILE.py:FUNCTION",
+        help="The loss, where the model's function returns none: a function of the model's output, or for Flax of "
+        "(model, sample), which finds the targets in the sample.",
+        show_default=False,
+    ),
+]
 
 
 @dataclass(frozen=True, slots=True)
 class ModelGiven:
-    """The model, the sample and the loss that a model function returned."""
+    """The model, the sample and the loss that a model function returned, or the loss that was named beside it."""
 
     model: Any
     sample: Any
     loss: Callable[..., Any] | None
 
 
-def load_model(target: str) -> ModelGiven:
-    """Run the function that ``target``, FILE.py:FUNCTION, names. What it prints goes to stderr.
+def load_model(target: str, loss: str | None = None) -> ModelGiven:
+    """Run the function that ``target``, FILE.py:FUNCTION, names. What it prints goes to stderr. ``loss`` names the loss
+    in the same way, where the function returns none.
 
     Raises CaptureError for a missing file or function (with the nearest), for a file or a function that fails (where,
-    and with what), and for another return value.
+    and with what), for another return value, and for two losses.
     """
-    path, name = _parts(target)
+    path, name = _parts(target, _MODEL)
+    named = None if loss is None else _parts(loss, _LOSS)
     with redirect_stdout(sys.stderr):  # stdout is the command's
-        function = _function(_run_file(path), path, name)
+        module = _run_file(path)
+        function = _function(module, path, name)
+        _require_no_arguments(function, path, name)
+        chosen = None
+        if named is not None:
+            chosen = _function(module if named[0].samefile(path) else _run_file(named[0]), *named)
         try:
             returned = function()
         except (Exception, SystemExit) as error:
             raise CaptureError(f"{target} failed: {_said(error, path)}") from error
-    return _checked(target, returned)
+    given = _checked(target, returned)
+    if chosen is not None and given.loss is not None:
+        raise CaptureError(f"{target} returns a loss, and --loss {loss} names one: leave out one of them")
+    return given if chosen is None else replace(given, loss=chosen)
 
 
-def _parts(target: str) -> tuple[Path, str]:
+def _parts(target: str, what: str) -> tuple[Path, str]:
+    """The file and the name in it. Raises CaptureError, with ``what`` was expected, for anything else."""
     file, colon, name = target.rpartition(":")
     if not colon or not file or not name:
-        raise CaptureError(f"a model is FILE.py:FUNCTION, a function that returns (model, sample); given {target!r}")
+        raise CaptureError(f"{what}; given {target!r}")
     path = Path(file)
     if not path.is_file():
         folder = path.parent if path.parent.is_dir() else Path()
         beside = [str(folder / each.name) for each in folder.glob("*.py")]
         raise CaptureError(f"there is no file {file}: {nearest(file, beside)}")
     if path.suffix != ".py":
-        raise CaptureError(f"{file} is not a Python file: a model is FILE.py:FUNCTION")
+        raise CaptureError(f"{file} is not a Python file: {what.partition(',')[0]}")
     return path, name
 
 
@@ -75,7 +101,7 @@ def _run_file(path: Path) -> ModuleType:
     return module
 
 
-def _function(module: ModuleType, path: Path, name: str) -> Callable[[], Any]:
+def _function(module: ModuleType, path: Path, name: str) -> Callable[..., Any]:
     function = getattr(module, name, None)
     if function is None:
         own = [
@@ -86,6 +112,11 @@ def _function(module: ModuleType, path: Path, name: str) -> Callable[[], Any]:
         raise CaptureError(f"{path} has no function {name!r}: {nearest(name, own)}")
     if not callable(function):
         raise CaptureError(f"{path}:{name} is a {type(function).__name__}, not a function")
+    found: Callable[..., Any] = function
+    return found
+
+
+def _require_no_arguments(function: Callable[..., Any], path: Path, name: str) -> None:
     try:
         needed = [
             parameter.name
@@ -97,8 +128,6 @@ def _function(module: ModuleType, path: Path, name: str) -> Callable[[], Any]:
         needed = []
     if needed:
         raise CaptureError(f"{path}:{name} needs {', '.join(needed)}: a model function is called without arguments")
-    called: Callable[[], Any] = function
-    return called
 
 
 def _checked(target: str, returned: Any) -> ModelGiven:

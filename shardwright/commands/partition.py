@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from shardwright.api import capture
-from shardwright.commands.model_file import load_model
+from shardwright.commands.model_file import LossOption, load_model
 from shardwright.commands.output import JsonOption, print_json, print_view
 from shardwright.commands.plan import load_cluster
 
@@ -20,12 +20,13 @@ def partition_command(
     tp: Annotated[int, typer.Option(help="Tensor degree.")] = 1,
     microbatch: Annotated[int, typer.Option(help="Samples at a time.")] = 1,
     shard: Annotated[int, typer.Option(help="What is sharded over the data axis.")] = 0,
+    loss: LossOption = None,
     json: JsonOption = False,
 ) -> None:
     """Cut a model by every partitioner: exact, with Pareto states, SageMaker's tree, RaNNC's blocks."""
     from shardwright.core.search.partitioner_comparison import contest
 
-    given = load_model(model)
+    given = load_model(model, loss)
     graph = capture(given.model, given.sample, given.loss)
     devices = load_cluster(cluster, nodes, devices_per_node)
     found = contest(graph, devices, stages, microbatch=microbatch, shard=shard, tp=tp)

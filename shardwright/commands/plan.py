@@ -8,7 +8,7 @@ import typer
 
 from shardwright.api import capture, resolve
 from shardwright.api import plan as find_plan
-from shardwright.commands.model_file import load_model
+from shardwright.commands.model_file import LossOption, load_model
 from shardwright.commands.options import takes_options
 from shardwright.commands.output import JsonOption, print_json, print_view, require_folder
 from shardwright.commands.progress import DelayedProgress
@@ -45,6 +45,7 @@ def plan_command(
     inter_node: Annotated[
         str | None, typer.Option(help="The link between nodes; default: the hardware's.", show_default=False)
     ] = None,
+    loss: LossOption = None,
     study: Annotated[
         bool,
         typer.Option(
@@ -68,7 +69,7 @@ def plan_command(
         raise ShardwrightError(f"--tokens {tokens:g} without --study: add --study, which says what training takes")
     whole = load_cluster(cluster, nodes, devices_per_node, intra_node, inter_node)
     with DelayedProgress() as bar:
-        graph = _captured(model, bar)
+        graph = _captured(model, loss, bar)
         bar.stage("searching")
         plan = find_plan(graph, whole, **options.given, progress=bar.update)
         if output is not None:
@@ -88,9 +89,9 @@ def plan_command(
     print_view(plan_view(plan), *([] if studied is None else [study_view(studied)]), saved)
 
 
-def _captured(model: str, bar: DelayedProgress) -> Graph:
+def _captured(model: str, loss: str | None, bar: DelayedProgress) -> Graph:
     bar.stage(f"loading {model}")
-    given = load_model(model)
+    given = load_model(model, loss)
     bar.stage("capturing")
     return capture(given.model, given.sample, given.loss)
 

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from shardwright.backends.registry import load
-from shardwright.commands.model_file import load_model
+from shardwright.commands.model_file import LossOption, load_model
 from shardwright.commands.output import JsonOption, print_json, print_view, require_folder
 from shardwright.commands.progress import DelayedProgress
 from shardwright.core.cluster.cluster import Cluster
@@ -23,6 +23,7 @@ def profile_command(
     model: Annotated[
         str | None, typer.Option(metavar="FILE.py:FUNCTION", help="Measure the units of this model too.")
     ] = None,
+    loss: LossOption = None,
     microbatch: Annotated[
         list[int] | None, typer.Option(help="Sizes at which to run the model's units; may be repeated. [default: 1, 4]")
     ] = None,
@@ -38,6 +39,8 @@ def profile_command(
     """
     if output.suffix != ".toml":
         raise ShardwrightError(f"{output}: a profile is a TOML file; name it {output.with_suffix('.toml')}")
+    if loss is not None and model is None:
+        raise ShardwrightError(f"--loss {loss} without --model: add --model, whose units are measured with this loss")
     require_folder(output)
     backend = load(framework)
     with DelayedProgress() as bar:
@@ -48,7 +51,7 @@ def profile_command(
 
         measured = backend.profile(name=name, budget_s=budget, progress=show)
         if model is not None:
-            given = load_model(model)
+            given = load_model(model, loss)
             sizes = tuple(microbatch or (1, 4))
             units = measure_units(
                 given.model,

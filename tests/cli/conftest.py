@@ -78,6 +78,12 @@ def marked():
     set_tensor_parallelism(net.layers[1], False)
     return net, torch.zeros(2, 16), lambda output: output.square().mean()
 
+def without_loss():
+    return Net(), torch.zeros(2, 16)
+
+def squares(output):
+    return output.square().mean()
+
 def with_scalar_output():
     class Scalar(Net):
         def forward(self, x):
@@ -106,6 +112,23 @@ def needs_size(size):
 JAX_MODELS = """
 import jax
 import jax.numpy as jnp
+
+def without_loss():
+    from flax import nnx
+
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            self.up = nnx.Linear(16, 32, rngs=rngs)
+            self.down = nnx.Linear(32, 16, rngs=rngs)
+
+        def __call__(self, x):
+            return self.down(jax.nn.relu(self.up(x)))
+
+    sample = {"x": jax.ShapeDtypeStruct((2, 16), jnp.float32), "y": jax.ShapeDtypeStruct((2, 16), jnp.float32)}
+    return nnx.eval_shape(lambda: Net(nnx.Rngs(0))), sample
+
+def against_targets(model, sample):
+    return jnp.square(model(sample["x"]) - sample["y"]).mean()
 
 def with_loss():
     def apply(params, batch):

@@ -82,12 +82,57 @@ def test_what_the_model_itself_says_is_pinned_by_both(models: Path, tmp_path: Pa
     assert any(f"pinned by {by}" in sw.explain(plan, name) for name in names)
 
 
-def same(target: str, folder: Path, arguments: tuple[object, ...], asked: dict[str, Any]) -> sw.Plan:
+@pytest.mark.parametrize(
+    ("model", "loss"),
+    [
+        ("torch_models.py:without_loss", "torch_models.py:squares"),
+        ("torch_models.py:without_loss", "elsewhere.py:squares"),
+        ("jax_models.py:without_loss", "jax_models.py:against_targets"),
+    ],
+)
+def test_a_loss_is_named_beside_the_model(models: Path, tmp_path: Path, model: str, loss: str) -> None:
+    (models / "elsewhere.py").write_text("def squares(output):\n    return output.square().mean()\n")
+    same(f"{models}/{model}", tmp_path, ("--batch", 16, "--pp", 2), {"batch": 16, "pp": 2}, f"{models}/{loss}")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            ("plan", "with_loss", "--batch", 4, "--loss", "squares"),
+            "returns a loss, and --loss {file}:squares names one",
+        ),
+        (("plan", "without_loss", "--batch", 4, "--loss", "sqares"), "did you mean 'squares'?"),
+        (("plan", "without_loss", "--batch", 4, "--loss", "torch"), "is a module, not a function"),
+        (("partition", "with_loss", "--stages", 2, "--loss", "squares"), "leave out one of them"),
+    ],
+)
+def test_a_loss_that_cannot_be_is_named(models: Path, arguments: tuple[object, ...], said: str) -> None:
+    file = models / "torch_models.py"
+    command, model, *rest, loss = arguments
+    ran = run(command, f"{file}:{model}", "--cluster", "cpu", "--devices-per-node", 2, *rest, f"{file}:{loss}")
+    assert ran.code == 2
+    assert said.format(file=file) in ran.flat_err
+
+
+def test_a_loss_is_a_function_in_a_file_and_goes_with_a_model(models: Path, tmp_path: Path) -> None:
+    model = f"{models}/torch_models.py:without_loss"
+    ran = run("plan", model, "--cluster", "cpu", "--batch", 4, "--loss", "squares")
+    assert (ran.code, "a loss is FILE.py:FUNCTION" in ran.flat_err) == (2, True)
+    ran = run("profile", tmp_path / "machine.toml", "--loss", f"{models}/torch_models.py:squares")
+    assert (ran.code, "without --model: add --model" in ran.flat_err) == (2, True)
+
+
+def same(
+    target: str, folder: Path, arguments: tuple[object, ...], asked: dict[str, Any], loss: str | None = None
+) -> sw.Plan:
     """The plan that both ways give."""
+    if loss is not None:
+        arguments = (*arguments, "--loss", loss)
     shell, python = folder / "shell.json", folder / "python.json"
     ran = run("plan", target, "--cluster", "a100-80gb", "--devices-per-node", 4, *arguments, "-o", shell)
     assert ran.code == 0, ran.err
-    given = load_model(target)
+    given = load_model(target, loss)
     graph = sw.capture(given.model, given.sample, given.loss)
     plan = sw.plan(graph, sw.Cluster("a100-80gb", devices_per_node=4), **asked)
     plan.save(python)

@@ -4,7 +4,7 @@ Framework-free: an op is a function from arrays to arrays, run rank by rank in t
 terms of partial values are random, so that nothing holds by luck but with asymmetric shapes and odd numbers.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import product
 from math import ceil
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from shardwright.core.layout.placements import Partial, Placement, Replicate, Split
-from shardwright.core.layout.signature import Signature, commute, implied_outputs, joint, matching
+from shardwright.core.layout.signature import IDEMPOTENT, Signature
 from shardwright.core.model.graph import Graph, Op
 from shardwright.core.rules.legal_signatures import divides, signatures
 from tests.comparison import Comparison
@@ -403,3 +403,48 @@ def check_two_axes(captured: dict[str, Captured], sizes: Sequence[int], declared
     assert not failures, failures
     assert sum(pairs for _, pairs, _ in found) > declared
     assert sum(seeded for _, _, seeded in found) >= others
+
+
+# What placements mean beyond one op -----------------------------------------------------------------------------
+
+
+def stands_for(given: Placement, wanted: Placement) -> bool:
+    """Whether a value that lies as ``given`` already lies as ``wanted``: the same, or equal copies where an idempotent
+    partial value is wanted."""
+    return given == wanted or (isinstance(given, Replicate) and isinstance(wanted, Partial) and wanted.op in IDEMPOTENT)
+
+
+def matching(signatures: Iterable[Signature], inputs: Sequence[Placement]) -> tuple[Signature, ...]:
+    """The signatures that inputs placed like this can use as they lie."""
+    return tuple(
+        s for s in signatures if all(stands_for(given, wanted) for given, wanted in zip(inputs, s.inputs, strict=True))
+    )
+
+
+def implied_outputs(placement: Placement) -> tuple[Placement, ...]:
+    """The placement, and those that it stands for."""
+    if isinstance(placement, Replicate):
+        return (placement, *(Partial(op) for op in IDEMPOTENT))
+    return (placement,)
+
+
+def commute(placements: Iterable[Placement]) -> bool:
+    """Whether the partial values of one tensor along several axes may be reduced in any order: sums and means may, and
+    maxima among themselves; a maximum of sums is not the sum of maxima, so a tensor never holds both."""
+    ops = {p.op for p in placements if isinstance(p, Partial)}
+    return ops <= {"sum", "mean"} or len(ops) == 1
+
+
+def joint(per_axis: Sequence[Sequence[Signature]]) -> tuple[tuple[Signature, ...], ...]:
+    """The joint signatures for all axes of a mesh, one signature for each axis: all choices whose operands hold no
+    mixed partial values.
+
+    Axes are independent otherwise: the shards of one axis compute the op again, on smaller operands. Whether dims that
+    several axes split divide is for the caller to check (`core.rules.legal_signatures.divides`).
+    """
+    found = []
+    for chosen in product(*per_axis):
+        operands = zip(*((*s.inputs, *s.outputs) for s in chosen), strict=True)
+        if all(commute(places) for places in operands):
+            found.append(chosen)
+    return tuple(found)

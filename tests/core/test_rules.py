@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 
 from shardwright.core.layout.placements import Layout, Partial, Replicate, Split
-from shardwright.core.layout.signature import Signature, commute, joint, matching
+from shardwright.core.layout.signature import Signature
 from shardwright.core.model.graph import Graph, Op, OpKind
 from shardwright.core.rules import op_rules as L
 from shardwright.core.rules.legal_signatures import divides, fits, signatures
 from shardwright.core.rules.op_rules import Labelled
-from tests.core.oracle import REDUCE, cut, holds
+from tests.core.oracle import REDUCE, commute, cut, holds, joint, matching
 from tests.core.toy import Builder
 
 DRAWS = np.random.default_rng(0)

@@ -22,6 +22,8 @@ from shardwright.core.cluster.hardware import (
     load_profile,
     profile_names,
 )
+from shardwright.core.cluster.hardware.profile_fields import read_toml
+from shardwright.core.cluster.node_group import NodeGroup
 from shardwright.core.cluster.toml_file import write
 from shardwright.core.errors import ClusterError
 from shardwright.core.layout.mesh import MOST_RANKS
@@ -29,33 +31,6 @@ from shardwright.core.values.text_files import path_of
 
 _NO_INTER_NODE = "a cluster of several nodes needs inter_node: the name of a link, or a Link"
 _NO_INTER_REGION = "a cluster of several regions needs inter_region: the name of a link, or a Link"
-
-
-@dataclass(frozen=True, slots=True)
-class NodeGroup:
-    """A group of like nodes: their number, the devices that each holds, and the link inside each.
-
-    Raises ClusterError when a count is not an integer of at least 1, or the device or link is not one.
-    """
-
-    device: Device
-    nodes: int
-    devices_per_node: int
-    intra_node: Link
-    region: str = ""
-    """The place where the nodes stand; groups of one name stand together."""
-
-    def __post_init__(self) -> None:
-        check.whole("cluster", "nodes", self.nodes, at_least=1)
-        check.whole("cluster", "devices_per_node", self.devices_per_node, at_least=1)
-        for name, kind in (("device", Device), ("intra_node", Link), ("region", str)):
-            if not isinstance(given := getattr(self, name), kind):
-                raise ClusterError(f"a group of nodes needs {name} as a {kind.__name__}; given {given!r}")
-
-    @property
-    def devices(self) -> int:
-        """The number of devices in the group."""
-        return self.nodes * self.devices_per_node
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,31 +132,33 @@ class Cluster:
     @classmethod
     def load(cls, path: str | Path) -> "Cluster":
         """The cluster in the TOML file at ``path``. Raises ClusterError that names the path of a fault inside it."""
-        return cls.from_document(cluster_file.read(path_of(path, ClusterError)), source=str(path))
+        return cls.from_document(read_toml(path_of(path, ClusterError), "cluster file"), source=str(path))
 
     @classmethod
     def from_document(cls, document: dict[str, Any], source: str = "cluster") -> "Cluster":
         """The cluster that ``document`` (what ``to_document`` gives) describes."""
-        parsed = cluster_file.parse(document, source)
+        table = cluster_file.parse(document, source)
+        given = [
+            (cluster_file.device_of(group.device, source), cluster_file.link_of(group.intra_node, source))
+            for group in table.groups
+        ]
+        inter_node, inter_region = (
+            cluster_file.link_of(link, source) for link in (table.inter_node, table.inter_region)
+        )
         groups: list[NodeGroup] = []
-        inter_node: str | Link | None = parsed.inter_node
         try:
-            for group in parsed.groups:
-                device, inside, outside = _resolve(group.device, group.intra_node, inter_node)
+            for group, named in zip(table.groups, given, strict=True):
+                device, inside, outside = _resolve(*named, inter_node)
                 groups.append(NodeGroup(device, group.nodes, group.devices_per_node, inside, group.region))
-                if len(parsed.groups) == 1:
+                if len(given) == 1:
                     inter_node = outside
-            return cls.of_groups(groups, inter_node, parsed.inter_region)
+            return cls.of_groups(groups, inter_node, inter_region)
         except ClusterError as error:
             raise ClusterError(f"{source}: {error}") from error
 
     def to_document(self) -> dict[str, Any]:
         """This cluster as plain values: names where the catalogue has them, and every constant where it has not."""
-        groups = [
-            cluster_file.Group(group.device, group.nodes, group.devices_per_node, group.intra_node, group.region)
-            for group in self.groups
-        ]
-        return cluster_file.document(groups, self.inter_node, self.inter_region)
+        return cluster_file.document(self.groups, self.inter_node, self.inter_region)
 
     def save(self, path: str | Path) -> None:
         """Write the TOML file that ``load`` reads. Raises ClusterError when it cannot be written."""

@@ -1,8 +1,6 @@
 """The cluster file: TOML, one kind of node at the top level, or several as ``[[groups]]``."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from shardwright.core.cluster.hardware import (
@@ -14,38 +12,14 @@ from shardwright.core.cluster.hardware import (
     profile_fields,
     profile_names,
 )
+from shardwright.core.cluster.node_group import NodeGroup
 from shardwright.core.errors import ClusterError
 
 _GROUP_KEYS = tuple(profile_fields.GroupTable.model_fields)
 
 
-@dataclass(frozen=True, slots=True)
-class Group:
-    """Nodes of one kind, as the file has them. A device or a link is a name where the catalogue knows it."""
-
-    device: str | Device
-    nodes: int
-    devices_per_node: int
-    intra_node: str | Link | None
-    region: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Contents:
-    """The contents of a cluster file."""
-
-    groups: tuple[Group, ...]
-    inter_node: str | Link | None
-    inter_region: str | Link | None
-
-
-def read(path: Path) -> dict[str, Any]:
-    """The document at ``path``. Raises ClusterError when there is none, or it is not TOML."""
-    return profile_fields.read_toml(path, "cluster file")
-
-
-def parse(document: dict[str, Any], source: str) -> Contents:
-    """The contents of ``document``, checked by the schema. Raises ClusterError that names the path of each fault."""
+def parse(document: dict[str, Any], source: str) -> profile_fields.ClusterFile:
+    """The tables of ``document``, checked by the schema. Raises ClusterError that names the path of each fault."""
     at_top = [key for key in document if key in _GROUP_KEYS]
     if "groups" in document and at_top:
         raise ClusterError(f"{source}: {at_top[0]} stands at the top beside groups; move it into one of them")
@@ -56,21 +30,15 @@ def parse(document: dict[str, Any], source: str) -> Contents:
         assumed: tuple[str | int, ...] = ("groups", 0)
     else:
         assumed = ()
-    table = profile_fields.parse(profile_fields.ClusterFile, document, source, assumed=assumed)
-    groups = tuple(
-        Group(
-            group.device if isinstance(group.device, str) else profile_fields.to_device(group.device, source),
-            group.nodes,
-            group.devices_per_node,
-            _link(group.intra_node, source),
-            group.region,
-        )
-        for group in table.groups
-    )
-    return Contents(groups, _link(table.inter_node, source), _link(table.inter_region, source))
+    return profile_fields.parse(profile_fields.ClusterFile, document, source, assumed=assumed)
 
 
-def document(groups: Sequence[Group], inter_node: Link | None, inter_region: Link | None) -> dict[str, Any]:
+def device_of(given: "str | profile_fields.DeviceTable", source: str) -> str | Device:
+    """The device that a file names or writes out: the name, where the catalogue knows it."""
+    return given if isinstance(given, str) else profile_fields.to_device(given, source)
+
+
+def document(groups: Sequence[NodeGroup], inter_node: Link | None, inter_region: Link | None) -> dict[str, Any]:
     """The document that ``parse`` reads: names where the catalogue has just that value, tables elsewhere."""
     tables = [
         {
@@ -88,21 +56,18 @@ def document(groups: Sequence[Group], inter_node: Link | None, inter_region: Lin
     return {"format": profile_fields.FORMAT} | inside | between
 
 
-def _link(given: "str | profile_fields.UserLinkTable | None", source: str) -> str | Link | None:
+def link_of(given: "str | profile_fields.UserLinkTable | None", source: str) -> str | Link | None:
+    """The link that a file names or writes out, if it has any."""
     return (
         profile_fields.to_link(given.name, given, source) if isinstance(given, profile_fields.UserLinkTable) else given
     )
 
 
-def _device_entry(device: str | Device) -> str | dict[str, Any]:
-    if isinstance(device, str):
-        return device
+def _device_entry(device: Device) -> str | dict[str, Any]:
     known = load_device(device.name) if device.name in profile_names() else None
     return device.name if device == known else profile_fields.device_document(device, known)
 
 
-def _link_entry(link: str | Link | None) -> str | dict[str, Any]:
-    if not isinstance(link, Link):
-        raise ClusterError(f"a saved cluster holds links, given {link!r}")
+def _link_entry(link: Link) -> str | dict[str, Any]:
     known = load_link(link.name) if link.name in link_names() else None
     return link.name if link == known else profile_fields.link_document(link, known)

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator, Mapping
 
 from shardwright.core.layout.placements import Split
+from shardwright.core.layout.signature import Signature
 from shardwright.core.layout.unit_layouts import RealisedUnit
 from shardwright.core.model.fold import Unit
 from shardwright.core.model.graph import Op
@@ -26,7 +27,7 @@ class Pieces:
                 if link.reader is not None:
                     ways = layouts.ways(link.after)
                     self._read[root] = min(self._read.get(root, ways), ways)
-            self._enters = {t: math.prod(_sizes(layouts, dict(p.placements))) for t, p in layouts.enters}
+            self._enters = {t: layouts.pieces(p) for t, p in layouts.enters}
 
     def ways(self, op: int, position: int) -> int:
         """The number of shards of an operand; ``position`` counts the inputs and then the outputs."""
@@ -36,21 +37,22 @@ class Pieces:
         """The number of shards of a value that comes from earlier units."""
         return 1 if self._layouts is None else self._enters.get(tensor, 1)
 
+    def _along(self, op: int) -> Iterator[tuple[str, int, Signature]]:
+        """The name and size of every axis, and the signature of an op along it."""
+        if self._layouts is not None:
+            chosen = self._layouts.signatures[op - self._unit.first_op]
+            yield from ((*axis, signature) for axis, signature in zip(self._layouts.axes, chosen, strict=True))
+
     def share(self, op: int) -> int:
         """The number of ranks among which an op's work is divided."""
-        if self._layouts is None:
-            return 1
-        chosen = self._layouts.signatures[op - self._unit.first_op]
-        cut = [any(isinstance(p, Split) for p in (*s.inputs, *s.outputs)) for s in chosen]
-        return math.prod(size for (_, size), is_cut in zip(self._layouts.axes, cut, strict=True) if is_cut)
+        return math.prod(
+            size for _, size, s in self._along(op) if any(isinstance(p, Split) for p in (*s.inputs, *s.outputs))
+        )
 
     def of_labels(self, index: int, op: Op) -> dict[int, int]:
         """Label → the number of its shards, for the labels that are split."""
         found: dict[int, int] = {}
-        if self._layouts is None:
-            return found
-        chosen = self._layouts.signatures[index - self._unit.first_op]
-        for signature, (_, size) in zip(chosen, self._layouts.axes, strict=True):
+        for _, size, signature in self._along(index):
             labels = {
                 dims[place.dim]
                 for dims, place in zip(op.labels, (*signature.inputs, *signature.outputs), strict=True)
@@ -62,10 +64,7 @@ class Pieces:
 
     def combined(self, index: int, op: Op) -> Iterator[tuple[str, int]]:
         """(axis, label) of every reduction inside the op: the statistics of a softmax or norm along a split dim."""
-        if self._layouts is None:
-            return
-        chosen = self._layouts.signatures[index - self._unit.first_op]
-        for signature, (axis, _) in zip(chosen, self._layouts.axes, strict=True):
+        for axis, _, signature in self._along(index):
             if signature.need == "combine":
                 place = next(p for p in signature.inputs if isinstance(p, Split))
                 yield axis, op.labels[signature.inputs.index(place)][place.dim]
@@ -75,7 +74,3 @@ class Pieces:
         op reads it, where that is more. What is gathered for one op is not kept."""
         root = self._alias.get(tensor, tensor)
         return max(self._lies.get(root, 1), self._read.get(root, 1))
-
-
-def _sizes(layouts: RealisedUnit, placements: Mapping[str, object]) -> Iterator[int]:
-    return (size for name, size in layouts.axes if isinstance(placements.get(name), Split))

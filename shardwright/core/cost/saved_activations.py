@@ -40,12 +40,6 @@ def _parts(graph: Graph, alias: dict[int, int]) -> dict[int, int]:
     return roots
 
 
-def base_name(op: Op) -> str:
-    """The name of an op without namespace, overload and in-place mark: ``add`` of ``aten.add_.Tensor``."""
-    parts = op.name.removeprefix("aten::").removeprefix("aten.").split(".")
-    return parts[0] if parts[0].startswith("_") else parts[0].rstrip("_")
-
-
 class Kept:
     """The tensors that each op keeps for its backward."""
 
@@ -71,13 +65,13 @@ class Kept:
         match op.kind:
             case "contraction":
                 wanted = factors
-            case "elementwise" if base_name(op) == "mul":
+            case "elementwise" if op.base_name == "mul":
                 wanted = [t for t in factors if self._is_as_made(t)]
             case "attention":
                 wanted = [*op.inputs[:3], *op.outputs]
             case "softmax":
                 wanted = list(op.outputs)
-            case "elementwise" if base_name(op) in RESULT_NAMES:
+            case "elementwise" if op.base_name in RESULT_NAMES:
                 wanted = list(op.outputs)
             case "normalization" | "opaque" | "sort":
                 wanted = list(op.inputs)
@@ -127,7 +121,7 @@ class Kept:
         out = self.graph.tensors[op.outputs[0]].shape(batch)
         if op.kind == "attention":
             return 4 * math.prod(out[:-1])
-        if base_name(op).startswith("max_pool"):
+        if op.base_name.startswith("max_pool"):
             return 8 * math.prod(out)
         if op.kind != "normalization":
             return 0
@@ -186,7 +180,7 @@ class Kept:
 
     def _is_linear(self, op: Op) -> bool:
         """Whether the op is a sum, a cast or a product by a constant, whose backward needs no operand again."""
-        name = base_name(op)
+        name = op.base_name
         if op.name.endswith("/bias"):  # of an op that the capture took apart: the sum with its bias
             return True
         return name in LINEAR_NAMES or (name in ("mul", "div") and len(op.inputs) == 1)

@@ -1,12 +1,10 @@
 """The number of shards of each value that several units share, and the units that share its memory between units."""
 
-import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 
 from shardwright.core.cost.unit_work import WorkCounter
 from shardwright.core.cost.value_flow import SharedValue
-from shardwright.core.layout.placements import Split
 from shardwright.core.layout.unit_layouts import Link, RealisedUnit
 from shardwright.core.model.fold import Unit
 
@@ -50,13 +48,7 @@ def _names(counter: WorkCounter, unit: Unit, layouts: RealisedUnit, memory: int)
 
 def _ways(layouts: RealisedUnit, names: Collection[int]) -> int:
     """The number of shards of the value as it enters the unit; 1 where it does not."""
-    sizes = dict(layouts.axes)
-    cut = (
-        math.prod(sizes[axis] for axis, place in entering.placements if isinstance(place, Split))
-        for tensor, entering in layouts.enters
-        if tensor in names
-    )
-    return max(cut, default=1)
+    return max((layouts.pieces(entering) for tensor, entering in layouts.enters if tensor in names), default=1)
 
 
 def _has_copy(layouts: RealisedUnit, names: Collection[int], *, gathered_stays: bool) -> bool:

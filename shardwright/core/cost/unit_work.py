@@ -9,6 +9,8 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
+from scipy.cluster.hierarchy import DisjointSet
+
 from shardwright.core.cost.op_shards import Pieces
 from shardwright.core.cost.opaque_flops import most_flops, result_of
 from shardwright.core.cost.value_flow import ValueFlow
@@ -257,23 +259,17 @@ class WorkCounter(ValueFlow):
         connected parts of the unit without its products. However finely a framework decomposes them, the number is the
         same."""
         chain: dict[int, int] = {}  # memory → an op of its chain
-        parent: dict[int, int] = {}
-
-        def root(op: int) -> int:
-            while parent[op] != op:
-                op = parent[op]
-            return op
-
+        chains = DisjointSet()
         for index in range(unit.first_op, unit.end_op):
             op = self.graph.ops[index]
             if op.kind in FREE_KINDS or op.kind in _ALONE_KINDS:
                 continue
-            parent[index] = index
+            chains.add(index)
             for tensor in op.inputs:
                 if (before := chain.get(self.memory_of(tensor))) is not None:
-                    parent[root(before)] = index
+                    chains.merge(before, index)
             chain.update((tensor, index) for tensor in op.outputs)
-        return sum(parent[op] == op for op in parent)
+        return int(chains.n_subsets)
 
     def _is_far(self, user: int) -> bool:
         """Whether the op, or what its view feeds, is a product."""

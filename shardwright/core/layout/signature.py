@@ -4,13 +4,11 @@ OneFlow calls it an SBP signature (arXiv 2110.15032, section 3.1): the placement
 the outputs that local ops then give without communication.
 """
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import product
 from typing import Literal, get_args
 
 from shardwright.core.errors import LayoutError
-from shardwright.core.layout.placements import Partial, Placement, Reduction, Replicate, placement_of
+from shardwright.core.layout.placements import Placement, Reduction, placement_of
 
 Need = Literal["", "offset", "combine"]
 """The need of the local op beside its shards: nothing; the offset at which its shard starts (a lookup in a shard of a
@@ -47,45 +45,3 @@ class Signature:
 
 def _placements(text: str) -> tuple[Placement, ...]:
     return tuple(map(placement_of, text.split(", "))) if text else ()
-
-
-def stands_for(given: Placement, wanted: Placement) -> bool:
-    """Whether a value that lies as ``given`` already lies as ``wanted``: the same, or equal copies where an idempotent
-    partial value is wanted."""
-    return given == wanted or (isinstance(given, Replicate) and isinstance(wanted, Partial) and wanted.op in IDEMPOTENT)
-
-
-def matching(signatures: Iterable[Signature], inputs: Sequence[Placement]) -> tuple[Signature, ...]:
-    """The signatures that inputs placed like this can use as they lie."""
-    return tuple(
-        s for s in signatures if all(stands_for(given, wanted) for given, wanted in zip(inputs, s.inputs, strict=True))
-    )
-
-
-def implied_outputs(placement: Placement) -> tuple[Placement, ...]:
-    """The placement, and those that it stands for."""
-    if isinstance(placement, Replicate):
-        return (placement, *(Partial(op) for op in IDEMPOTENT))
-    return (placement,)
-
-
-def commute(placements: Iterable[Placement]) -> bool:
-    """Whether the partial values of one tensor along several axes may be reduced in any order: sums and means may, and
-    maxima among themselves; a maximum of sums is not the sum of maxima, so a tensor never holds both."""
-    ops = {p.op for p in placements if isinstance(p, Partial)}
-    return ops <= {"sum", "mean"} or len(ops) == 1
-
-
-def joint(per_axis: Sequence[Sequence[Signature]]) -> tuple[tuple[Signature, ...], ...]:
-    """The joint signatures for all axes of a mesh, one signature for each axis: all choices whose operands hold no
-    mixed partial values.
-
-    Axes are independent otherwise: the shards of one axis compute the op again, on smaller operands. Whether dims that
-    several axes split divide is for the caller to check (`core.rules.legal_signatures.divides`).
-    """
-    found = []
-    for chosen in product(*per_axis):
-        operands = zip(*((*s.inputs, *s.outputs) for s in chosen), strict=True)
-        if all(commute(places) for places in operands):
-            found.append(chosen)
-    return tuple(found)

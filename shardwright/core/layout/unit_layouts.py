@@ -116,5 +116,9 @@ class RealisedUnit:
         cut = (size for (_, size), place in zip(self.axes, places, strict=True) if isinstance(place, Split))
         return math.prod(cut)
 
+    def pieces(self, layout: Layout) -> int:
+        """The number of shards of a tensor with this layout."""
+        return self.ways(tuple(layout.on(axis) for axis, _ in self.axes))
+
     def layout(self, places: Sequence[Placement]) -> Layout:
         return Layout.of({name: place for (name, _), place in zip(self.axes, places, strict=True)})

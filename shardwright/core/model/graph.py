@@ -148,13 +148,25 @@ class Op:
     def output_labels(self) -> tuple[tuple[int, ...], ...]:
         return self.labels[len(self.inputs) :]
 
+    @property
+    def base_name(self) -> str:
+        """The name without namespace, overload and in-place mark: ``add`` of ``aten.add_.Tensor``, ``addmm/bias`` of
+        ``aten.addmm/bias``."""
+        name = self.name.removeprefix("aten::").removeprefix("aten.").split(".")[0]
+        return name if name.startswith("_") else name.rstrip("_")
+
     def role(self, label: int) -> LabelRole:
-        if label < 0:
-            return "whole"
-        for named, role in self.special:
-            if named == label:
-                return role
-        return "map" if any(label in dims for dims in self.output_labels) else "sum"
+        return role_of(label, self.special, self.output_labels)
+
+
+def role_of(
+    label: int, special: tuple[tuple[int, LabelRole], ...], output_labels: tuple[tuple[int, ...], ...]
+) -> LabelRole:
+    """The effect of splitting a label of an op: as ``special`` says, or by whether the outputs carry it."""
+    if label < 0:
+        return "whole"
+    default: LabelRole = "map" if any(label in dims for dims in output_labels) else "sum"
+    return dict(special).get(label, default)
 
 
 @dataclass(frozen=True, slots=True)

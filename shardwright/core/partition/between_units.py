@@ -100,20 +100,15 @@ class _Program:
                 return "before"
             return "behind" if self.earliest[index] > stage else index
 
+        # Edges lead back: of the sides of a cut networkx makes that of the sink the smallest.
         flow = nx.DiGraph()
         flow.add_nodes_from(["before", "behind"])
         for value in dict.fromkeys(v for index in group for v in (*self.reads[index], *self.makes[index])):
             made, readers = side(self.maker[value]), {side(reader) for reader in self.readers[value]}
             if made != "behind":
-                flow.add_edge(made, ("value", value), capacity=self.size_bytes(value))
-                flow.add_edges_from((("value", value), reader) for reader in sorted(readers - {"before"}, key=str))
-                flow.add_edges_from((reader, made) for reader in sorted(readers - {"before", "behind"}, key=str))
-        rest = nx.algorithms.flow.shortest_augmenting_path(flow, "before", "behind")
-        reached: set[object] = {"before"}
-        pending: list[object] = ["before"]
-        while pending:
-            for node, edge in rest[pending.pop()].items():
-                if node not in reached and edge["flow"] < edge["capacity"]:
-                    reached.add(node)
-                    pending.append(node)
+                flow.add_edge(("value", value), made, capacity=self.size_bytes(value))
+                flow.add_edges_from((reader, ("value", value)) for reader in sorted(readers - {"before"}, key=str))
+                flow.add_edges_from((made, reader) for reader in sorted(readers - {"before", "behind"}, key=str))
+        method = nx.algorithms.flow.shortest_augmenting_path
+        _, (_, reached) = nx.minimum_cut(flow, "behind", "before", flow_func=method)
         return [index for index in group if side(index) == "before" or index in reached]

@@ -214,18 +214,10 @@ def _join(blocks: dict[int, Block], a: int, b: int) -> Block:
 
 def _topological(blocks: dict[int, Block]) -> list[int]:
     """The blocks in topological order; of several that may come next, the one that starts first."""
-    missing = {name: len(block.before) for name, block in blocks.items()}
-    ready = [name for name, count in missing.items() if not count]
-    heapq.heapify(ready)
-    order = []
-    while ready:
-        name = heapq.heappop(ready)
-        order.append(name)
-        for neighbour in blocks[name].after:
-            missing[neighbour] -= 1
-            if not missing[neighbour]:
-                heapq.heappush(ready, neighbour)
-    return order
+    import networkx as nx  # which nothing else needs to plan: loading it takes a while
+
+    graph = nx.DiGraph({name: block.after.keys() for name, block in blocks.items()})
+    return list(nx.lexicographical_topological_sort(graph))
 
 
 def _few(order: Iterable[Block], most: int, limit_bytes: float) -> list[tuple[int, ...]]:

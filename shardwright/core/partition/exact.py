@@ -1,6 +1,6 @@
 """The exact cut of a sequence of units into contiguous stages: least largest stage time, then least largest weight."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,12 @@ def range_sums(values: Sequence[float] | NDArray[np.float64]) -> Matrix:
     sums: Matrix = prefix[None, :] - prefix[:, None]
     sums[np.tril_indices(len(prefix))] = np.inf
     return sums
+
+
+def require_units(stages: int, units: int) -> None:
+    """Raise PlanError for fewer units than stages."""
+    if stages > units:
+        raise PlanError(f"{stages} stages need at least {stages} units: the model has {units}; use at most pp={units}")
 
 
 def min_max_cut(
@@ -39,8 +45,7 @@ def min_max_cut(
     """
     each = [times] * stages if isinstance(times, np.ndarray) else list(times)
     units = len(weights) - 1
-    if stages > units:
-        raise PlanError(f"{stages} stages need at least {stages} units: the model has {units}; use at most pp={units}")
+    require_units(stages, units)
     places = [_reachable(k, stages, units) for k in range(stages)]
     costs = [matrix[at] for matrix, at in zip(each, places, strict=True)]
     if fits is not None:
@@ -66,38 +71,32 @@ def spread_cut(times: Sequence[Matrix], longest: float, fits: NDArray[np.bool_] 
     Arguments and result are as in `min_max_cut`, with one matrix for each stage.
     """
     stages, units = len(times), len(times[0]) - 1
-    reached = np.full(units - stages + 1, np.inf)
-    reached[0] = 0.0
-    came_from = []
+    costs = []
     for stage, matrix in enumerate(times):
         at = _reachable(stage, stages, units)
-        cost = matrix[at]
-        may = cost <= longest * (1 + 1e-9)
+        may = matrix[at] <= longest * (1 + 1e-9)
         may = may if fits is None else may & fits[stage][at]
-        table = reached[:, None] + np.where(may, cost, np.inf) ** 2
-        came_from.append(np.argmin(table, axis=0))
-        reached = np.min(table, axis=0)
-    return _firsts(came_from) if np.isfinite(reached[-1]) else None
+        costs.append(np.where(may, matrix[at], np.inf) ** 2)
+    least, cut = _solve(costs, np.add, 0.0)
+    return cut if np.isfinite(least) else None
 
 
-def _solve(costs: Sequence[Matrix]) -> tuple[float, list[int]]:
-    """The least largest cost over all cuts, and the first unit of every stage of a cut that reaches it; ``costs`` are
-    the entries that each stage may take."""
+def _solve(
+    costs: Sequence[Matrix], together: Callable[[Matrix, Matrix], Matrix] = np.maximum, nothing: float = -np.inf
+) -> tuple[float, list[int]]:
+    """The least cost over all cuts, and the first unit of every stage of a cut that reaches it. ``costs`` are the
+    entries that each stage may take, of which row 0 is the unit with the stage's number; ``together`` gives the cost of
+    some stages and one more, the largest by default, and ``nothing`` that of no stage."""
     reached = np.full(len(costs[0]), np.inf)
-    reached[0] = -np.inf
+    reached[0] = nothing
     came_from = []
     for cost in costs:
-        table = np.maximum(reached[:, None], cost)
+        table = together(reached[:, None], cost)
         came_from.append(np.argmin(table, axis=0))
         reached = np.min(table, axis=0)
-    return float(reached[-1]), _firsts(came_from)
-
-
-def _firsts(came_from: Sequence[NDArray[np.intp]]) -> list[int]:
-    """The first unit of every stage; row 0 of a stage's entries is the unit with the stage's number."""
     firsts: list[int] = []
-    last = len(came_from[0]) - 1
-    for stage in reversed(range(len(came_from))):
+    last = len(reached) - 1
+    for stage in reversed(range(len(costs))):
         last = int(came_from[stage][last])
         firsts.append(stage + last)
-    return firsts[::-1]
+    return float(reached[-1]), firsts[::-1]

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwright.core.errors import PlanError
-from shardwright.core.partition.exact import Matrix
+from shardwright.core.partition.exact import Matrix, require_units
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +66,7 @@ def pareto_cut(
 
     Raises PlanError for fewer units than stages.
     """
-    if stages > units:
-        raise PlanError(f"{stages} stages need at least {stages} units: the model has {units}; use at most pp={units}")
+    require_units(stages, units)
     known: dict[tuple[int, int], StageTimes] = {}
     # cells[k][devices used, units covered]: the states of k stages.
     cells: list[dict[tuple[int, int], list[_State]]] = [{(0, 0): [(0.0, 0.0, 0, 0, 0)]}]

@@ -12,7 +12,7 @@ from shardwright.core.errors import PlanError, nearest
 from shardwright.core.model.fold import Folded
 from shardwright.core.partition.blocks import block_cut
 from shardwright.core.partition.exact import min_max_cut, range_sums
-from shardwright.core.partition.pareto import StageTimes, pareto_cut
+from shardwright.core.partition.pareto import StageTimes, masked, pareto_cut
 from shardwright.core.partition.tasks import Tasks
 from shardwright.core.partition.tree import MEMORY_WEIGHT, tree_cut
 
@@ -120,9 +120,7 @@ def cut_units(name: str, units: Units, tasks: Callable[[], Tasks], live: Sequenc
         total = times.forward_s + times.backward_s
         found = min_max_cut(total, range_sums(units.state_bytes), stages, fits)
         return None if found is None else tuple(found)
-    stage_times = [
-        StageTimes(np.where(fit, times.forward_s, np.inf), np.where(fit, times.backward_s, np.inf)) for fit in fits
-    ]
+    stage_times = [masked(times, fit) for fit in fits]
     wide = pareto_cut(lambda device, width: stage_times[device], len(units), stages, stages)
     return None if wide is None else wide.starts
 
@@ -150,9 +148,7 @@ def uncoarsened(starts: tuple[int, ...], units: Units, live: Sequence[int]) -> t
     plain, fits = units.stage_times(), units.fits(live)
 
     def worth(cut: tuple[int, ...]) -> tuple[int, float, float]:
-        ends = list(zip(cut, (*cut[1:], len(units)), strict=True))
-        forward = [float(plain.forward_s[a, b]) for a, b in ends]
-        backward = [float(plain.backward_s[a, b]) for a, b in ends]
+        ends, forward, backward = _stages(cut, plain)
         unfit = sum(not fits[stage, a, b] for stage, (a, b) in enumerate(ends))
         # Among equals the more even cut wins: it may lead to a better one.
         squares = sum((f + b) ** 2 for f, b in zip(forward, backward, strict=True))
@@ -174,6 +170,12 @@ def uncoarsened(starts: tuple[int, ...], units: Units, live: Sequence[int]) -> t
         starts, best = found, worth(found)
 
 
+def _stages(cut: Sequence[int], times: StageTimes) -> tuple[list[tuple[int, int]], list[float], list[float]]:
+    """The (first unit, end) of every stage of a cut, and the forward and backward seconds of each."""
+    ends = list(pairwise((*cut, len(times.forward_s) - 1)))
+    return ends, [float(times.forward_s[place]) for place in ends], [float(times.backward_s[place]) for place in ends]
+
+
 def judge(name: str, units: Units, tasks: Callable[[], Tasks], live: Sequence[int]) -> Judged | None:
     """A partitioner's cut with its measures; None where it finds none."""
     began = time.perf_counter()
@@ -181,10 +183,7 @@ def judge(name: str, units: Units, tasks: Callable[[], Tasks], live: Sequence[in
     solve_s = time.perf_counter() - began
     if starts is None:
         return None
-    ends = list(zip(starts, (*starts[1:], len(units)), strict=True))
-    times = units.stage_times()
-    forward = [float(times.forward_s[a, b]) for a, b in ends]
-    backward = [float(times.backward_s[a, b]) for a, b in ends]
+    ends, forward, backward = _stages(starts, units.stage_times())
     total = [f + b for f, b in zip(forward, backward, strict=True)]
     state, kept = range_sums(units.state_bytes), range_sums(units.kept_bytes)
     peak = max(float(state[a, b] + count * kept[a, b]) for (a, b), count in zip(ends, live, strict=True))

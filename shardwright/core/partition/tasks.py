@@ -4,6 +4,7 @@ Tasks are ops. A unit's seconds and bytes, as in the plan's cost model, are dist
 what each would take by itself, so that every partitioner is measured by the same clock.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -49,13 +50,14 @@ def op_tasks(
     shares = [_shares(folded.units[members[0]], counter, device, precision, microbatch) for members in classes]
     parameters = {p.tensor: graph.tensors[p.tensor].elements(1) for p in graph.parameters}
     for unit, (forward_s, backward_s, kept_bytes, state_bytes) in zip(folded.units, units, strict=True):
-        holder: set[int] = set()
-        used = [
-            sum(parameters[t] for t in dict.fromkeys(op.inputs) if t in parameters and not _seen(holder, t))
-            for op in graph.ops[unit.first_op : unit.end_op]
-        ]
-        for place, entries in enumerate(used):
-            state[unit.first_op + place] = state_bytes * entries / max(1, sum(used))
+        first_use: dict[int, int] = {}
+        for task in range(unit.first_op, unit.end_op):
+            first_use |= {t: task for t in graph.ops[task].inputs if t in parameters and t not in first_use}
+        used: Counter[int] = Counter()
+        for tensor, task in first_use.items():
+            used[task] += parameters[tensor]
+        for task, entries in used.items():
+            state[task] = state_bytes * entries / max(1, used.total())
         for place, (ahead, back, held) in enumerate(shares[unit.fold_class]):
             task = unit.first_op + place
             forward[task], backward[task], kept[task] = ahead * forward_s, back * backward_s, held * kept_bytes
@@ -80,14 +82,6 @@ def op_tasks(
         tuple((a, b, size) for (a, b), size in edges.items()),
         tuple(constant),
     )
-
-
-def _seen(holder: set[int], tensor: int) -> bool:
-    """Whether a tensor was in ``holder`` before; it is from now on."""
-    if tensor in holder:
-        return True
-    holder.add(tensor)
-    return False
 
 
 def _shares(

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwright.core.errors import PlanError
-from shardwright.core.partition.exact import min_max_cut, range_sums
+from shardwright.core.partition.exact import min_max_cut, range_sums, require_units
 
 Costs = NDArray[np.float64]
 
@@ -72,10 +72,7 @@ def tree_cut(
 
     Raises PlanError: fewer units than stages, or a weight outside 0 … 1.
     """
-    if stages > len(paths):
-        raise PlanError(
-            f"{stages} stages need at least {stages} units: the model has {len(paths)}; use at most pp={len(paths)}"
-        )
+    require_units(stages, len(paths))
     if not 0 <= memory_weight <= 1:
         raise PlanError(f"memory_weight={memory_weight}: expected a share between 0 (time) and 1 (memory)")
     costs = memory_weight * _shares(memory_bytes) + (1 - memory_weight) * _shares(seconds)

@@ -50,7 +50,7 @@ def break_down(plan: Plan) -> tuple[RankStep, ...]:
 
 def _collectives_s(plan: Plan, rank: int) -> float:
     """The seconds that a pipeline rank's units spend on collectives over the tensor axis in all microbatches."""
-    costs = plan.costs.on_rank(rank) if plan.costs.ranks else plan.costs
+    costs = plan.costs.on_rank(rank)
     held = (unit for units, at in zip(plan.stage_units, plan.decision.stage_ranks, strict=True) if at == rank
             for unit in units)  # fmt: skip
     return plan.microbatches * sum(costs.classes[costs.unit_classes[unit]].collective_s for unit in held)

@@ -10,7 +10,7 @@ from shardwright.core.layout.placements import Layout
 from shardwright.core.schedule import AUTO, Schedule, StageCosts, schedule_names
 from shardwright.core.schedule.catalogue import FAMILIES
 from shardwright.core.schedule.checks import require_trains
-from shardwright.core.schedule.family import Sizes
+from shardwright.core.schedule.family import Family, Sizes
 from shardwright.core.schedule.files import from_csv
 from shardwright.core.schedule.schedule import require_buildable
 from shardwright.core.tables.memory import OPTIMIZER_STATES, Precision, Recompute
@@ -66,7 +66,7 @@ class Decision:
         if self.batch % (self.dp * self.microbatch):
             raise PlanError(
                 f"batch={self.batch} is not a multiple of dp · microbatch = {self.dp} · {self.microbatch}: "
-                f"use batch={_near_multiple(self.batch, self.dp * self.microbatch)}, or another microbatch"
+                f"use batch={near_multiple(self.batch, self.dp * self.microbatch)}, or another microbatch"
             )
         if len(self.stage_starts) != self.stages:
             raise PlanError(f"{len(self.stage_starts)} stage_starts for {self.stages} stages (pp · virtual_stages)")
@@ -90,21 +90,8 @@ class Decision:
                 f"offloaded_units={list(self.offloaded_units)} with recompute={self.recompute!r} and kept_units="
                 f'{list(self.kept_units)}: they are units that are neither kept nor recomputed, under recompute="full"'
             )
-        self._require_sharding()
+        require_shard_group(self.shard_group, self.shard, self.dp)
         self._require_runnable_schedule()
-
-    def _require_sharding(self) -> None:
-        """Raise PlanError for a shard group that the data axis does not have, or that shares nothing."""
-        group = self.shard_group
-        if group is None:
-            return
-        if self.dp % group:
-            raise PlanError(f"shard_group={group!r} does not divide dp={self.dp}: use a divisor of {self.dp}")
-        if group > 1 and self.shard == 0:
-            raise PlanError(
-                f"shard=0 and shard_group={group}: nothing is sharded that a group could share; leave out shard_group, "
-                f"or take shard=1, 2 or 3"
-            )
 
     def _require_runnable_schedule(self) -> None:
         """Raise PlanError for a schedule that does not train, or does not admit these sizes."""
@@ -115,10 +102,7 @@ class Decision:
                 f"batch={self.batch}, dp={self.dp} and microbatch={self.microbatch} make {self.microbatches} "
                 f"microbatches: {error}"
             ) from error
-        family = FAMILIES.get(self.schedule)
-        if family is not None and not family.trains:
-            raise PlanError(f"schedule {self.schedule!r} has no backward passes, and a plan trains: take another")
-        if family is not None:
+        if (family := training_family(self.schedule)) is not None:
             reason = family.refusal(Sizes(self.pp, self.microbatches, self.virtual_stages))
             if reason is not None:
                 raise PlanError(f"schedule {self.schedule!r} does not admit these sizes: {reason}")
@@ -173,6 +157,27 @@ class Decision:
         return self.batch // (self.dp * self.microbatch)
 
 
+def require_shard_group(group: int | None, shard: int | None, dp: int | None) -> None:
+    """Raise PlanError for a shard group that the data axis does not have, or that shares nothing. None: not known."""
+    if group is None:
+        return
+    if dp is not None and dp % group:
+        raise PlanError(f"shard_group={group} does not divide dp={dp}: use a divisor of {dp}")
+    if group > 1 and shard == 0:
+        raise PlanError(
+            f"shard=0 and shard_group={group}: nothing is sharded that a group could share; leave out shard_group, or "
+            f"take shard=1, 2 or 3"
+        )
+
+
+def training_family(schedule: str | None) -> Family | None:
+    """The family of a schedule; None where it has none. Raises PlanError for one that does not train."""
+    family = FAMILIES.get(schedule or "")
+    if family is not None and not family.trains:
+        raise PlanError(f"schedule {schedule!r} has no backward passes, and a plan trains: take another")
+    return family
+
+
 @lru_cache(maxsize=256)
 def placement_of(schedule: str, ranks: int, virtual_stages: int) -> tuple[int, ...]:
     """The pipeline rank of each stage, which does not depend on the number of microbatches; two rounds of the pipeline
@@ -215,6 +220,6 @@ def summarize(decision: Decision) -> str:
     return ", ".join(parts)
 
 
-def _near_multiple(value: int, of: int) -> int:
+def near_multiple(value: int, of: int) -> int:
     """The multiple of ``of`` nearest to ``value``, at least ``of`` itself."""
     return max(1, round(value / of)) * of

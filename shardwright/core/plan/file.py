@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from shardwright.core.errors import PlanFileError, ShardwrightError
 from shardwright.core.model.structure import Binding, Structure
 from shardwright.core.plan.record import PlanRecord
-from shardwright.core.plan.schema import VERSION, PlanDocument
+from shardwright.core.plan.schema import VERSION, PlanDocument, PlanT
 from shardwright.core.plan.sections import from_section, section_of, to_section
 from shardwright.core.values.text_files import write_text
 
@@ -40,8 +40,8 @@ def to_document(plan: PlanRecord) -> dict[str, Any]:
     return document
 
 
-def from_text(text: str, source: str) -> PlanRecord:
-    """The record in the text of a plan file; ``source`` names it in errors.
+def from_text(text: str, source: str, kind: type[PlanT]) -> PlanT:
+    """The plan in the text of a plan file, of a class of plans; ``source`` names it in errors.
 
     Raises PlanFileError with the path inside the file of the first thing that is wrong.
     """
@@ -65,7 +65,7 @@ def from_text(text: str, source: str) -> PlanRecord:
     try:
         parsed = _parsed(section)
         _require_consistent(parsed)
-        return parsed.record()
+        return parsed.plan(kind)
     except ShardwrightError as error:
         raise PlanFileError(f"{source}: {error}") from error
 

@@ -77,7 +77,7 @@ def _of_rank(
 
 def _gradient_bytes(plan: Plan, rank: int, total_bytes: int) -> dict[int, int]:
     """The gradient bytes of each stage of the rank, in proportion to the trained parameters of its units."""
-    costs = plan.costs.on_rank(rank) if plan.costs.ranks else plan.costs
+    costs = plan.costs.on_rank(rank)
     held = {
         stage: sum(costs.classes[costs.unit_classes[unit]].trained_elements for unit in units)
         for stage, (units, at) in enumerate(zip(plan.stage_units, plan.decision.stage_ranks, strict=True))

@@ -3,10 +3,10 @@
 import hashlib
 import warnings
 from collections import Counter
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from pathlib import Path
 
-from shardwright.core.errors import PlanError, PlanFileError, PlanWarning, ShardwrightError, nearest
+from shardwright.core.errors import PlanError, PlanFileError, PlanWarning, nearest
 from shardwright.core.layout.mesh import Mesh
 from shardwright.core.layout.placements import Layout, Split
 from shardwright.core.model.fold import CallRef, fold
@@ -112,10 +112,9 @@ class Plan(PlanRecord):
 
     def stage_costs(self) -> StageCosts:
         """The seconds and bytes of every stage for one microbatch, from the folded costs."""
-        placement = self.decision.stage_ranks if self.costs.ranks else ()
         forward, input_grad, weight_grad, transfer, kept = [], [], [], [], []
-        for stage, units in enumerate(self.stage_units):
-            costs = self.costs.on_rank(placement[stage]) if placement else self.costs
+        for stage, (units, rank) in enumerate(zip(self.stage_units, self.decision.stage_ranks, strict=True)):
+            costs = self.costs.on_rank(rank)
             held = [costs.classes[costs.unit_classes[unit]] for unit in units]
             swapped = sum(c.swapped_s for c in held)
             weights = sum(c.weight_grad_s for c in held)
@@ -226,11 +225,7 @@ class Plan(PlanRecord):
     @classmethod
     def from_text(cls, text: str, source: str = "plan") -> "Plan":
         """The plan in the text of a plan file; ``source`` names it in errors."""
-        record = file.from_text(text, source)
-        try:
-            plan = cls(**{field.name: getattr(record, field.name) for field in fields(record)})
-        except ShardwrightError as error:
-            raise PlanFileError(f"{source}: {error}") from error
+        plan = file.from_text(text, source, cls)
         if plan.is_stale:
             warnings.warn(f"{source}: {STALE}", PlanWarning, stacklevel=3)
         return plan

@@ -50,6 +50,8 @@ class Costs:
 
     def on_rank(self, rank: int) -> "Costs":
         """The costs of units on one pipeline rank."""
+        if not self.ranks:
+            return self
         own = self.ranks[rank]
         return replace(self, classes=own.classes, boundary_s=own.boundary_s, ranks=())
 

@@ -1,7 +1,7 @@
 """The plan in the form of its file: the sections, whose schema follows from the classes of their values."""
 
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from annotated_types import MinLen
 
@@ -14,6 +14,7 @@ from shardwright.core.solver.op_layouts import SlotAlternatives
 from shardwright.core.values.fields import Amount, Count
 
 VERSION = 10
+PlanT = TypeVar("PlanT", bound=PlanRecord)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +84,9 @@ class PlanDocument:
         """The model's structure."""
         return Structure(self.model.unit_classes, self.model.classes, self.model.ties)
 
-    def record(self) -> PlanRecord:
-        """The plan of the file."""
-        return PlanRecord(
+    def plan(self, kind: type[PlanT]) -> PlanT:
+        """The plan of the file, of a class of plans."""
+        return kind(
             decision=self.decision,
             model_name=self.model.name,
             model=self.structure,

@@ -7,8 +7,9 @@ leave partial sums. Slices and concatenations of a dim (fused q|k|v) give it blo
 
 import itertools
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
+
+from scipy.cluster.hierarchy import DisjointSet
 
 from shardwright.core.model.fold import Unit
 from shardwright.core.model.graph import Graph
@@ -33,28 +34,9 @@ class DimGroup:
         return dict(self.blocks).get(dim, ())
 
 
-class _Union:
-    """Disjoint sets of dims."""
-
-    def __init__(self) -> None:
-        self.parent: dict[Dim, Dim] = {}
-
-    def root(self, dim: Dim) -> Dim:
-        self.parent.setdefault(dim, dim)
-        while self.parent[dim] != dim:
-            self.parent[dim] = self.parent[self.parent[dim]]
-            dim = self.parent[dim]
-        return dim
-
-    def join(self, dims: Iterable[Dim]) -> None:
-        first, *rest = dims
-        for dim in rest:
-            self.parent[self.root(dim)] = self.root(first)
-
-
 def dim_groups(graph: Graph, unit: Unit, batch: int = 2) -> tuple[DimGroup, ...]:
     """The groups of a unit's dims that hold a dim of a parameter, in order of first use."""
-    same, tied = _Union(), _Union()
+    same, tied = DisjointSet(), DisjointSet()
     cuts: dict[Dim, set[int]] = {}
     obstacles: dict[Dim, str] = {}
     shapes: dict[int, tuple[int, ...]] = {}
@@ -66,7 +48,8 @@ def dim_groups(graph: Graph, unit: Unit, batch: int = 2) -> tuple[DimGroup, ...]
             for dim, label in enumerate(labels):
                 if shape[dim] == 1:
                     continue
-                tied.root((tensor, dim))
+                same.add((tensor, dim))
+                tied.add((tensor, dim))
                 if label < 0 or op.role(label) == "whole":
                     obstacles.setdefault((tensor, dim), f"{op.name} needs it whole")
                 elif tensor in boundary:
@@ -76,17 +59,17 @@ def dim_groups(graph: Graph, unit: Unit, batch: int = 2) -> tuple[DimGroup, ...]
             if op.kind in ("slice", "concat"):
                 _note_cut(graph, op.labels, op.inputs, op.outputs, op.offsets, position, op.kind, shapes, batch, cuts)
         for dims in by_label.values():
-            tied.join(dims)
-            for size in {shapes[t][d] for t, d in dims}:
-                alike = [(t, d) for t, d in dims if shapes[t][d] == size]
-                if len(alike) > 1:
-                    same.join(alike)
+            first_of_size: dict[int, Dim] = {}
+            for tensor, dim in dims:
+                tied.merge(dims[0], (tensor, dim))
+                same.merge(first_of_size.setdefault(shapes[tensor][dim], (tensor, dim)), (tensor, dim))
     parts: dict[Dim, set[int]] = {}
     for whole, places in cuts.items():
-        parts.setdefault(same.root(whole), set()).update(places)
+        same.add(whole)
+        parts.setdefault(same[whole], set()).update(places)
     members: dict[Dim, list[Dim]] = {}
-    for member in tied.parent:
-        members.setdefault(tied.root(member), []).append(member)
+    for member in tied:
+        members.setdefault(tied[member], []).append(member)
     parameters = {p.tensor for p in graph.parameters}
     return tuple(
         _group(dims, shapes, same, parts, obstacles)
@@ -140,14 +123,14 @@ def _note_cut(
 def _group(
     dims: list[Dim],
     shapes: dict[int, tuple[int, ...]],
-    same: _Union,
+    same: DisjointSet,
     parts: dict[Dim, set[int]],
     obstacles: dict[Dim, str],
 ) -> DimGroup:
     blocks: list[tuple[Dim, tuple[int, ...]]] = []
     divisor = 0
     for dim in dims:
-        places = sorted(parts.get(same.root(dim), ()))
+        places = sorted(parts.get(same[dim], ()))
         sizes = tuple(b - a for a, b in itertools.pairwise(places)) if len(places) > 2 else ()
         if sizes:
             blocks.append((dim, sizes))

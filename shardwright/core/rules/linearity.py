@@ -8,21 +8,12 @@ underscore.
 from typing import Literal
 
 from shardwright.core.layout.placements import Reduction
-from shardwright.core.model.graph import Op
 
 Direction = Literal["up", "down", ""]
 
 
-def base_name(op: Op) -> str:
-    """The bare name: that of ``aten.add_.Tensor`` is ``add``, that of ``aten.addmm/bias`` is ``addmm/bias``."""
-    name = op.name.removeprefix("aten::").removeprefix("aten.").split(".")[0]
-    return name if name.startswith("_") else name.rstrip("_")
-
-
-LINEAR_UNARY = frozenset(
+RESCALING = frozenset(
     [
-        "neg",
-        "negative",
         "cast",
         "convert_element_type",
         "clone",
@@ -31,16 +22,24 @@ LINEAR_UNARY = frozenset(
         "_to_copy",
         "contiguous",
         "reduce_precision",
+        "_autocast_to_reduced_precision",
+        "_autocast_to_full_precision",
+        "deg2rad",
+        "rad2deg",
+    ]
+)
+"""Entrywise ops of one operand that keep it, or scale it up or down: both linear and never decreasing."""
+
+LINEAR_UNARY = RESCALING | frozenset(
+    [
+        "neg",
+        "negative",
         "real",
         "imag",
         "conj",
         "conj_physical",
         "mul",
         "multiply",
-        "deg2rad",
-        "rad2deg",
-        "_autocast_to_reduced_precision",
-        "_autocast_to_full_precision",
     ]
 )
 """Entrywise ops of one operand that pass sums on. A product with one operand is a product with a constant."""
@@ -48,7 +47,7 @@ LINEAR_UNARY = frozenset(
 AFFINE_UNARY = frozenset(["add", "sub", "subtract", "rsub"])
 """Ops that add a constant when they have one operand: means pass, sums do not."""
 
-UP = frozenset(
+UP = RESCALING | frozenset(
     [
         "exp",
         "exp2",
@@ -97,18 +96,6 @@ UP = frozenset(
         "sign",
         "sgn",
         "nan_to_num",
-        "deg2rad",
-        "rad2deg",
-        "cast",
-        "convert_element_type",
-        "clone",
-        "copy",
-        "to",
-        "_to_copy",
-        "contiguous",
-        "reduce_precision",
-        "_autocast_to_reduced_precision",
-        "_autocast_to_full_precision",
     ]
 )
 """Entrywise ops of one operand that never decrease."""

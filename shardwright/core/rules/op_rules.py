@@ -103,12 +103,17 @@ def over_dims(
 
 def contraction(left: str, right: str, out: str) -> Labelled:
     """Labels of a product in einsum letters: ``contraction("bsk", "kn", "bsn")``. ``_`` is a dim never split."""
+    return Labelled(_of_letters(left, right, out)[0])
+
+
+def _of_letters(*operands: str) -> tuple[tuple[tuple[int, ...], ...], dict[str, int]]:
+    """The labels of operands given in letters, and the label of every letter."""
     numbers: dict[str, int] = {}
-
-    def of(letters: str) -> tuple[int, ...]:
-        return tuple(-1 if letter == "_" else numbers.setdefault(letter, len(numbers)) for letter in letters)
-
-    return Labelled((of(left), of(right), of(out)))
+    labels = (
+        tuple(-1 if letter == "_" else numbers.setdefault(letter, len(numbers)) for letter in letters)
+        for letters in operands
+    )
+    return tuple(labels), numbers
 
 
 def gather(table: Shape, dim: int, index: Shape) -> Labelled:
@@ -154,13 +159,7 @@ def attention(
     starts; ``v`` (width of values) may be split. A mask's dims are aligned with batch, head, query and key, and are
     only split with these. ``_`` is a dim that is never split. Grouped key heads carry the label of the query heads: a
     contiguous shard of one goes with the same shard of the other."""
-    numbers: dict[str, int] = {}
-
-    def of(letters: str) -> tuple[int, ...]:
-        return tuple(-1 if letter == "_" else numbers.setdefault(letter, len(numbers)) for letter in letters)
-
-    labelled = (of(query), of(key), of(value))
-    result = of(out)
+    (*labelled, result), numbers = _of_letters(query, key, value, out)
     order = (*query[:-1], "t")  # a mask is [batch, head, query, key], its size-1 dims stretch
     mask_labels = tuple(
         tuple(numbers.get(letter, -1) if size != 1 else -1 for letter, size in zip(order[-len(m) :], m, strict=True))

@@ -19,7 +19,7 @@ def partial_signatures(graph: Graph, op: Op) -> tuple[Signature, ...]:
 
 
 def _all(graph: Graph, op: Op) -> Iterator[Signature]:
-    name = F.base_name(op)
+    name = op.base_name
     match op.kind:
         case "contraction":
             for which in range(len(op.inputs)):

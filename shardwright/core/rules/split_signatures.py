@@ -59,7 +59,7 @@ def _of_label(op: Op, label: int, size: int, shapes: Sequence[tuple[int, ...]], 
 
 def _outcome(op: Op, label: int) -> tuple[Reduction | None, Need] | None:
     """The (reduction left in outputs without the label, need of the op), or None where the label is never split."""
-    role, name = op.role(label), F.base_name(op)
+    role, name = op.role(label), op.base_name
     if op.kind == "reduction" and not any(label in labels for labels in op.output_labels):
         if len(op.inputs) > 1:  # a mean whose weights are counted: the counts are added up first
             return ("sum", "combine") if role == "sum" else None

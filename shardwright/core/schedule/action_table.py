@@ -2,11 +2,12 @@
 
 import hashlib
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from shardwright.core.errors import ScheduleError
-from shardwright.core.schedule.actions import Action
+from shardwright.core.schedule.actions import Action, Kind
 from shardwright.core.schedule.family import Table, positive_integer
 from shardwright.core.schedule.legality import require_complete
 
@@ -109,3 +110,14 @@ class ActionTable:
 
 TableT = TypeVar("TableT", bound=ActionTable)
 """The type of a schedule that a pass is given and gives back."""
+
+
+def has_any(schedule: ActionTable, kinds: Collection[Kind]) -> bool:
+    """Whether any action of a schedule is of one of these kinds."""
+    return any(action.kind in kinds for order in schedule.table for action in order)
+
+
+def without(schedule: TableT, kinds: Collection[Kind]) -> TableT:
+    """The schedule without the actions of these kinds."""
+    table = tuple(tuple(action for action in order if action.kind not in kinds) for order in schedule.table)
+    return replace(schedule, table=table)

@@ -38,8 +38,9 @@ class Kind(StrEnum):
 F, I, W, B = Kind.FORWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD, Kind.BACKWARD  # noqa: E741 - the field's own letters
 COMPUTE = frozenset({F, I, W, B, Kind.OVERLAP})
 TRANSFER = frozenset({Kind.SEND_FORWARD, Kind.RECV_FORWARD, Kind.SEND_BACKWARD, Kind.RECV_BACKWARD})
-_PER_STAGE = frozenset({Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD})
-_PER_STAGE_OR_PAIR = _PER_STAGE | {Kind.OVERLAP}
+SHARDING = frozenset({Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD})
+"""The actions on the parameters of a whole stage."""
+_PER_STAGE_OR_PAIR = SHARDING | {Kind.OVERLAP}
 _TEXT = re.compile(r"([0-9]{1,9})(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD|[FIWB])([0-9]{0,9})")
 _COMPOSITE = re.compile(r"\(([^()]*)\)(OVERLAP_F_B)?")
 _SHOWN = 80
@@ -84,7 +85,7 @@ class Action:
             raise ScheduleError(f"an action of kind {self.kind.value} has no parts; only a composite has")
         if self.stage < 0:
             raise ScheduleError(f"stage {self.stage} of an action is negative: stages count from 0")
-        if self.kind in _PER_STAGE:
+        if self.kind in SHARDING:
             if self.microbatch is not None:
                 raise ScheduleError(f"{self.kind.value} concerns a whole stage: leave out microbatch {self.microbatch}")
         elif self.microbatch is None or self.microbatch < 0:

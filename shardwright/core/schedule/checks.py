@@ -6,6 +6,7 @@ A failed check raises ScheduleError with the reason and the grid, the failing ce
 from collections.abc import Sequence
 
 from shardwright.core.errors import ScheduleError
+from shardwright.core.schedule.action_table import has_any
 from shardwright.core.schedule.actions import TRANSFER, Action, B, Kind, W
 from shardwright.core.schedule.costs import StageCosts, per_rank_limit
 from shardwright.core.schedule.legality import report
@@ -103,7 +104,7 @@ def check_ends(schedule: Schedule, *, blocking: bool = False) -> None:
     Raises:
         ScheduleError: the ranks wait for one another, or for what never comes.
     """
-    if blocking and schedule.ranks > 1 and not has_transfers(schedule):
+    if blocking and schedule.ranks > 1 and not has_any(schedule, TRANSFER):
         schedule = insert_transfers(schedule, blocking=True)
     engine = Engine(schedule, StageCosts.uniform(schedule.stages), "blocking" if blocking else "asynchronous")
     if stuck := engine.run():
@@ -126,8 +127,3 @@ def check_memory(schedule: Schedule, memory_limit_bytes: int | Sequence[int], co
                 action = order[position]
                 problem = f"rank {rank} holds {held} bytes of activations during {action}: its limit is {limits[rank]}"
                 raise ScheduleError(report(schedule.name, schedule.table, problem, rank, position))
-
-
-def has_transfers(schedule: Schedule) -> bool:
-    """Whether sends and receives are part of the schedule."""
-    return any(action.kind in TRANSFER for order in schedule.table for action in order)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from shardwright.core.errors import ScheduleError
 from shardwright.core.schedule.actions import Action
@@ -39,8 +38,12 @@ class Sizes:
         return self.ranks * self.virtual_stages
 
 
-class Generate(Protocol):
-    def __call__(self, sizes: Sizes) -> Table: ...
+Generate = Callable[[Sizes], Table]
+
+
+def by_rank(rank_order: Callable[[int, Sizes], Order]) -> Generate:
+    """The tables of a family that gives every rank its order by itself."""
+    return lambda sizes: tuple(rank_order(rank, sizes) for rank in range(sizes.ranks))
 
 
 @dataclass(frozen=True, slots=True)

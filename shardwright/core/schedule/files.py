@@ -5,7 +5,7 @@ import io
 from pathlib import Path
 
 from shardwright.core.errors import ScheduleError
-from shardwright.core.schedule.actions import Action, B, F, I, Kind, W
+from shardwright.core.schedule.actions import SHARDING, Action, B, F, I, W
 from shardwright.core.schedule.checks import require_runnable
 from shardwright.core.schedule.schedule import Schedule, require_buildable
 from shardwright.core.values.text_files import path_of, read_text, write_text
@@ -86,7 +86,7 @@ def _parse(cell: str, row: int, column: int) -> Action:
 def _place(part: Action, cell: Cell, places: dict[Action, Cell], holder: dict[int, Cell]) -> None:
     """Note the cell of an action, which must stand in the row of its stage's others, and only once unless it gathers or
     frees parameters. Raises ScheduleError otherwise."""
-    if part.kind not in (Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD):
+    if part.kind not in SHARDING:
         if part in places:
             raise ScheduleError(f"{_where(cell)} repeats {part}, which is in {_where(places[part])}: expected it once")
         places[part] = cell

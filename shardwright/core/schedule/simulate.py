@@ -17,7 +17,7 @@ from typing import Literal
 import numpy as np
 
 from shardwright.core.errors import ScheduleError
-from shardwright.core.schedule.action_table import ActionTable
+from shardwright.core.schedule.action_table import ActionTable, has_any
 from shardwright.core.schedule.actions import TRANSFER, Action, B, F, I, Kind, W
 from shardwright.core.schedule.costs import StageCosts
 from shardwright.core.schedule.idle_share import lent_clock
@@ -82,7 +82,7 @@ class Engine:
 
     def __init__(self, schedule: ActionTable, costs: StageCosts, transfers: Mode) -> None:
         self.schedule, self.costs = schedule, costs
-        self.explicit = any(action.kind in TRANSFER for order in schedule.table for action in order)
+        self.explicit = has_any(schedule, TRANSFER)
         self.blocking = transfers == "blocking"
         if self.blocking and not self.explicit and schedule.ranks > 1:
             raise ScheduleError("blocking transfers need sends and receives in the schedule: use insert_transfers")

@@ -14,7 +14,7 @@ from shardwright.core.search.defaults import Default
 from shardwright.core.search.request import Request
 from shardwright.core.search.scoring import Scored, Scorer
 from shardwright.core.tables.cost_tables import HOST_LINK_EFFICIENCY, Place
-from shardwright.core.tables.memory import collectives_s, kept_bytes, recomputed_s, unit_recompute
+from shardwright.core.tables.memory import Mode, collectives_s, kept_bytes, recomputed_s, unit_recompute
 from shardwright.core.values.version import own_version
 
 
@@ -39,16 +39,8 @@ def as_plan(
             for pp in range(decision.pp)
         )
         first = ranks[0].classes
-    alternatives = [
-        Alternative(summarize(s.decision), s.predicted.step_time_s, _peak(s.predicted), why_slower(best, s))
-        for s in others
-    ]
-    alternatives += [
-        Alternative(
-            summarize(s.decision), s.predicted.step_time_s, _peak(s.predicted), f"on {where}: {why_slower(best, s)}"
-        )
-        for where, s in elsewhere
-    ]
+    alternatives = [_alternative(s, why_slower(best, s)) for s in others]
+    alternatives += [_alternative(s, f"on {where}: {why_slower(best, s)}") for where, s in elsewhere]
     for default in beside:
         if default.scored is None:
             alternatives.append(Alternative(default.name, 0.0, 0, f"the {default.name} default: {default.reason}"))
@@ -57,14 +49,7 @@ def as_plan(
         said = "this is the plan" if same else why_slower(best, default.scored)
         lacking = not_carried_out(default.scored.decision, scorer.request.runtimes)
         said += f"; {lacking}" if lacking else ""
-        alternatives.append(
-            Alternative(
-                summarize(default.scored.decision),
-                default.scored.predicted.step_time_s,
-                _peak(default.scored.predicted),
-                f"the {default.name} default: {said}",
-            )
-        )
+        alternatives.append(_alternative(default.scored, f"the {default.name} default: {said}"))
     graph = tables.graph
     return Plan(
         decision=decision,
@@ -143,39 +128,28 @@ def _variants(scorer: Scorer, best: Scored) -> tuple[int, ...]:
 
 def _costs_at(scorer: Scorer, best: Scored, place: Place) -> tuple[ClassCost, ...]:
     tables, decision = scorer.tables, best.decision
-    found = []
+    costs = tables.class_costs(decision.tp, decision.microbatch, place)
     variants = tables.variants(decision.tp)
-    for variant, cost in enumerate(tables.class_costs(decision.tp, decision.microbatch, place)):
-        mode = unit_recompute(decision.recompute, tables.repeated[variants.index(variant)])
-        backward = cost.input_grad_s + recomputed_s(cost, mode)
-        kept = kept_bytes(cost, mode)
-        found.append(_class_cost(cost, backward, kept, collectives_s(cost, mode)))
+    again = [tables.repeated[variants.index(variant)] for variant in range(len(costs))]
+    modes: list[list[Mode]] = [[unit_recompute(decision.recompute, repeated) for repeated in again]]
     if decision.kept_units or decision.offloaded_units:
-        found += [
-            _class_cost(c, c.input_grad_s, kept_bytes(c, "none"), c.collective_s)
-            for c in tables.class_costs(decision.tp, decision.microbatch, place)
-        ]
+        modes.append(["none"] * len(costs))
     if decision.offloaded_units:
-        rate = place.device.host_link_bandwidth_bytes_per_s * HOST_LINK_EFFICIENCY
-        found += [
-            _class_cost(c, c.input_grad_s, 0, c.collective_s, c.saved_bytes / rate)
-            for c in tables.class_costs(decision.tp, decision.microbatch, place)
-        ]
-    return tuple(found)
+        modes.append(["offload"] * len(costs))
+    rate = place.device.host_link_bandwidth_bytes_per_s * HOST_LINK_EFFICIENCY
+    return tuple(_class_cost(cost, mode, rate) for of in modes for cost, mode in zip(costs, of, strict=True))
 
 
-def _class_cost(
-    cost: UnitCost, input_grad_s: float, activation_bytes: int, collective_s: float, swapped_s: float = 0.0
-) -> ClassCost:
+def _class_cost(cost: UnitCost, mode: Mode, host_bytes_per_s: float) -> ClassCost:
     return ClassCost(
         forward_s=cost.forward_s,
-        input_grad_s=input_grad_s,
+        input_grad_s=cost.input_grad_s + recomputed_s(cost, mode),
         weight_grad_s=cost.weight_grad_s,
-        activation_bytes=activation_bytes,
+        activation_bytes=kept_bytes(cost, mode),
         parameter_elements=cost.parameter_elements,
         trained_elements=cost.trained_elements,
-        swapped_s=swapped_s,
-        collective_s=collective_s,
+        swapped_s=cost.saved_bytes / host_bytes_per_s if mode == "offload" else 0.0,
+        collective_s=collectives_s(cost, mode),
     )
 
 
@@ -215,5 +189,7 @@ def why_slower(best: Scored, other: Scored) -> str:
     return f"{ratio - 1:.1%} slower: {name} {theirs[name] * 1e3:.3g} ms against {mine[name] * 1e3:.3g} ms"
 
 
-def _peak(predicted: Predicted) -> int:
-    return max(use.total_bytes for use in predicted.memory_by_stage_rank)
+def _alternative(scored: Scored, reason: str) -> Alternative:
+    predicted = scored.predicted
+    peak = max(use.total_bytes for use in predicted.memory_by_stage_rank)
+    return Alternative(summarize(scored.decision), predicted.step_time_s, peak, reason)

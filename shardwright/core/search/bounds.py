@@ -15,6 +15,7 @@ from shardwright.core.tables.memory import Recompute
 from shardwright.core.tables.mesh_links import Links
 from shardwright.core.tables.rank_tables import RankTables
 from shardwright.core.tables.unit_table import MemoryRequest, UnitTable
+from shardwright.core.values.found_once import found_once
 
 SAFE = 1 - 1e-9
 """The factor that lowers bounds, so that rounding never puts one above what it bounds."""
@@ -29,8 +30,6 @@ class Bounds:
         self.step = StepModel(self.links, tables.precision)
         self._ranked: dict[tuple[object, ...], RankTables] = {}
         self._alike: dict[tuple[object, ...], RankTables] = {}
-        self._firsts: dict[tuple[object, ...], UnitTable] = {}
-        self._plain: dict[tuple[Shape, Policy], Decision] = {}
         self._fluid: dict[tuple[int, int], float] = {}
 
     def ranked(self, shape: Shape, recompute: Recompute) -> RankTables:
@@ -81,12 +80,10 @@ class Bounds:
             traits.gradients_when_made,
         )
 
+    @found_once
     def undivided(self, shape: Shape, policy: Policy) -> Decision:
         """A decision of degrees and policy, before there is a cut: the tail of a step depends on nothing else."""
-        key = (shape, policy)
-        if key not in self._plain:
-            self._plain[key] = self.decision(shape, policy, Pipelining("1f1b", 1), ())
-        return self._plain[key]
+        return self.decision(shape, policy, Pipelining("1f1b", 1), ())
 
     def decision(self, shape: Shape, policy: Policy, pipelining: Pipelining, starts: Sequence[int]) -> Decision:
         """The choice as a plan has it; without ``starts``, a decision for what depends on degrees and policy alone."""
@@ -195,14 +192,12 @@ class Bounds:
         # T / share · (1 - (1 - share / m)^pp).
         return whole * share / (1 - (1 - share / m) ** pp)
 
+    @found_once
     def _first(self, shape: Shape, recompute: Recompute) -> UnitTable:
         """The unit costs on the first rank, without messages."""
-        key = (shape.mesh, shape.microbatch, recompute)
-        if key not in self._firsts:
-            pp, _, tp = shape.degrees
-            place = Place(self.cluster.device(0), self.links.axis(shape.mesh, 0, "tp"), None, pp > 1)
-            self._firsts[key] = self.tables.table(tp, shape.microbatch, recompute, place)
-        return self._firsts[key]
+        pp, _, tp = shape.degrees
+        place = Place(self.cluster.device(0), self.links.axis(shape.mesh, 0, "tp"), None, pp > 1)
+        return self.tables.table(tp, shape.microbatch, recompute, place)
 
     def _fluid_s(self, shape: Shape, recompute: Recompute) -> float:
         """Seconds of one microbatch if units could be divided freely over the ranks, each as fast as its device."""

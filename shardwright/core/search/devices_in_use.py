@@ -9,7 +9,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from shardwright.core.cluster.cluster import Cluster, NodeGroup
+from shardwright.core.cluster.cluster import Cluster
+from shardwright.core.cluster.node_group import NodeGroup
 from shardwright.core.errors import PlanError
 from shardwright.core.search.request import Request
 

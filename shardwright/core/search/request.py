@@ -11,10 +11,17 @@ from shardwright.core.capabilities import Capabilities
 from shardwright.core.errors import PlanError
 from shardwright.core.layout.pinned_layout import Pin
 from shardwright.core.partition.partitioners import DEFAULT, PARTITIONERS
-from shardwright.core.plan.decision import LossScope, OptimizerName, ScheduleName, ShardLevel
+from shardwright.core.plan.decision import (
+    LossScope,
+    OptimizerName,
+    ScheduleName,
+    ShardLevel,
+    near_multiple,
+    require_shard_group,
+    training_family,
+)
 from shardwright.core.rules.pins import Asked
 from shardwright.core.schedule import AUTO
-from shardwright.core.schedule.catalogue import FAMILIES
 from shardwright.core.schedule.family import Family, Sizes
 from shardwright.core.tables.memory import Precision, Recompute
 from shardwright.core.values.fields import Count, Option, Words, fields_of, require_fields
@@ -22,6 +29,8 @@ from shardwright.core.values.fields import Count, Option, Words, fields_of, requ
 VIRTUAL_STAGES = (1, 2, 3, 4, 6, 8)
 """Stages per pipeline rank that a search tries."""
 SEARCHED = "searched"
+NUMBERS = ("batch", "precision", "optimizer", "loss_scope", "gradient_precision", "pins", "runtimes")
+"""The fields of a request that are no choice of the plan's form."""
 
 Progress = Callable[[int, int], None]
 """A callback that takes (candidates scored, candidates in all)."""
@@ -223,13 +232,7 @@ class Options:
                 f"stage_starts={list(self.stage_starts)} and partitioner={self.partitioner!r}: the cut is given, and "
                 f"there is none to find; leave out one of them"
             )
-        if self.shard == 0 and self.shard_group is not None and self.shard_group > 1:
-            raise PlanError(
-                f"shard=0 and shard_group={self.shard_group}: nothing is sharded that a group could share; leave out "
-                f"shard_group, or take shard=1, 2 or 3"
-            )
-        if self.shard_group is not None and self.dp is not None and self.dp % self.shard_group:
-            raise PlanError(f"shard_group={self.shard_group} does not divide dp={self.dp}: use a divisor of {self.dp}")
+        require_shard_group(self.shard_group, self.shard, self.dp)
         if self.microbatch is not None and self.microbatch > self.batch:
             raise PlanError(
                 f"microbatch={self.microbatch} is more than batch={self.batch}: use microbatch={self.batch} or less"
@@ -239,21 +242,14 @@ class Options:
                 "sequence_parallel=True and tp=1: the sequence is divided over the tensor axis; leave out one of them, "
                 "or take tp above 1"
             )
-        if self.dp is not None and self.batch % (self.dp * (self.microbatch or 1)):
-            each = self.dp * (self.microbatch or 1)
-            by = f"dp · microbatch = {self.dp} · {self.microbatch}" if self.microbatch else f"dp = {self.dp}"
-            raise PlanError(
-                f"batch={self.batch} is not a multiple of {by}: use batch={max(1, round(self.batch / each)) * each}, "
-                f"or other degrees"
-            )
+        if self.dp is not None and (said := indivisible(self.batch, self.dp, self.microbatch)) is not None:
+            raise PlanError(said)
         if self.pp == 1 and (self.stages_per_rank or 1) > 1 and self.schedule in (None, AUTO):
             raise PlanError(
                 f"pp=1 and virtual_stages={self.stages_per_rank}: one rank alone has nobody to take turns with; leave "
                 f"out one of them"
             )
-        family = FAMILIES.get(self.schedule or "")
-        if family is not None and not family.trains:
-            raise PlanError(f"schedule {self.schedule!r} has no backward passes, and a plan trains: take another")
+        family = training_family(self.schedule)
         if family is not None and self.virtual_stages is not None and self.pp is None:
             samples = [Sizes(pp, pp * self.virtual_stages, self.virtual_stages) for pp in (2, 4)]
             if all(family.refusal(sizes) for sizes in samples):
@@ -272,6 +268,16 @@ class Options:
             raise PlanError(f"schedule {self.schedule!r} at pp={pp}: {(said or reasons)[0]}")
 
 
+def indivisible(batch: int, dp: int, microbatch: int | None) -> str | None:
+    """The reason why replicas cannot share a batch, in microbatches of so many samples where these are given, with the
+    nearest batch that they can; None where they can."""
+    multiple = dp * (microbatch or 1)
+    if batch % multiple == 0:
+        return None
+    by = f"dp · microbatch = {dp} · {microbatch}" if microbatch else f"dp = {dp}"
+    return f"batch={batch} is not a multiple of {by}: use batch={near_multiple(batch, multiple)}, or other degrees"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request(Options):
     """A request for a plan of one captured model."""
@@ -285,16 +291,7 @@ class Request(Options):
     def unpinned(self, **pins: Any) -> Self:
         """The same batch, optimizer, layouts and kinds of numbers, for the same runtimes, with no other pins than
         ``pins``."""
-        return type(self)(
-            batch=self.batch,
-            precision=self.precision,
-            optimizer=self.optimizer,
-            loss_scope=self.loss_scope,
-            gradient_precision=self.gradient_precision,
-            pins=self.pins,
-            runtimes=self.runtimes,
-            **pins,
-        )
+        return type(self)(**{name: getattr(self, name) for name in NUMBERS}, **pins)
 
 
 def request_for(options: Options, pins: tuple[Pin, ...], runtimes: tuple[Capabilities, ...]) -> Request:

@@ -35,15 +35,15 @@ class Tried:
     found: Found
 
 
-def make_plan(graph: Graph, cluster: Cluster, request: Request, progress: Progress | None = None) -> Plan:
+def make_plan(graph: Graph, cluster: Cluster, request: Request) -> Plan:
     """The best plan for a captured model on a cluster, or on as much of it as is worth using (`Request.devices`).
 
     Raises PlanError when degrees do not divide, when the batch does not divide, or when no plan fits; the message then
     says what is lacking, and the nearest plan that fits.
     """
-    chosen, *left = search_parts(graph, cluster, request, progress=progress)
+    chosen, *left = search_parts(graph, cluster, request, progress=request.progress)
     if chosen.found.best is None:
-        chosen, *left = search_parts(graph, cluster, request, limited=False, progress=progress)
+        chosen, *left = search_parts(graph, cluster, request, limited=False, progress=request.progress)
         if chosen.found.best is None:
             tables = tables_of(graph, chosen.part.cluster, request)
             search = chosen.search
@@ -90,7 +90,7 @@ def search_parts(
         except PlanError as error:
             refused = refused or error
             continue
-        if progress is not None:
+        if progress is not None and len(admitted) > 1:
             progress(number + 1, len(admitted))
         tried.append(Tried(part, search, found))
         if found.best is not None:

@@ -17,7 +17,7 @@ from shardwright.core.schedule import AUTO, Schedule, schedule_names
 from shardwright.core.schedule.catalogue import FAMILIES
 from shardwright.core.schedule.family import Sizes
 from shardwright.core.schedule.schedule import MOST_CELLS
-from shardwright.core.search.request import VIRTUAL_STAGES, Request
+from shardwright.core.search.request import VIRTUAL_STAGES, Request, indivisible
 from shardwright.core.tables.memory import Recompute
 
 MAX_MICROBATCH = 64
@@ -171,11 +171,8 @@ class Space:
 
     def _microbatches(self, dp: int, reasons: dict[str, None]) -> Iterator[int]:
         batch, given = self.request.batch, self.request.microbatch
-        if batch % (dp * (given or 1)):
-            multiple = dp * (given or 1)
-            near = max(1, round(batch / multiple)) * multiple
-            by = f"dp · microbatch = {dp} · {given}" if given else f"dp = {dp}"
-            reasons[f"batch={batch} is not a multiple of {by}: use batch={near}, or other degrees"] = None
+        if (reason := indivisible(batch, dp, given)) is not None:
+            reasons[reason] = None
             return
         if given:
             yield given

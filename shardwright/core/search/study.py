@@ -5,8 +5,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shardwright.core.cluster.cluster import Cluster, NodeGroup
+from shardwright.core.cluster.cluster import Cluster
 from shardwright.core.cluster.hardware import Link
+from shardwright.core.cluster.node_group import NodeGroup
 from shardwright.core.errors import PlanError
 from shardwright.core.model.graph import Graph
 from shardwright.core.plan.decision import summarize
@@ -189,7 +190,7 @@ def _with_memory(cluster: Cluster, times: int) -> Cluster:
         replace(group, device=replace(group.device, memory_bytes=group.device.memory_bytes * times))
         for group in cluster.groups
     ]
-    return Cluster.of_groups(groups, cluster.inter_node, cluster.inter_region)
+    return _again(cluster, groups, cluster.inter_node)
 
 
 def _best(graph: Graph, cluster: Cluster, request: Request, **pins: Any) -> tuple[Scored | None, str]:

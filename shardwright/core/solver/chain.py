@@ -20,6 +20,7 @@ from shardwright.core.solver.network import Choices
 from shardwright.core.solver.op_prices import Setting
 from shardwright.core.solver.shared_problem import Frame
 from shardwright.core.solver.unit_problem import Move, R, UnitProblem
+from shardwright.core.values.found_once import found_once
 
 Pins = Mapping[int, tuple[Placement | None, ...]]
 """The placements of a parameter's tensor on every axis, None where the placement is free."""
@@ -191,7 +192,6 @@ class _Chain:
         self.frame, self.folded, self.setting = frame, frame.folded, setting
         self._problems: dict[object, UnitProblem] = {}
         self._tables: dict[object, tuple[NDArray[np.float64], Choices]] = {}
-        self._answers: dict[tuple[int, tuple[int, ...]], tuple[RealisedUnit, tuple[Move, ...]]] = {}
 
     def contested(self, found: Solution) -> int | None:
         """A shared parameter that units place differently, or None."""
@@ -403,29 +403,24 @@ class _Chain:
         like, moves = self._realised(problem, chosen)
         return UnitSolution(index, chosen, layouts, enters, leaves, moves, like)
 
+    @found_once
     def _realised(self, problem: UnitProblem, chosen: tuple[int, ...]) -> tuple[RealisedUnit, tuple[Move, ...]]:
         """The layouts of a problem's own unit, and the conversions that they need."""
-        key = (id(problem), chosen)
-        if key not in self._answers:
 
-            def lies(nodes: Mapping[int, int]) -> tuple[tuple[int, Layout], ...]:
-                return tuple((t, problem.layout(problem.options[n][chosen[n]][0])) for t, n in nodes.items())
+        def lies(nodes: Mapping[int, int]) -> tuple[tuple[int, Layout], ...]:
+            return tuple((t, problem.layout(problem.options[n][chosen[n]][0])) for t, n in nodes.items())
 
-            outside = {t: n for t, n in problem.choice_of_tensor.items() if t not in problem.parameters}
-            made = {t for op in problem.ops for t in op.outputs}
-            links = problem.links(chosen)
-            realised = RealisedUnit(
-                problem.unit.index,
-                problem.unit.first_op,
-                tuple((axis.name, axis.size) for axis in self.setting.axes),
-                tuple(problem.signatures[i][chosen[problem.choice_of_op[i]]] for i in range(len(problem.ops))),
-                links,
-                tuple(problem.parameter_layouts(chosen).items()),
-                lies({t: n for t, n in outside.items() if t not in made}),
-                lies(problem.leaving),
-            )
-            self._answers[key] = realised, problem.moves(links)
-        return self._answers[key]
-
-
-__all__ = ["Alternative", "Pins", "Solution", "UnitSolution", "alternatives", "lightest_bytes", "solve", "solve_at"]
+        outside = {t: n for t, n in problem.choice_of_tensor.items() if t not in problem.parameters}
+        made = {t for op in problem.ops for t in op.outputs}
+        links = problem.links(chosen)
+        realised = RealisedUnit(
+            problem.unit.index,
+            problem.unit.first_op,
+            tuple((axis.name, axis.size) for axis in self.setting.axes),
+            tuple(problem.signatures[i][chosen[problem.choice_of_op[i]]] for i in range(len(problem.ops))),
+            links,
+            tuple(problem.parameter_layouts(chosen).items()),
+            lies({t: n for t, n in outside.items() if t not in made}),
+            lies(problem.leaving),
+        )
+        return realised, problem.moves(links)

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwright.core.errors import PlanError
+from shardwright.core.values.found_once import found_once
 
 Table = NDArray[np.float64]
 MAX_TABLE = 40_000_000
@@ -32,7 +33,6 @@ class Network:
     costs: list[Table] = field(default_factory=list)
     weights: list[Table] = field(default_factory=list)
     edges: dict[tuple[int, int], Table] = field(default_factory=dict)
-    _orders: dict[tuple[int, ...], tuple[int, ...]] = field(default_factory=dict)
 
     def node(self, costs: Sequence[float], weights: Sequence[float] | None = None) -> int:
         """Add a node with these costs per option (infinite: not allowed) and return its number."""
@@ -119,15 +119,14 @@ class Network:
             _eliminate(near, node)
         return True
 
+    @found_once
     def _order(self, kept: tuple[int, ...]) -> tuple[int, ...]:
         """An order of elimination: the best of a few greedy, seeded ones, by the entries of all tables together."""
-        if kept not in self._orders:
-            sizes = [len(c) for c in self.costs]
-            best = _greedy(sizes, self.edges, kept, 0)
-            for seed in range(1, ORDERS if best[0] > EASY else 1):
-                best = min(best, _greedy(sizes, self.edges, kept, seed))
-            self._orders[kept] = best[1]
-        return self._orders[kept]
+        sizes = [len(c) for c in self.costs]
+        best = _greedy(sizes, self.edges, kept, 0)
+        for seed in range(1, ORDERS if best[0] > EASY else 1):
+            best = min(best, _greedy(sizes, self.edges, kept, seed))
+        return best[1]
 
     def _scope(
         self, node: int, touching: Mapping[int, set[int]], live: Mapping[int, tuple[tuple[int, ...], Table]]

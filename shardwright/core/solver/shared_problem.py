@@ -12,6 +12,7 @@ from shardwright.core.model.graph import Graph, Op
 from shardwright.core.model.structure import Slot, unit_slots
 from shardwright.core.rules.dim_groups import Dim, DimGroup, dim_groups
 from shardwright.core.rules.legal_signatures import divides, signatures
+from shardwright.core.values.found_once import found_once
 
 
 class Frame:
@@ -20,9 +21,6 @@ class Frame:
     def __init__(self, folded: Folded, counter: WorkCounter | None = None) -> None:
         self.folded, self.graph = folded, folded.graph
         self.counter = counter or WorkCounter(folded.graph)
-        self._groups: dict[int, tuple[DimGroup, ...]] = {}
-        self._signatures: dict[tuple[int, int], tuple[tuple[Signature, ...], ...]] = {}
-        self._places: dict[int, dict[int, tuple[int, int]]] = {}
 
     @cached_property
     def kept(self) -> Kept:
@@ -87,11 +85,10 @@ class Frame:
                         found[made_in[tensor]].add(tensor)
         return tuple(frozenset(tensors) for tensors in found)
 
+    @found_once
     def groups(self, unit: int) -> tuple[DimGroup, ...]:
         """The groups of dims of a unit that are split together."""
-        if unit not in self._groups:
-            self._groups[unit] = dim_groups(self.graph, self.folded.units[unit])
-        return self._groups[unit]
+        return dim_groups(self.graph, self.folded.units[unit])
 
     def split_with(self, unit: int, dim: Dim) -> frozenset[Dim]:
         """The dims that ops split together with a dim of a parameter, in the ops that read it or a view of it."""
@@ -111,32 +108,29 @@ class Frame:
                 followed |= {own for own in tied if own[0] in op.outputs}
         return frozenset(found)
 
+    @found_once
     def signatures(self, unit: int, batch: int) -> tuple[tuple[Signature, ...], ...]:
         """The signatures of each op of a unit along one axis, at ``batch`` samples."""
-        key = (unit, batch)
-        if key not in self._signatures:
-            of, able = self.folded.units[unit], self.graph.capabilities.block_layouts
-            blocks = {dim: sizes for group in self.groups(unit) for dim, sizes in group.blocks} if able else {}
-            self._signatures[key] = tuple(
-                signatures(self.graph, op, batch, _label_blocks(self.graph, op, batch, blocks))
-                for op in self.graph.ops[of.first_op : of.end_op]
-            )
-        return self._signatures[key]
+        of, able = self.folded.units[unit], self.graph.capabilities.block_layouts
+        blocks = {dim: sizes for group in self.groups(unit) for dim, sizes in group.blocks} if able else {}
+        return tuple(
+            signatures(self.graph, op, batch, _label_blocks(self.graph, op, batch, blocks))
+            for op in self.graph.ops[of.first_op : of.end_op]
+        )
 
     def can_split(self, tensor: int, place: Split, ranks: int) -> bool:
         """Whether an axis of so many ranks can cut a tensor along a dim that holds no samples in equal pieces."""
         value = self.graph.tensors[tensor]
         return not value.per_sample[place.dim] and divides(value.shape(1), [(place, ranks)])
 
+    @found_once
     def places(self, unit: int) -> dict[int, tuple[int, int]]:
         """The (op of the unit, operand) at which each tensor first occurs; units of one class have the same."""
-        if unit not in self._places:
-            of, found = self.folded.units[unit], dict[int, tuple[int, int]]()
-            for i, op in enumerate(self.graph.ops[of.first_op : of.end_op]):
-                for j, tensor in enumerate((*op.inputs, *op.outputs)):
-                    found.setdefault(tensor, (i, j))
-            self._places[unit] = found
-        return self._places[unit]
+        of, found = self.folded.units[unit], dict[int, tuple[int, int]]()
+        for i, op in enumerate(self.graph.ops[of.first_op : of.end_op]):
+            for j, tensor in enumerate((*op.inputs, *op.outputs)):
+                found.setdefault(tensor, (i, j))
+        return found
 
 
 def _label_blocks(

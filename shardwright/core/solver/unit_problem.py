@@ -133,7 +133,7 @@ class UnitProblem:
             else:
                 node = self._tensor_node(tensor, self._border_options(tensor, flows))
                 if flows and len(uses) > 1:  # its readers share a conversion
-                    node = self._shared(tensor, node)
+                    node = self._behind(tensor, node, self._middle_options(tensor), flows)
             for i, position in uses:
                 self._connect_reader(tensor, node, i, position, flows)
         for tensor in leaving:
@@ -145,22 +145,14 @@ class UnitProblem:
                 )
                 self.leaving[tensor] = node
                 continue
-            states = self._border_options(tensor, flows)
-            out = self.network.node([0.0] * len(states))
-            self.options[out] = states
-            between = self.choice_of_tensor[tensor]
-            self._connect(tensor, (between, out), self.options[between], states, flows, leaves=True)
-            self.leaving[tensor] = out
+            between, states = self.choice_of_tensor[tensor], self._border_options(tensor, flows)
+            self.leaving[tensor] = self._behind(tensor, between, states, flows, leaves=True)
 
     @property
     def entering(self) -> dict[int, int]:
         """The nodes of values with a gradient that earlier units made."""
-        made = {t for op in self.ops for t in op.outputs}
-        return {
-            t: n
-            for t, n in self.choice_of_tensor.items()
-            if t not in made and t not in self.parameters and self._flows(t)
-        }
+        outside = {t: n for t, n in self.choice_of_tensor.items() if t not in self._made and t not in self.parameters}
+        return {t: n for t, n in outside.items() if self._flows(t)}
 
     @property
     def _n(self) -> int:
@@ -268,16 +260,14 @@ class UnitProblem:
 
     def _middle_options(self, tensor: int) -> list[State]:
         """The states that several readers share: one conversion of the value, and one of the sum of their gradients."""
-        per_axis: list[list[tuple[Placement, Placement]]] = []
-        for axis in self.setting.axes:
-            per_axis.append([(R, R), (R, P), (P, R), *((s, s) for s in self._splits(tensor, axis))])
-        return self._combined(tensor, per_axis)
+        whole: list[tuple[Placement, Placement]] = [(R, R), (R, P), (P, R)]
+        return self._combined(tensor, [[*whole, *((s, s) for s in self._splits(tensor, a))] for a in self.setting.axes])
 
-    def _shared(self, tensor: int, border: int) -> int:
-        states = self._middle_options(tensor)
+    def _behind(self, tensor: int, before: int, states: list[State], flows: bool, *, leaves: bool = False) -> int:
+        """A node of these states of a tensor, to which those of another node of it are converted."""
         node = self.network.node([0.0] * len(states))
         self.options[node] = states
-        self._connect(tensor, (border, node), self.options[border], states, flows=True)
+        self._connect(tensor, (before, node), self.options[before], states, flows, leaves=leaves)
         return node
 
     def _tensor_node(self, tensor: int, options: list[State], *, is_parameter: bool = False) -> int:

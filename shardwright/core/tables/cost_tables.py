@@ -40,6 +40,7 @@ from shardwright.core.tables.graph_reading import read
 from shardwright.core.tables.measured_units import calibrated
 from shardwright.core.tables.memory import Precision, Recompute, state_bytes_per_element
 from shardwright.core.tables.unit_table import Tie, UnitTable
+from shardwright.core.values.found_once import found_once
 
 HOST_LINK_EFFICIENCY = 0.75
 """The share of the bandwidth to the host's memory that copies reach. Prior: as for the links over PCI Express."""
@@ -92,7 +93,8 @@ class CostTables:
         pins: tuple[Pin, ...] = (),
     ) -> None:
         self.graph, self.cluster, self.optimizer = graph, cluster, optimizer
-        self.gradient_precision, self._sequence_parallel = gradient_precision, sequence_parallel
+        self.gradient_precision, self._sequence_parallel, self._pins = gradient_precision, sequence_parallel, pins
+        self._numbers = optimizer, gradient_precision, sequence_parallel, pins
         self.device = cluster.device(0)
         self.precision = precision or _best_precision(cluster)
         self._read = read(graph)
@@ -101,34 +103,21 @@ class CostTables:
         self.structure: Structure = self._read.structure
         self.binding: Binding = self._read.binding
         self.counter = self._read.counter
-        self._pins = pins
         resolve(graph, pins, {AXIS: 1})  # bad pins raise, whatever the degrees
-        self._chosen: dict[int, TensorLayouts] = {}
-        self._refused: dict[int, tuple[tuple[str, str], ...]] = {}
-        self._layouts: dict[int, tuple[tuple[str, Layout], ...]] = {}
-        self._tables: dict[tuple[int, int, Recompute, Place], UnitTable] = {}
         self._costs: dict[tuple[int, int, Device, Group, bool], tuple[UnitCost, ...]] = {}
-        self._held: dict[int, tuple[tuple[Tie, ...], int]] = {}
 
     def on(self, cluster: Cluster) -> "CostTables":
         """The same model and numbers on another cluster."""
-        return CostTables(
-            self.graph,
-            cluster,
-            self.precision,
-            self.optimizer,
-            self.gradient_precision,
-            self._sequence_parallel,
-            self._pins,
-        )
+        return CostTables(self.graph, cluster, self.precision, *self._numbers)
 
     def chosen(self, tp: int) -> TensorLayouts:
         """The layouts on a tensor axis of ``tp`` ranks."""
-        if tp not in self._chosen:
-            self._chosen[tp], self._layouts[tp], self._refused[tp] = self._read.remembered(
-                ("chosen", *self._layout_terms(tp)), lambda: self._choose(tp)
-            )
-        return self._chosen[tp]
+        return self._chosen(tp)[0]
+
+    @found_once
+    def _chosen(self, tp: int) -> tuple[TensorLayouts, tuple[tuple[str, Layout], ...], tuple[tuple[str, str], ...]]:
+        """The layouts at a degree, the same by slot, and the pins that could not be kept, each with the reason."""
+        return self._read.remembered(("chosen", *self._layout_terms(tp)), lambda: self._choose(tp))
 
     def _layout_terms(self, tp: int) -> tuple[Terms, bool | None, tuple[Pin, ...]]:
         """Everything that layouts depend on beside the graph; many clusters share it."""
@@ -161,8 +150,7 @@ class CostTables:
 
     def layouts(self, tp: int) -> tuple[tuple[str, Layout], ...]:
         """The layouts by slot."""
-        self.chosen(tp)
-        return self._layouts[tp]
+        return self._chosen(tp)[1]
 
     def unsplit(self, tp: int) -> tuple[tuple[str, str], ...]:
         """The matrices that stay whole and the pins that could not be kept, each with the reason."""
@@ -171,7 +159,7 @@ class CostTables:
         for unit, structural in zip(self.binding.units, self.structure.unit_classes, strict=True):
             for role, name, _ in unit.parameters:
                 slot_of.setdefault(name, f"{structural}/{role}")
-        for name, reason in self._refused[tp]:
+        for name, reason in self._chosen(tp)[2]:
             slot = slot_of.get(name, name)
             said[slot] = f"{reason}; {said[slot]}" if slot in said else reason
         return tuple(sorted(said.items()))
@@ -184,7 +172,7 @@ class CostTables:
 
         def find() -> SlotAlternatives:
             pins = dict(resolve(self.graph, self._pins, {AXIS: tp}).places)
-            kept = {t: p for t, p in pins.items() if self.graph.tensors[t].name not in dict(self._refused[tp])}
+            kept = {t: p for t, p in pins.items() if self.graph.tensors[t].name not in dict(self._chosen(tp)[2])}
             return slot_alternatives(self.frame, self.structure, chosen, kept)
 
         return self._read.remembered(("alternatives", *self._layout_terms(tp)), find)
@@ -216,14 +204,9 @@ class CostTables:
         """The index of each unit in `class_costs`: equal units with equal layouts share one."""
         return self.chosen(tp).variants
 
+    @found_once
     def table(self, tp: int, microbatch: int, recompute: Recompute, place: Place) -> UnitTable:
         """The unit costs on a rank at that place, at that tensor degree."""
-        key = (tp, microbatch, recompute, place)
-        if key not in self._tables:
-            self._tables[key] = self._make_table(tp, microbatch, recompute, place)
-        return self._tables[key]
-
-    def _make_table(self, tp: int, microbatch: int, recompute: Recompute, place: Place) -> UnitTable:
         classes, chosen = self.class_costs(tp, microbatch, place), self.chosen(tp)
         boundary = tuple(fixed + slope * microbatch for fixed, slope in self._boundaries())
         if chosen.terms.sequence_parallel:
@@ -310,19 +293,17 @@ class CostTables:
             found.append(round(max(0, fixed + each * microbatch) * held / max(1, whole)))
         return (*found, 0)
 
+    @found_once
     def _held_parameters(self, tp: int) -> tuple[tuple[Tie, ...], int]:
-        """The parameters of one rank at a tensor degree: those that are tied, and the entries of the largest of all.
-        They are counted once for each degree."""
-        if tp not in self._held:
-            ties: list[Tie] = []
-            largest = 0
-            for parameter, users in self._users().items():
-                elements = self._entries(parameter, users[0], tp)
-                largest = max(largest, elements)
-                if len(users) > 1:
-                    ties.append(Tie(users, elements, self.graph.parameters[parameter].trainable))
-            self._held[tp] = (tuple(ties), largest)
-        return self._held[tp]
+        """The parameters of one rank at a tensor degree: those that are tied, and the entries of the largest of all."""
+        ties: list[Tie] = []
+        largest = 0
+        for parameter, users in self._users().items():
+            elements = self._entries(parameter, users[0], tp)
+            largest = max(largest, elements)
+            if len(users) > 1:
+                ties.append(Tie(users, elements, self.graph.parameters[parameter].trainable))
+        return tuple(ties), largest
 
     def _entries(self, parameter: int, unit: int, tp: int) -> int:
         """The entries on one rank of a parameter that ``unit`` uses."""

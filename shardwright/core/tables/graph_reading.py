@@ -11,6 +11,7 @@ from shardwright.core.model.fold import Unit, fold
 from shardwright.core.model.graph import Graph
 from shardwright.core.model.structure import structure_of
 from shardwright.core.solver import Frame
+from shardwright.core.values.found_once import found_once
 
 REMEMBERED_GRAPHS = 8
 REMEMBERED_LAYOUTS = 64
@@ -31,7 +32,6 @@ class Reading:
         self.remembered_bytes = tuple(map(self.counter.batch_statistics_bytes, self.folded.units))
         self.passing_by = self.counter.passing_by(self.folded.units)
         self.frame = Frame(self.folded, self.counter)
-        self._work: dict[object, UnitWork] = {}
         self._found: dict[object, Any] = {}
 
     def remembered(self, key: object, find: Callable[[], Found]) -> Found:
@@ -43,14 +43,12 @@ class Reading:
         found: Found = self._found[key]
         return found
 
+    @found_once
     def work(
         self, unit: Unit, batch: int, precision: str, layouts: RealisedUnit | None, *, gathered_stays: bool
     ) -> UnitWork:
-        key = (unit.index, batch, precision, layouts, gathered_stays)
-        if key not in self._work:
-            counted = self.counter.count(unit, batch, precision, layouts, gathered_stays=gathered_stays)
-            self._work[key] = self._as_held(counted, unit, batch, precision, layouts)
-        return self._work[key]
+        counted = self.counter.count(unit, batch, precision, layouts, gathered_stays=gathered_stays)
+        return self._as_held(counted, unit, batch, precision, layouts)
 
     def _as_held(
         self, counted: UnitWork, unit: Unit, batch: int, precision: str, layouts: RealisedUnit | None

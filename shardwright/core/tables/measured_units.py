@@ -37,8 +37,7 @@ def calibrated(
     at = np.log([run.microbatch for run in runs])
 
     def factor(taken: list[float], expected: list[float]) -> float:
-        ratios = [t / e if e > 0 else 1.0 for t, e in zip(taken, expected, strict=True)]
-        return float(np.interp(np.log(microbatch), at, ratios))
+        return between([t / e if e > 0 else 1.0 for t, e in zip(taken, expected, strict=True)])
 
     def between(taken: list[float]) -> float:
         return float(np.interp(np.log(microbatch), at, taken))

@@ -7,6 +7,7 @@ from shardwright.core.cluster.groups import Group
 from shardwright.core.cluster.hardware import Device, Link
 from shardwright.core.layout.mesh import Mesh
 from shardwright.core.tables.cost_tables import Place
+from shardwright.core.values.found_once import found_once
 
 
 class Links:
@@ -15,35 +16,27 @@ class Links:
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
         self._groups: dict[tuple[int, int, int], Group] = {}
-        self._places: dict[Mesh, tuple[tuple[Place, ...], ...]] = {}
-        self._kinds: dict[Mesh, tuple[tuple[int, ...], ...]] = {}
-        self._alike: dict[Mesh, tuple[tuple[int, ...], ...]] = {}
-        self._on_nodes: dict[Mesh, bool] = {}
         self._period = cluster.groups[0].devices_per_node if len(cluster.groups) == 1 else 0
 
+    @found_once
     def alike(self, mesh: Mesh) -> tuple[tuple[int, ...], ...]:
         """The pipeline ranks in sets whose data groups and devices are the same."""
-        if mesh not in self._alike:
-            found: dict[object, list[int]] = {}
-            for pp in range(mesh.axis_size("pp")):
-                kinds = self.devices(mesh, pp)
-                found.setdefault((self.axis(mesh, pp, "dp"), kinds), []).append(pp)
-            self._alike[mesh] = tuple(map(tuple, found.values()))
-        return self._alike[mesh]
+        found: dict[object, list[int]] = {}
+        for pp in range(mesh.axis_size("pp")):
+            kinds = self.devices(mesh, pp)
+            found.setdefault((self.axis(mesh, pp, "dp"), kinds), []).append(pp)
+        return tuple(map(tuple, found.values()))
 
+    @found_once
     def pipelines_share_nodes(self, mesh: Mesh) -> bool:
         """Whether there are several pipeline ranks, and those of one pipeline are alike and all on one node."""
-        if mesh not in self._on_nodes:
-            pp, node_of = mesh.axis_size("pp"), self.cluster.node_of
-            near = mesh.stride("pp")
-            reach = (pp - 1) * near
-            # On equal nodes the placement repeats once a pipeline and a node begin at the same rank.
-            several = min(mesh.size, math.lcm(near * pp, self._period)) if self._period else mesh.size
-            firsts = (rank for begin in range(0, several, near * pp) for rank in range(begin, begin + near))
-            self._on_nodes[mesh] = (
-                pp > 1 and self.cluster.is_uniform and all(node_of(rank) == node_of(rank + reach) for rank in firsts)
-            )
-        return self._on_nodes[mesh]
+        pp, node_of = mesh.axis_size("pp"), self.cluster.node_of
+        near = mesh.stride("pp")
+        reach = (pp - 1) * near
+        # On equal nodes the placement repeats once a pipeline and a node begin at the same rank.
+        several = min(mesh.size, math.lcm(near * pp, self._period)) if self._period else mesh.size
+        firsts = (rank for begin in range(0, several, near * pp) for rank in range(begin, begin + near))
+        return pp > 1 and self.cluster.is_uniform and all(node_of(rank) == node_of(rank + reach) for rank in firsts)
 
     def axis(self, mesh: Mesh, pp: int, axis: str) -> Group:
         """The group along an axis of the first rank of a pipeline rank."""
@@ -58,15 +51,13 @@ class Links:
         across = self._group(first, members // count, stride * count) if count < members else None
         return self._group(first, count, stride), across, count
 
+    @found_once
     def places(self, mesh: Mesh) -> tuple[tuple[Place, ...], ...]:
         """The kinds of place of each pipeline rank's ranks; one where all are alike."""
-        if mesh not in self._places:
-            pp = mesh.axis_size("pp")
-            self._places[mesh] = tuple(
-                tuple(dict.fromkeys(self._place(mesh, rank, stage) for rank in ranks))
-                for stage, ranks in zip(range(pp), self._representatives(mesh), strict=True)
-            )
-        return self._places[mesh]
+        return tuple(
+            tuple(dict.fromkeys(self._place(mesh, rank, stage) for rank in ranks))
+            for stage, ranks in enumerate(self._representatives(mesh))
+        )
 
     def devices(self, mesh: Mesh, pp: int) -> tuple[Device, ...]:
         """The kinds of device of a pipeline rank."""
@@ -76,19 +67,16 @@ class Links:
         """The memory of the smallest device of a pipeline rank."""
         return min(self.cluster.memory_bytes(rank) for rank in self._representatives(mesh)[pp])
 
+    @found_once
     def _representatives(self, mesh: Mesh) -> tuple[tuple[int, ...], ...]:
         """One rank of each kind of device, for each pipeline rank."""
-        if mesh not in self._kinds:
-            pp = mesh.axis_size("pp")
-            if self.cluster.is_uniform:
-                self._kinds[mesh] = tuple((mesh.rank({"pp": stage}),) for stage in range(pp))
-            else:
-                size, stride = mesh.axis_size("pp"), mesh.stride("pp")
-                found: list[dict[Device, int]] = [{} for _ in range(pp)]
-                for rank in range(mesh.size):
-                    found[rank // stride % size].setdefault(self.cluster.device(rank), rank)
-                self._kinds[mesh] = tuple(tuple(kinds.values()) for kinds in found)
-        return self._kinds[mesh]
+        pp, stride = mesh.axis_size("pp"), mesh.stride("pp")
+        if self.cluster.is_uniform:
+            return tuple((mesh.rank({"pp": stage}),) for stage in range(pp))
+        found: list[dict[Device, int]] = [{} for _ in range(pp)]
+        for rank in range(mesh.size):
+            found[rank // stride % pp].setdefault(self.cluster.device(rank), rank)
+        return tuple(tuple(kinds.values()) for kinds in found)
 
     def _place(self, mesh: Mesh, rank: int, stage: int) -> Place:
         tp, pp = mesh.axis_size("tp"), mesh.axis_size("pp")

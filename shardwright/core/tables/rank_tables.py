@@ -17,6 +17,7 @@ from shardwright.core.schedule import StageCosts
 from shardwright.core.tables.memory import MemoryUse, collectives_s, state_bytes
 from shardwright.core.tables.stage_memory import stage_memories
 from shardwright.core.tables.unit_table import MemoryRequest, UnitTable
+from shardwright.core.values.found_once import found_once
 
 EVEN_SHARE = 1.15
 """The most parameters of a pipeline rank, as a multiple of an equal share, beside one parameter that cannot be cut."""
@@ -157,19 +158,13 @@ class RankTables:
             room = [left - max(0, more) for left, more in zip(room, over, strict=True)]
         return None
 
+    @found_once
     def free_cut(self, placement: tuple[int, ...]) -> tuple[int, ...]:
         """The cut where memory does not bind, which is the same for all memory policies."""
-        if placement not in self._free:
-            stages = len(placement)
-            found = self._fastest(placement, None)
-            if found is None:
-                raise PlanError(f"{stages} stages of {self.units} units: no cut was found")
-            self._free[placement] = tuple(found)
-        return self._free[placement]
-
-    @cached_property
-    def _free(self) -> dict[tuple[int, ...], tuple[int, ...]]:
-        return {}
+        found = self._fastest(placement, None)
+        if found is None:
+            raise PlanError(f"{len(placement)} stages of {self.units} units: no cut was found")
+        return tuple(found)
 
     def _cut(
         self, placement: Sequence[int], live: Sequence[int], request: MemoryRequest, room: Sequence[int]
@@ -268,64 +263,49 @@ class RankTables:
         rows = zip(held, closing, activations, strict=True)
         return [max(0, last - kept - own.working) for own, last, kept in rows]
 
+    @found_once
     def _held(self, starts: tuple[int, ...], placement: tuple[int, ...], *, summed: bool) -> list["_Held"]:
         """The holdings of every rank; where it has several stages, the bytes of one microbatch are of its fullest.
         ``summed``: whether gradients are summed over replicas."""
-        key = starts, placement, summed
-        if key not in self._holdings:
-            found = []
-            for rank, table in enumerate(self.tables):
-                held = [ends for stage, ends in enumerate(self.ends(starts)) if placement[stage] == rank]
-                elements = int(sum(table.range_elements[a, b] for a, b in held) - table.tied_twice(held))
-                trained = int(sum(table.range_trained[a, b] for a, b in held) - table.tied_twice(held, trained=True))
-                updated = trained - table.updated_elsewhere(held)
-                kept = int(max(table.range_kept[a, b] for a, b in held))
-                several = len(placement) > 1
-                working = max(
-                    table.stage_working(a, b, summed=summed) if several else int(table.range_working[a, b])
-                    for a, b in held
-                )
-                sent = 0
-                if self.ranks > 1:  # a value and a gradient at either end, on their way or there before they are used
-                    # Stages of one rank run in turn: the one that sends most counts. Compiled stages are dispatched
-                    # ahead, so all of them count; the gradient that such a backward makes for the previous stage is
-                    # already among the bytes of its passes.
-                    entering, together = (1, sum) if table.found_bytes else (2, max)
-                    crossing = (0, *table.boundary_bytes[1:], 0)
-                    constant = (0, *table.constant_bytes[1:], 0) if table.constant_bytes else (0,) * len(crossing)
-                    sent = together(
-                        entering * crossing[a] + 2 * crossing[b] + constant[a] + constant[b] for a, b in held
-                    )
-                batch = table.batch_bytes(held)
-                away = max(sum(table.units[u].saved_bytes for u in table.offloaded if a <= u < b) for a, b in held)
-                buffers = tuple(table.model_buffers_bytes(held, replicated=several) for several in (False, True))
-                found.append(_Held(elements, trained, updated, kept, working, sent, batch, away, buffers))
-            self._holdings[key] = found
-        return self._holdings[key]
+        found = []
+        for rank, table in enumerate(self.tables):
+            held = [ends for stage, ends in enumerate(self.ends(starts)) if placement[stage] == rank]
+            elements = int(sum(table.range_elements[a, b] for a, b in held) - table.tied_twice(held))
+            trained = int(sum(table.range_trained[a, b] for a, b in held) - table.tied_twice(held, trained=True))
+            updated = trained - table.updated_elsewhere(held)
+            kept = int(max(table.range_kept[a, b] for a, b in held))
+            several = len(placement) > 1
+            working = max(
+                table.stage_working(a, b, summed=summed) if several else int(table.range_working[a, b]) for a, b in held
+            )
+            sent = 0
+            if self.ranks > 1:  # a value and a gradient at either end, on their way or there before they are used
+                # Stages of one rank run in turn: the one that sends most counts. Compiled stages are dispatched
+                # ahead, so all of them count; the gradient that such a backward makes for the previous stage is
+                # already among the bytes of its passes.
+                entering, together = (1, sum) if table.found_bytes else (2, max)
+                crossing = (0, *table.boundary_bytes[1:], 0)
+                constant = (0, *table.constant_bytes[1:], 0) if table.constant_bytes else (0,) * len(crossing)
+                sent = together(entering * crossing[a] + 2 * crossing[b] + constant[a] + constant[b] for a, b in held)
+            batch = table.batch_bytes(held)
+            away = max(sum(table.units[u].saved_bytes for u in table.offloaded if a <= u < b) for a, b in held)
+            buffers = tuple(table.model_buffers_bytes(held, replicated=several) for several in (False, True))
+            found.append(_Held(elements, trained, updated, kept, working, sent, batch, away, buffers))
+        return found
 
+    @found_once
     def _closing(self, starts: tuple[int, ...], placement: tuple[int, ...], width: int, bucket_bytes: int) -> list[int]:
         """The most bytes beside parameters, gradients and states, for each rank, while the last gradients are completed
         and copies of all travel to other replicas."""
-        key = starts, placement, width, bucket_bytes
-        if key not in self._closings:
-            found = []
-            for rank, table in enumerate(self.tables):
-                held = {stage: ends for stage, ends in enumerate(self.ends(starts)) if placement[stage] == rank}
-                # Backward passes come to later stages first.
-                stages = stage_memories(table, held, sorted(held, reverse=True), sorted(held), width).values()
-                copied = sum(stage.copies for stage in stages)
-                closing = [copied - stage.copies + stage.last_backward for stage in stages]
-                found.append(max([copied, *(closing if copied > bucket_bytes else ())]))
-            self._closings[key] = found
-        return self._closings[key]
-
-    @cached_property
-    def _closings(self) -> dict[tuple[tuple[int, ...], tuple[int, ...], int, int], list[int]]:
-        return {}
-
-    @cached_property
-    def _holdings(self) -> dict[tuple[tuple[int, ...], tuple[int, ...], bool], list["_Held"]]:
-        return {}
+        found = []
+        for rank, table in enumerate(self.tables):
+            held = {stage: ends for stage, ends in enumerate(self.ends(starts)) if placement[stage] == rank}
+            # Backward passes come to later stages first.
+            stages = stage_memories(table, held, sorted(held, reverse=True), sorted(held), width).values()
+            copied = sum(stage.copies for stage in stages)
+            closing = [copied - stage.copies + stage.last_backward for stage in stages]
+            found.append(max([copied, *(closing if copied > bucket_bytes else ())]))
+        return found
 
     def keeping(self, units: Collection[int], offloaded: Collection[int] = ()) -> "RankTables":
         """The same tables where ``units`` are kept and not recomputed, and ``offloaded`` ones are offloaded."""

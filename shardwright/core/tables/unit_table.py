@@ -193,10 +193,7 @@ class UnitTable:
         neighbours = enumerate(itertools.pairwise(modes)) if self.twice_bytes else ()
         whole = {(unit, unit + 1) for unit, both in neighbours if both == ("none", "none")}
         for value, size in self.shared:
-            holders = {u for u in value.keepers if modes[u] not in ("full", "offload")} | {
-                u for u in value.enterers if modes[u] == "full"
-            }
-            for one, next_one in itertools.pairwise(sorted(holders)):
+            for one, next_one in itertools.pairwise(sorted(self._holders(value))):
                 if (one, next_one) not in whole:
                     kept[: one + 1, next_one + 1 :] -= size
         for unit, after in whole:
@@ -217,10 +214,14 @@ class UnitTable:
             freed: Matrix = np.where(recomputed == 0, np.maximum(0, self.range_kept - put_off - arrived), 0)
         return freed
 
+    def _holders(self, value: SharedValue) -> set[int]:
+        """The units that hold a shared value: those that keep it, and those that it enters and that are recomputed."""
+        kept = {unit for unit in value.keepers if self.modes[unit] not in ("full", "offload")}
+        return kept | {unit for unit in value.enterers if self.modes[unit] == "full"}
+
     def _add_arrival(self, kept: Matrix, value: SharedValue, size: int) -> None:
         """Count a value in the stages that it enters and in which no unit keeps it."""
-        holders = {unit for unit in value.keepers if self.modes[unit] not in ("full", "offload")}
-        holders |= {unit for unit in value.enterers if self.modes[unit] == "full"}
+        holders = self._holders(value)
         if holders.issuperset(value.enterers):
             return
         end = len(self.units)

@@ -119,13 +119,8 @@ def fields_of(cls: type) -> tuple[Field, ...]:
 
 def require_fields(value: Any, error: type[ShardwrightError]) -> None:
     """Raise ``error`` for the first field of a dataclass whose value is none that it may have."""
-    for field in _checked(value.__class__):
+    for field in fields_of(value.__class__):
         field.require(getattr(value, field.name), error)
-
-
-@lru_cache(maxsize=64)
-def _checked(cls: type) -> tuple[Field, ...]:
-    return tuple(field for field in fields_of(cls) if field.kind is not None)
 
 
 def _field(name: str, hint: Any) -> Field:

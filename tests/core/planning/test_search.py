@@ -411,3 +411,10 @@ def test_a_model_that_fits_nowhere_names_what_binds_and_what_would_do() -> None:
     graph = without_split_backward(decoder(layers=24, hidden=4096, heads=32, vocabulary=32000, sequence=512))
     with pytest.raises(PlanError, match=r"most of it, .*, is optimizer states.*the smallest of this kind that could: "):
         sw.plan(graph, Cluster("t4", nodes=1, devices_per_node=2), batch=64)
+
+
+def test_progress_is_told_how_many_of_the_candidates_are_scored() -> None:
+    seen: list[tuple[int, int]] = []
+    sw.plan(SMALL, Cluster("cpu", devices_per_node=2), batch=4, progress=lambda done, total: seen.append((done, total)))
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+    assert seen[-1][0] == seen[-1][1] > 0

@@ -2,7 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
+
+from annotated_types import Ge, Gt, Le, MinLen
 
 from shardwright.core.cluster.hardware import check
 from shardwright.core.cluster.hardware.frozen_mapping import Table
@@ -15,22 +17,24 @@ PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "fp8")
 """The precisions of matrix products that a profile may give a peak for."""
 
 
+def _require_precision(owner: str, precision: str) -> None:
+    if precision not in PRECISIONS:
+        raise ClusterError(f"{owner}: precision {precision!r} is not known; {nearest(str(precision), PRECISIONS)}")
+
+
 @dataclass(frozen=True, slots=True)
 class MeasuredProduct:
     """The rate at which one product of m × k by k × n ran. Raises ClusterError for sizes or a rate that cannot be."""
 
     precision: str
-    m: int
-    n: int
-    k: int
-    flops_per_s: float
+    m: Annotated[int, Ge(1)]
+    n: Annotated[int, Ge(1)]
+    k: Annotated[int, Ge(1)]
+    flops_per_s: Annotated[float, Gt(0)]
 
     def __post_init__(self) -> None:
         owner = f"product {self.m} × {self.k} by {self.k} × {self.n}"
-        if self.precision not in PRECISIONS:
-            raise ClusterError(
-                f"{owner}: precision {self.precision!r} is not known; {nearest(self.precision, PRECISIONS)}"
-            )
+        _require_precision(owner, self.precision)
         for name in ("m", "n", "k"):
             check.whole(owner, name, getattr(self, name), at_least=1)
         check.positive(owner, "flops_per_s", self.flops_per_s)
@@ -55,25 +59,22 @@ class MeasuredUnit:
     Raises ClusterError for a count or a time that cannot be.
     """
 
-    model: str
-    unit_class: int
+    model: Annotated[str, MinLen(1)]
+    unit_class: Annotated[int, Ge(0)]
     precision: str
-    microbatch: int
-    forward_s: float
-    backward_s: float
-    tensor_degree: int = 1
+    microbatch: Annotated[int, Ge(1)]
+    forward_s: Annotated[float, Ge(0)]
+    backward_s: Annotated[float, Ge(0)]
+    tensor_degree: Annotated[int, Ge(1)] = 1
     layouts: str = ""
-    step_s: float = 0.0
-    update_share: float = 1.0
+    step_s: Annotated[float, Ge(0)] = 0.0
+    update_share: Annotated[float, Gt(0), Le(1)] = 1.0
     in_stages: bool = False
-    idle_lent: float = 0.0
+    idle_lent: Annotated[float, Ge(0), Le(1)] = 0.0
 
     def __post_init__(self) -> None:
         owner = f"unit class {self.unit_class} of model {self.model}"
-        if self.precision not in PRECISIONS:
-            raise ClusterError(
-                f"{owner}: precision {self.precision!r} is not known; {nearest(self.precision, PRECISIONS)}"
-            )
+        _require_precision(owner, self.precision)
         check.whole(owner, "unit_class", self.unit_class, at_least=0)
         check.whole(owner, "microbatch", self.microbatch, at_least=1)
         check.whole(owner, "tensor_degree", self.tensor_degree, at_least=1)
@@ -153,9 +154,7 @@ class Device:
                 f"{owner}: peak_flops_per_s must name at least one of {', '.join(PRECISIONS)}; given none"
             )
         for precision, peak in self.peak_flops_per_s.items():
-            if precision not in PRECISIONS:
-                known = nearest(str(precision), PRECISIONS)
-                raise ClusterError(f"{owner}: precision {precision!r} is not known; {known}")
+            _require_precision(owner, precision)
             check.positive(owner, f"peak_flops_per_s.{precision}", peak)
         check.positive(owner, "memory_bandwidth_bytes_per_s", self.memory_bandwidth_bytes_per_s)
         check.positive(owner, "kernel_launch_s", self.kernel_launch_s, zero_allowed=True)

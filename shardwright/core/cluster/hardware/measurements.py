@@ -61,11 +61,9 @@ class Measurements:
         if not self.products:
             raise ClusterError(f"{owner}: no matrix product was measured")
         check.whole(owner, "memory_bytes", self.memory_bytes, at_least=1)
-        check.positive(owner, "memory_bandwidth_bytes_per_s", self.memory_bandwidth_bytes_per_s)
-        check.positive(owner, "vector_efficiency", self.vector_efficiency)
-        check.positive(owner, "optimizer_efficiency", self.optimizer_efficiency)
-        check.positive(owner, "kernel_launch_s", self.kernel_launch_s)
-        check.positive(owner, "host_link_bandwidth_bytes_per_s", self.host_link_bandwidth_bytes_per_s)
+        shares = "vector_efficiency", "optimizer_efficiency"
+        for name in ("memory_bandwidth_bytes_per_s", *shares, "kernel_launch_s", "host_link_bandwidth_bytes_per_s"):
+            check.positive(owner, name, getattr(self, name))
         if self.ranks > 1 and len(self.all_reduces) < 2:
             raise ClusterError(
                 f"{owner}: {self.ranks} ranks and {len(self.all_reduces)} all-reduces, expected 2 or more"
@@ -109,10 +107,7 @@ class Measurements:
                 "efficiency": constant(1.0, "the bandwidth is that reached"),
             }
         document["links"] = {"intra_node": link, "inter_node": "ethernet-100g" if self.ranks == 1 else link}
-        document["products"] = [
-            {"precision": p.precision, "m": p.m, "n": p.n, "k": p.k, "flops_per_s": p.flops_per_s}
-            for p in self.products
-        ]
+        document["products"] = [asdict(product) for product in self.products]
         if self.units:
             document["units"] = [asdict(unit) for unit in self.units]
         return document

@@ -3,10 +3,11 @@
 import tomllib
 import types
 from collections.abc import Mapping
+from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, create_model
 
 from shardwright.core.cluster.hardware.device import Device, Kind, MeasuredProduct, MeasuredUnit
 from shardwright.core.cluster.hardware.link import Link, Sharing
@@ -24,13 +25,13 @@ _SET_BY_USER = "user: set in code"
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
 class Constant(_Section):
     """A number and its origin."""
 
-    value: Annotated[float, Field(allow_inf_nan=False)]
+    value: float
     origin: Annotated[str, Field(min_length=1)]
 
 
@@ -39,7 +40,7 @@ def _number_or_constant(given: object) -> str:
 
 
 Given = Annotated[
-    Annotated[float, Field(allow_inf_nan=False), Tag("<number>")] | Annotated[Constant, Tag("<constant>")],
+    Annotated[float, Tag("<number>")] | Annotated[Constant, Tag("<constant>")],
     Discriminator(_number_or_constant),
 ]
 """A number in a user's own file: with an origin, or plain."""
@@ -131,31 +132,11 @@ class LinkNames(_Section):
     inter_node: AnyLink
 
 
-class ProductTable(_Section):
-    """A matrix product that was measured."""
-
-    precision: str
-    m: Annotated[int, Field(ge=1)]
-    n: Annotated[int, Field(ge=1)]
-    k: Annotated[int, Field(ge=1)]
-    flops_per_s: Annotated[float, Field(gt=0, allow_inf_nan=False)]
-
-
-class UnitTable(_Section):
-    """A class of units of a model that was measured."""
-
-    model: Annotated[str, Field(min_length=1)]
-    unit_class: Annotated[int, Field(ge=0)]
-    precision: str
-    microbatch: Annotated[int, Field(ge=1)]
-    forward_s: Annotated[float, Field(ge=0, allow_inf_nan=False)]
-    backward_s: Annotated[float, Field(ge=0, allow_inf_nan=False)]
-    tensor_degree: Annotated[int, Field(ge=1)] = 1
-    layouts: str = ""
-    step_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    update_share: Annotated[float, Field(gt=0, le=1)] = 1.0
-    in_stages: bool = False
-    idle_lent: Annotated[float, Field(ge=0, le=1)] = 0.0
+def _section_of(cls: type) -> type[_Section]:
+    """The schema of a measured value: the fields of its class, with the ranges that their annotations give."""
+    hints = get_type_hints(cls, include_extras=True)
+    held = {each.name: (hints[each.name], ... if each.default is MISSING else each.default) for each in fields(cls)}
+    return create_model(cls.__name__, __base__=_Section, **held)  # type: ignore[call-overload, no-any-return]
 
 
 class ProfileFile(DeviceTable):
@@ -163,8 +144,8 @@ class ProfileFile(DeviceTable):
 
     format: int
     links: LinkNames
-    products: list[ProductTable] = []
-    units: list[UnitTable] = []
+    products: list[_section_of(MeasuredProduct)] = []  # type: ignore[valid-type]
+    units: list[_section_of(MeasuredUnit)] = []  # type: ignore[valid-type]
 
 
 class GroupTable(_Section):
@@ -295,9 +276,7 @@ def to_device(table: DeviceTable, source: str) -> Device:
             summary=table.summary,
             peak_flops_per_s={precision: constant.value for precision, constant in table.peak_flops_per_s.items()},
             origins={path: constant.origin for path, constant in (constants | peaks).items()},
-            measured_products=tuple(
-                MeasuredProduct(p.precision, p.m, p.n, p.k, p.flops_per_s) for p in getattr(table, "products", ())
-            ),
+            measured_products=tuple(MeasuredProduct(**p.model_dump()) for p in getattr(table, "products", ())),
             measured_units=tuple(MeasuredUnit(**u.model_dump()) for u in getattr(table, "units", ())),
             **numbers,
         )
@@ -354,21 +333,3 @@ def _labelled(
     origin = owner.origins.get(path, _SET_BY_USER)
     stale = known is not None and value != before and origin == known.origins.get(path)
     return {"value": value, "origin": _SET_BY_USER if stale else origin}
-
-
-__all__ = [
-    "FORMAT",
-    "ClusterFile",
-    "GroupTable",
-    "LinksFile",
-    "PresetTable",
-    "PresetsFile",
-    "ProfileFile",
-    "UserLinkTable",
-    "device_document",
-    "link_document",
-    "parse",
-    "read_toml",
-    "to_device",
-    "to_link",
-]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shardwright.core.errors import CaptureError
-from shardwright.core.model.graph import LabelRole
+from shardwright.core.model.graph import LabelRole, role_of
 
 Shape = tuple[int, ...]
 
@@ -72,12 +72,7 @@ class LossOp:
 
     def role(self, label: int) -> LabelRole:
         """The effect of splitting a label; see `core.model.graph.LabelRole`."""
-        if label < 0:
-            return "whole"
-        for named, role in self.special:
-            if named == label:
-                return role
-        return "map" if any(label in dims for dims in self.labels[len(self.inputs) :]) else "sum"
+        return role_of(label, self.special, self.labels[len(self.inputs) :])
 
 
 @dataclass(frozen=True, slots=True)

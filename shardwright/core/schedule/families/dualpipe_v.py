@@ -5,7 +5,7 @@ stages. Overlapped pairs let one microbatch compute while the other exchanges.
 """
 
 from shardwright.core.schedule.families.two_stage_phases import Tape
-from shardwright.core.schedule.family import Family, Order, Sizes, Table, two_stages_per_rank
+from shardwright.core.schedule.family import Family, Order, Sizes, by_rank, two_stages_per_rank
 from shardwright.core.schedule.placement import vee
 
 
@@ -42,8 +42,4 @@ def rank_order(rank: int, sizes: Sizes) -> Order:
     return tape.finish(sizes.microbatches)
 
 
-def generate(sizes: Sizes) -> Table:
-    return tuple(rank_order(rank, sizes) for rank in range(sizes.ranks))
-
-
-DUALPIPE_V = Family("dualpipev", "arXiv 2412.19437, section 3.2.1", vee, generate, refusal)
+DUALPIPE_V = Family("dualpipev", "arXiv 2412.19437, section 3.2.1", vee, by_rank(rank_order), refusal)

@@ -3,13 +3,14 @@
 Zhuang et al., arXiv 2211.05322, section 4: rank i of p holds up to 2(p - i) - 1 microbatches, where 1F1B holds p - i.
 """
 
-from shardwright.core.schedule.families.one_f_one_b import alternating
-from shardwright.core.schedule.family import Family, Sizes, Table, one_stage_per_rank
+from shardwright.core.schedule.families.alternating_passes import alternating, on_one_stage
+from shardwright.core.schedule.family import Family, Order, Sizes, by_rank, one_stage_per_rank
 from shardwright.core.schedule.placement import looped
 
 
-def generate(sizes: Sizes) -> Table:
-    return tuple(alternating(rank, sizes.microbatches, 2 * (sizes.ranks - 1 - rank)) for rank in range(sizes.ranks))
+def rank_order(rank: int, sizes: Sizes) -> Order:
+    visits = on_one_stage(rank, sizes)
+    return alternating(visits, visits, 2 * (sizes.ranks - 1 - rank))
 
 
-EAGER_ONE_F_ONE_B = Family("eager-1f1b", "arXiv 2211.05322, section 4", looped, generate, one_stage_per_rank)
+EAGER_ONE_F_ONE_B = Family("eager-1f1b", "arXiv 2211.05322, section 4", looped, by_rank(rank_order), one_stage_per_rank)

@@ -1,16 +1,13 @@
 """GPipe: every forward, then every backward (Huang et al., arXiv 1811.06965, section 2.3)."""
 
-from shardwright.core.schedule.actions import B, F, cell
-from shardwright.core.schedule.family import Family, Sizes, Table, one_stage_per_rank
+from shardwright.core.schedule.families.alternating_passes import alternating, on_one_stage
+from shardwright.core.schedule.family import Family, Order, Sizes, by_rank, one_stage_per_rank
 from shardwright.core.schedule.placement import looped
 
 
-def generate(sizes: Sizes) -> Table:
-    batches = range(sizes.microbatches)
-    return tuple(
-        tuple(cell(stage, F, mb) for mb in batches) + tuple(cell(stage, B, mb) for mb in batches)
-        for stage in range(sizes.ranks)
-    )
+def rank_order(rank: int, sizes: Sizes) -> Order:
+    visits = on_one_stage(rank, sizes)
+    return alternating(visits, visits, len(visits))
 
 
-GPIPE = Family("gpipe", "arXiv 1811.06965, section 2.3", looped, generate, one_stage_per_rank)
+GPIPE = Family("gpipe", "arXiv 1811.06965, section 2.3", looped, by_rank(rank_order), one_stage_per_rank)

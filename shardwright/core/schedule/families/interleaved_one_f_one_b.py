@@ -5,11 +5,9 @@ its stages before the next stage takes it up. The paper's rounds have as many mi
 in torch, m // p rounds share the microbatches evenly, so m need be a multiple of the number of rounds only.
 """
 
-from shardwright.core.schedule.actions import B, F, cell
-from shardwright.core.schedule.family import Family, Sizes, Table
+from shardwright.core.schedule.families.alternating_passes import Visit, alternating
+from shardwright.core.schedule.family import Family, Order, Sizes, by_rank
 from shardwright.core.schedule.placement import looped
-
-Visit = tuple[int, int]  # (index among the rank's stages, microbatch)
 
 
 def round_size(sizes: Sizes) -> int:
@@ -31,17 +29,14 @@ def even_rounds(sizes: Sizes) -> str | None:
     )
 
 
-def forward_visits(sizes: Sizes) -> list[Visit]:
-    """The forwards of any rank, in order."""
-    size = round_size(sizes)
-    starts = range(0, sizes.microbatches, size)
-    chunks = range(sizes.virtual_stages)
-    return [(chunk, first + k) for first in starts for chunk in chunks for k in range(size)]
-
-
-def backward_visits(sizes: Sizes) -> list[Visit]:
-    """The backwards of any rank, in order: those of the forwards, with the rank's last stage first."""
-    return [(sizes.virtual_stages - 1 - chunk, mb) for chunk, mb in forward_visits(sizes)]
+def in_rounds(rank: int, sizes: Sizes) -> tuple[list[Visit], list[Visit]]:
+    """The forwards of a rank, in order, and its backwards: the same with the rank's last stage first."""
+    size, stages = round_size(sizes), range(rank, sizes.stages, sizes.ranks)
+    forwards, backwards = (
+        [(stage, first + k) for first in range(0, sizes.microbatches, size) for stage in order for k in range(size)]
+        for order in (stages, stages[::-1])
+    )
+    return forwards, backwards
 
 
 def warmup_length(sizes: Sizes, rank: int, per_hop: int) -> int:
@@ -51,17 +46,10 @@ def warmup_length(sizes: Sizes, rank: int, per_hop: int) -> int:
     return min(first, sizes.microbatches * sizes.virtual_stages)
 
 
-def generate(sizes: Sizes) -> Table:
-    table = []
-    for rank in range(sizes.ranks):
-        forwards = [cell(rank + chunk * sizes.ranks, F, mb) for chunk, mb in forward_visits(sizes)]
-        backwards = [cell(rank + chunk * sizes.ranks, B, mb) for chunk, mb in backward_visits(sizes)]
-        warmup = warmup_length(sizes, rank, per_hop=2)
-        order = forwards[:warmup]
-        for forward, backward in zip(forwards[warmup:], backwards, strict=False):
-            order += [forward, backward]
-        table.append(tuple(order + backwards[len(forwards) - warmup :]))
-    return tuple(table)
+def rank_order(rank: int, sizes: Sizes) -> Order:
+    return alternating(*in_rounds(rank, sizes), warmup_length(sizes, rank, per_hop=2))
 
 
-INTERLEAVED_ONE_F_ONE_B = Family("interleaved-1f1b", "arXiv 2104.04473, section 2.2", looped, generate, even_rounds)
+INTERLEAVED_ONE_F_ONE_B = Family(
+    "interleaved-1f1b", "arXiv 2104.04473, section 2.2", looped, by_rank(rank_order), even_rounds
+)

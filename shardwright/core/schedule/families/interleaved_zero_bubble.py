@@ -4,33 +4,16 @@ Qi et al., arXiv 2401.10241: the memory-frugal schedule of section 2.1 with seve
 Rank r puts off its first r weight gradients; each later backward is followed by the oldest one still owed.
 """
 
-from shardwright.core.schedule.actions import F, I, W, cell
-from shardwright.core.schedule.families.interleaved_one_f_one_b import (
-    backward_visits,
-    even_rounds,
-    forward_visits,
-    warmup_length,
-)
-from shardwright.core.schedule.family import Family, Sizes, Table
+from shardwright.core.schedule.families.alternating_passes import with_late_weights
+from shardwright.core.schedule.families.interleaved_one_f_one_b import even_rounds, in_rounds, warmup_length
+from shardwright.core.schedule.family import Family, Order, Sizes, by_rank
 from shardwright.core.schedule.placement import looped
 
 
-def generate(sizes: Sizes) -> Table:
-    table = []
-    for rank in range(sizes.ranks):
-        forwards = [cell(rank + chunk * sizes.ranks, F, mb) for chunk, mb in forward_visits(sizes)]
-        backwards = [(rank + chunk * sizes.ranks, mb) for chunk, mb in backward_visits(sizes)]
-        warmup = warmup_length(sizes, rank, per_hop=1)
-        order, owed = forwards[:warmup], 0
-        for count, (stage, mb) in enumerate(backwards):
-            order += forwards[warmup + count : warmup + count + 1]
-            order.append(cell(stage, I, mb))
-            if count >= rank:
-                order.append(cell(backwards[owed][0], W, backwards[owed][1]))
-                owed += 1
-        order += [cell(stage, W, mb) for stage, mb in backwards[owed:]]
-        table.append(tuple(order))
-    return tuple(table)
+def rank_order(rank: int, sizes: Sizes) -> Order:
+    return with_late_weights(*in_rounds(rank, sizes), warmup_length(sizes, rank, per_hop=1), late=rank)
 
 
-INTERLEAVED_ZERO_BUBBLE = Family("interleaved-zb", "arXiv 2401.10241, section 2.1", looped, generate, even_rounds)
+INTERLEAVED_ZERO_BUBBLE = Family(
+    "interleaved-zb", "arXiv 2401.10241, section 2.1", looped, by_rank(rank_order), even_rounds
+)

@@ -4,19 +4,14 @@ Lamy-Poirier, arXiv 2211.05953, section 4. Backwards take stages and microbatche
 do.
 """
 
-from shardwright.core.schedule.actions import B, F, cell
-from shardwright.core.schedule.family import Family, Sizes, Table
+from shardwright.core.schedule.families.alternating_passes import alternating
+from shardwright.core.schedule.family import Family, Order, Sizes, by_rank
 from shardwright.core.schedule.placement import looped
 
 
-def generate(sizes: Sizes) -> Table:
-    table = []
-    for rank in range(sizes.ranks):
-        visits = [(stage, mb) for stage in range(rank, sizes.stages, sizes.ranks) for mb in range(sizes.microbatches)]
-        forwards = [cell(stage, F, mb) for stage, mb in visits]
-        backwards = [cell(stage, B, mb) for stage, mb in reversed(visits)]
-        table.append(tuple(forwards + backwards))
-    return tuple(table)
+def rank_order(rank: int, sizes: Sizes) -> Order:
+    visits = [(stage, mb) for stage in range(rank, sizes.stages, sizes.ranks) for mb in range(sizes.microbatches)]
+    return alternating(visits, visits[::-1], len(visits))
 
 
-LOOPED_BFS = Family("looped-bfs", "arXiv 2211.05953, section 4", looped, generate, lambda sizes: None)
+LOOPED_BFS = Family("looped-bfs", "arXiv 2211.05953, section 4", looped, by_rank(rank_order), lambda sizes: None)

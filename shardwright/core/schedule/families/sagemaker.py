@@ -7,10 +7,12 @@ is active from the start of its first forward until the end of its last backward
 """
 
 import math
+from itertools import chain
 
 from shardwright.core.schedule.actions import Action, B, F, Kind, cell
 from shardwright.core.schedule.costs import StageCosts
-from shardwright.core.schedule.family import Family, Sizes, Table, one_stage_per_rank
+from shardwright.core.schedule.families.alternating_passes import alternating, on_one_stage
+from shardwright.core.schedule.family import Family, Order, Sizes, Table, by_rank, one_stage_per_rank
 from shardwright.core.schedule.placement import looped
 
 _MORE_THAN_RANKS = 2  # SageMaker's default for active_microbatches is the pipeline's degree and two more.
@@ -20,16 +22,10 @@ def active(sizes: Sizes) -> int:
     return min(sizes.active_microbatches or sizes.ranks + _MORE_THAN_RANKS, sizes.microbatches)
 
 
-def generate_simple(sizes: Sizes) -> Table:
-    wave = active(sizes)
-    table = []
-    for rank in range(sizes.ranks):
-        order = []
-        for first in range(0, sizes.microbatches, wave):
-            batches = range(first, min(first + wave, sizes.microbatches))
-            order += [cell(rank, F, mb) for mb in batches] + [cell(rank, B, mb) for mb in batches]
-        table.append(tuple(order))
-    return tuple(table)
+def simple_order(rank: int, sizes: Sizes) -> Order:
+    visits, wave = on_one_stage(rank, sizes), active(sizes)
+    waves = [visits[first : first + wave] for first in range(0, len(visits), wave)]
+    return tuple(chain.from_iterable(alternating(batches, batches, wave) for batches in waves))
 
 
 def generate_interleaved(sizes: Sizes) -> Table:
@@ -71,7 +67,7 @@ def generate_interleaved(sizes: Sizes) -> Table:
     return tuple(tuple(order) for order in table)
 
 
-SIMPLE = Family("simple", "arXiv 2111.05972, section 3", looped, generate_simple, one_stage_per_rank, True)
+SIMPLE = Family("simple", "arXiv 2111.05972, section 3", looped, by_rank(simple_order), one_stage_per_rank, True)
 INTERLEAVED = Family(
     "interleaved", "arXiv 2111.05972, section 3", looped, generate_interleaved, one_stage_per_rank, True
 )

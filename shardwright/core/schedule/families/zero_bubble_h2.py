@@ -5,9 +5,10 @@ weight gradients before its forwards run out, so that the ranks above get their 
 what was put off fills the end. Every rank holds 2p - 1 microbatches at its fullest.
 """
 
-from shardwright.core.schedule.actions import F, I, Kind, W
-from shardwright.core.schedule.families.zero_bubble_h1 import numbered
-from shardwright.core.schedule.family import Family, Order, Sizes, Table, one_stage_per_rank
+from itertools import count
+
+from shardwright.core.schedule.actions import F, I, Kind, W, cell
+from shardwright.core.schedule.family import Family, Order, Sizes, by_rank, one_stage_per_rank
 from shardwright.core.schedule.placement import looped
 
 
@@ -17,16 +18,13 @@ def rank_order(rank: int, sizes: Sizes) -> Order:
     steady = m - warmup
     put_off_from = max(0, steady - 2 * rank)
     kinds: list[Kind] = [F] * warmup
-    for count in range(steady):
-        kinds += [I] + [W] * (count < put_off_from) + [F]
+    for mb in range(steady):
+        kinds += [I] + [W] * (mb < put_off_from) + [F]
     for _ in range(warmup):
         kinds += [I, W]
     kinds += [W] * (steady - put_off_from)
-    return numbered(rank, kinds)
+    microbatch = {F: count(), I: count(), W: count()}
+    return tuple(cell(rank, kind, next(microbatch[kind])) for kind in kinds)
 
 
-def generate(sizes: Sizes) -> Table:
-    return tuple(rank_order(rank, sizes) for rank in range(sizes.ranks))
-
-
-ZERO_BUBBLE_H2 = Family("zb-h2", "arXiv 2401.10241, section 2.2", looped, generate, one_stage_per_rank)
+ZERO_BUBBLE_H2 = Family("zb-h2", "arXiv 2401.10241, section 2.2", looped, by_rank(rank_order), one_stage_per_rank)

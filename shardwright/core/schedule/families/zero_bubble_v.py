@@ -5,7 +5,7 @@ way down and 1 the one on the way up. With fewer than 2p - 1 microbatches the ph
 """
 
 from shardwright.core.schedule.families.two_stage_phases import Tape
-from shardwright.core.schedule.family import Family, Order, Sizes, Table, two_stages_per_rank
+from shardwright.core.schedule.family import Family, Order, Sizes, by_rank, two_stages_per_rank
 from shardwright.core.schedule.placement import vee
 
 
@@ -27,8 +27,4 @@ def rank_order(rank: int, sizes: Sizes) -> Order:
     return tape.finish(sizes.microbatches)
 
 
-def generate(sizes: Sizes) -> Table:
-    return tuple(rank_order(rank, sizes) for rank in range(sizes.ranks))
-
-
-ZERO_BUBBLE_V = Family("zbv", "arXiv 2401.10241, section 6", vee, generate, two_stages_per_rank)
+ZERO_BUBBLE_V = Family("zbv", "arXiv 2401.10241, section 6", vee, by_rank(rank_order), two_stages_per_rank)

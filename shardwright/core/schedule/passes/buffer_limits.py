@@ -8,7 +8,7 @@ action that uses it has ended. With one credit the two ranks take turns; with tw
 from dataclasses import replace
 
 from shardwright.core.errors import ScheduleError
-from shardwright.core.schedule.action_table import ActionTable, TableT
+from shardwright.core.schedule.action_table import ActionTable, TableT, has_any
 from shardwright.core.schedule.actions import TRANSFER
 from shardwright.core.schedule.costs import StageCosts
 from shardwright.core.schedule.simulate import Engine
@@ -21,7 +21,7 @@ def bound_buffers(schedule: TableT, credits: int) -> TableT:
     Raises:
         ScheduleError: with so few buffers the schedule would not end; says how many it needs.
     """
-    if any(action.kind in TRANSFER for order in schedule.table for action in order):
+    if has_any(schedule, TRANSFER):
         raise ScheduleError(
             f"{schedule.name} has sends and receives already: bound its buffers before they are inserted"
         )

@@ -4,11 +4,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from shardwright.core.errors import ScheduleError
-from shardwright.core.schedule.action_table import TableT
-from shardwright.core.schedule.actions import Action, B, Kind, W
+from shardwright.core.schedule.action_table import TableT, has_any, without
+from shardwright.core.schedule.actions import SHARDING, Action, B, Kind, W
 from shardwright.core.schedule.family import Order
-
-_SHARDING = (Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD)
 
 
 def insert_sharding(schedule: TableT, gathered_stages: int = 3) -> TableT:
@@ -22,7 +20,7 @@ def insert_sharding(schedule: TableT, gathered_stages: int = 3) -> TableT:
     Raises:
         ScheduleError: the schedule has such actions already, or the room is too small for what runs at once.
     """
-    if any(action.kind in _SHARDING for order in schedule.table for action in order):
+    if has_any(schedule, SHARDING):
         raise ScheduleError(f"{schedule.name} gathers parameters already: remove it with strip_sharding first")
     needed = max((len({p.stage for p in a.flat}) for order in schedule.table for a in order), default=1)
     if gathered_stages < needed:
@@ -32,8 +30,7 @@ def insert_sharding(schedule: TableT, gathered_stages: int = 3) -> TableT:
 
 def strip_sharding(schedule: TableT) -> TableT:
     """The schedule without gathering, freeing and gradient reduction."""
-    table = tuple(tuple(action for action in order if action.kind not in _SHARDING) for order in schedule.table)
-    return replace(schedule, table=table)
+    return without(schedule, SHARDING)
 
 
 def _rank(order: Order, room: int) -> Order:

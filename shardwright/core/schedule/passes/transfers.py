@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from shardwright.core.errors import ScheduleError
-from shardwright.core.schedule.action_table import ActionTable, TableT
+from shardwright.core.schedule.action_table import ActionTable, TableT, has_any, without
 from shardwright.core.schedule.actions import TRANSFER, Action, F, Kind, W
 from shardwright.core.schedule.costs import StageCosts
 from shardwright.core.schedule.simulate import simulate_schedule
@@ -26,7 +26,7 @@ def insert_transfers(schedule: TableT, costs: StageCosts | None = None, *, block
     Raises:
         ScheduleError: the schedule has transfers already, or does not run to its end.
     """
-    if any(action.kind in TRANSFER for order in schedule.table for action in order):
+    if has_any(schedule, TRANSFER):
         raise ScheduleError(f"{schedule.name} has sends and receives already: remove them with strip_transfers first")
     timeline = simulate_schedule(schedule, _positive(costs or StageCosts.uniform(schedule.stages)))
     events: list[tuple[float, int, int, int]] = []
@@ -76,5 +76,4 @@ def transfers_of(schedule: ActionTable, action: Action) -> list[tuple[Action, Ac
 
 def strip_transfers(schedule: TableT) -> TableT:
     """The schedule without its sends and receives."""
-    table = tuple(tuple(action for action in order if action.kind not in TRANSFER) for order in schedule.table)
-    return replace(schedule, table=table)
+    return without(schedule, TRANSFER)
