@@ -32,7 +32,15 @@ from shardwright.core.schedule.actions import Kind
 DEEP = "gpt2, 8 layers of 128"
 USUAL: dict[str, Any] = {"recompute": "none", "shard": 0, "precision": "fp32", "pp": 1, "dp": 1, "tp": 1,
                          "loss_scope": "replica"}  # fmt: skip
-TWO: dict[str, dict[str, Any]] = {"pp 2": {"pp": 2, "schedule": "1f1b"}, "dp 2": {"dp": 2}, "tp 2": {"tp": 2}}
+TWO: dict[str, dict[str, Any]] = {
+    "pp 2": {"pp": 2, "schedule": "1f1b"},
+    "dp 2": {"dp": 2},
+    "tp 2": {"tp": 2},
+    "dp 2, shard 1": {"dp": 2, "shard": 1},
+    "dp 2, shard 2": {"dp": 2, "shard": 2},
+    "dp 2, shard 3": {"dp": 2, "shard": 3},
+    "dp 2, bf16": {"dp": 2, "precision": "bf16"},
+}
 FOUR: dict[str, dict[str, Any]] = {
     "pp 4, 1f1b": {"pp": 4, "schedule": "1f1b"},
     "pp 4, gpipe": {"pp": 4, "schedule": "gpipe"},
@@ -100,7 +108,9 @@ def rank(name: str, plan: str) -> None:
     for _ in range(STEPS):
         optimizer.zero_grad()
         held = [p for _, p in model.local_named_parameters()]
-        there = [*held, *(b for _, b in model.local_named_buffers())]
+        flat = model.runtime.split_model.parts.flat
+        gathered = [] if flat is None else [group.gathered for group in flat.groups]
+        there = [*held, *gathered, *(b for _, b in model.local_named_buffers())]
         with tracked.tracking(there, plain, batch.values()) as tracker:
             train_step(model, **batch)
             optimizer.step()
@@ -154,7 +164,8 @@ def over_time(plan: Any, samples: list[list[dict[str, int]]]) -> tuple[str, str,
                 gradients.append(use.gradients_bytes / there["gradients"])
             if action.kind is Kind.FORWARD:
                 activations.append(use.activations_bytes / max(1, there["now"] - there["gradients"] - stays))
-    return tuple(f"{min(row):.3f} to {max(row):.3f}" for row in (fullest, gradients, activations))  # type: ignore[return-value]
+    rows = (fullest, gradients, activations)
+    return tuple(f"{min(row):.3f} to {max(row):.3f}" if row else "–" for row in rows)  # type: ignore[return-value]
 
 
 def main() -> int:

@@ -34,9 +34,12 @@ class Bucket:
     Args:
         group: the sharded parameters of the bucket: each rank keeps the sum of its shard. None: each gets the sum of
             all.
+        stays: whether the memory of the gradients is used again in the next step.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], groups: DataGroups, group: FlatGroup | None) -> None:
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], groups: DataGroups, group: FlatGroup | None, *, stays: bool
+    ) -> None:
         self.parameters, self.groups, self.group = dict(parameters), groups, group
         self.names = tuple(self.parameters)
         some = next(iter(self.parameters.values()))
@@ -49,7 +52,7 @@ class Bucket:
         else:
             self.layout, places = group.layout, group.places
         dtype = torch.float32 if some.dtype in _HALF else some.dtype
-        self.buffer = GradientBuffer(places, self.layout.entries, dtype, some.device)
+        self.buffer = GradientBuffer(places, self.layout.entries, dtype, some.device, stays)
         self.present: set[int] = set()
         """The parameters that had a gradient on this rank in this step."""
         self._flat: torch.Tensor | None = None
@@ -131,8 +134,8 @@ class Exchange:
         group_of = flat.group_of if flat is not None and flat.is_shared else {}
         sharded = dict.fromkeys(group_of[name] for name in order if name in group_of)
         whole = _grouped((name, parameter) for name, parameter in order.items() if name not in group_of)
-        self._buckets = [Bucket(group.parameters, groups, group) for group in sharded]
-        self._buckets += [Bucket(dict(held), groups, None) for held in whole]
+        self._buckets = [Bucket(group.parameters, groups, group, stays=not self.each_microbatch) for group in sharded]
+        self._buckets += [Bucket(dict(held), groups, None, stays=True) for held in whole]
         self._bucket_of = {name: bucket for bucket in self._buckets for name in bucket.names}
         self._handles = [
             parameter.register_post_accumulate_grad_hook(bucket.sink(name, index, self._tell))

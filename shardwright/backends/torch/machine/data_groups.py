@@ -1,15 +1,19 @@
 """The ranks of the data axis that share the shards of parameters, and the sums and gathers over them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, Work
 
 from shardwright.backends.torch.compat import all_gather_single, reduce_scatter_single
 from shardwright.backends.torch.machine.mesh import BoundMesh, process_group
 from shardwright.backends.torch.machine.watchdog import Watchdog
+
+_TAG = 25_000
+"""The tag of messages between the ranks of a shard group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,58 +58,64 @@ class DataGroups:
 
     def gather(self, whole: torch.Tensor, shard: torch.Tensor) -> Callable[[], None]:
         """Begin to fill ``whole`` with the shards of all ranks; the result waits for the end."""
-        if self.ways == 1:
-            if whole.data_ptr() != shard.data_ptr():
-                whole.copy_(shard)
-            return lambda: None
-        work = all_gather_single(_real(whole), _real(shard), group=self.group, async_op=True)
-
-        def wait() -> None:
-            if work is not None:
-                work.wait()
-
-        return wait
+        parts = real_entries(whole).view(self.ways, -1)
+        own = real_entries(shard)
+        if self.ways == 1 or whole.device.type == "cpu":
+            if parts[self.coordinate].data_ptr() != own.data_ptr():
+                parts[self.coordinate].copy_(own)
+            return partial(_wait, self._exchange([parts[self.coordinate]] * self.ways, list(parts)))
+        work = all_gather_single(parts.view(-1), own, group=self.group, async_op=True)
+        return partial(_wait, [work])
 
     def sum_shards(self, flat: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Begin the sum of a flat buffer over the group; the result waits, and gives this rank's shard of the sum over
-        all replicas."""
+        all replicas. The buffer is this function's from now on."""
         begun = self._begin_sum(flat)
 
         def wait() -> torch.Tensor:
             shard = begun()
             if self.replicas is not None:
-                dist.all_reduce(_real(shard), op=dist.ReduceOp.SUM, group=self.replicas)
+                dist.all_reduce(real_entries(shard), op=dist.ReduceOp.SUM, group=self.replicas)
             return shard
 
         return wait
 
     def _begin_sum(self, flat: torch.Tensor) -> Callable[[], torch.Tensor]:
-        shape = self.ways, flat.numel() // self.ways
-        if self.ways == 1:
-            return lambda: flat
-        if flat.device.type == "cpu":
-            # Gloo has no reduce-scatter of its own: it sums everything on every rank. Each rank is sent its shards, and
-            # sums them in the order of ranks.
-            received = torch.empty_like(flat)
-            work = dist.all_to_all_single(_real(received), _real(flat), group=self.group, async_op=True)
+        parts = list(flat.view(self.ways, -1))
+        if self.ways > 1 and flat.device.type != "cpu":
+            shard = torch.empty_like(parts[0])
+            given = real_entries(shard), real_entries(flat)
+            work = reduce_scatter_single(*given, op=dist.ReduceOp.SUM, group=self.group, async_op=True)
 
-            def wait() -> torch.Tensor:
-                if work is not None:
-                    work.wait()
-                return received.view(shape).sum(0)
+            def wait_scattered() -> torch.Tensor:
+                _wait([work])
+                return shard
 
-            return wait
-        shard = flat.new_empty(shape[1])
-        scattered = reduce_scatter_single(
-            _real(shard), _real(flat), op=dist.ReduceOp.SUM, group=self.group, async_op=True
-        )
+            return wait_scattered
+        # Gloo has no reduce-scatter of its own: it sums everything on every rank. Each rank is sent its shards, and
+        # sums them in the order of ranks.
+        received = [part if r == self.coordinate else torch.empty_like(part) for r, part in enumerate(parts)]
+        works = self._exchange([real_entries(part) for part in parts], [real_entries(part) for part in received])
 
-        def wait_scattered() -> torch.Tensor:
-            if scattered is not None:
-                scattered.wait()
-            return shard
+        def wait() -> torch.Tensor:
+            _wait(works)
+            total = received[0]
+            for part in received[1:]:
+                total.add_(part)
+            return total
 
-        return wait_scattered
+        return wait
+
+    def _exchange(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> list[Work | None]:
+        """Begin to send one tensor to every other rank of the group, and to receive one from each. Messages between two
+        ranks are in the order of calls, which is the same on all ranks."""
+        works: list[Work | None] = []
+        for rank in self.ranks:
+            other = self.ranks.index(rank)
+            if other != self.coordinate:
+                works.append(dist.irecv(received[other], rank, group=self.group, tag=_TAG))
+                works.append(dist.isend(sent[other], rank, group=self.group, tag=_TAG))
+        return works
 
     def any(self, flags: torch.Tensor, watchdog: Watchdog) -> torch.Tensor:
         """The largest of every flag over all replicas."""
@@ -116,6 +126,12 @@ class DataGroups:
         return flags
 
 
-def _real(tensor: torch.Tensor) -> torch.Tensor:
+def real_entries(tensor: torch.Tensor) -> torch.Tensor:
     """A flat tensor as collectives take it: complex entries as pairs of real ones."""
     return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
+
+
+def _wait(works: Sequence[Work | None]) -> None:
+    for work in works:
+        if work is not None:
+            work.wait()

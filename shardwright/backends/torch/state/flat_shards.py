@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from shardwright.backends.torch.compat import all_gather_single
-from shardwright.backends.torch.machine.data_groups import DataGroups
+from shardwright.backends.torch.machine.data_groups import DataGroups, real_entries
 from shardwright.backends.torch.machine.watchdog import Watchdog
 from shardwright.backends.torch.state.flat_layout import FlatLayout
 from shardwright.backends.torch.state.gradient_sink import dense_strides
@@ -36,6 +36,7 @@ class FlatGroup:
         dtype: the dtype of the shard.
 
     Attributes:
+        gathered: the buffer of the whole data.
         places: the (shape, strides, first entry) of every parameter in the buffer.
         is_whole: whether the whole data is there.
     """
@@ -52,10 +53,10 @@ class FlatGroup:
             (p.shape, dense_strides(p), offset)
             for p, offset in zip(self.parameters.values(), layout.offsets, strict=True)
         ]
-        self._whole = torch.zeros(layout.entries, dtype=compute, device=self.device)
-        self._views = [self._whole.as_strided(*place) for place in self.places]
+        self.gathered = torch.zeros(layout.entries, dtype=compute, device=self.device)
+        self._views = [self.gathered.as_strided(*place) for place in self.places]
         first = groups.coordinate * layout.shard
-        own = self._whole[first : first + layout.shard]
+        own = self.gathered[first : first + layout.shard]
         apart = frees or self.dtype is not compute
         self.shard = torch.zeros_like(own, dtype=self.dtype) if apart else own
         self._pieces = self.cut(self.shard)
@@ -90,16 +91,16 @@ class FlatGroup:
 
     def is_seen_by(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is a view of the whole data."""
-        return tensor.untyped_storage().data_ptr() == self._whole.data_ptr()
+        return tensor.untyped_storage().data_ptr() == self.gathered.data_ptr()
 
     def begin_gather(self) -> None:
         """Begin to gather the whole data, unless that is done or under way."""
         if self.is_whole or self._gathering is not None:
             return
         if self.frees:
-            storage = self._whole.untyped_storage()
-            storage.resize_(self.layout.entries * self._whole.element_size())
-        self._gathering = self.groups.gather(self._whole, self.shard.to(self.compute))
+            storage = self.gathered.untyped_storage()
+            storage.resize_(self.layout.entries * self.gathered.element_size())
+        self._gathering = self.groups.gather(self.gathered, self.shard.to(self.compute))
 
     def gather(self, watchdog: Watchdog) -> None:
         """Make the whole data whole."""
@@ -123,7 +124,7 @@ class FlatGroup:
             self._gathering = None
         versions, self._versions = self._versions, []
         if self.frees:
-            self._whole.untyped_storage().resize_(0)
+            self.gathered.untyped_storage().resize_(0)
         self.is_whole = False
         for (name, parameter), before in zip(self.parameters.items(), versions, strict=False):
             if parameter._version != before:
@@ -228,7 +229,7 @@ class FlatShards:
             if self.data.ways == 1:
                 every.copy_(own)
             else:
-                all_gather_single(_real(every), _real(own), group=self.data.group)
+                all_gather_single(real_entries(every), real_entries(own), group=self.data.group)
         parts = [every[r * longest : r * longest + end - first] for r, (first, end) in enumerate(spans)]
         shape, strides, _ = group.places[index]
         return torch.cat(parts).as_strided(shape, strides)
@@ -263,10 +264,6 @@ def entries_of(tensor: torch.Tensor, strides: tuple[int, ...] | None = None) -> 
     if strides is not None and tensor.stride() != strides:
         tensor = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
     return tensor.detach().as_strided((tensor.numel(),), (1,))
-
-
-def _real(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
 
 
 def _grouped(

@@ -5,6 +5,11 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from shardwright.backends.torch.compat import storage_uses
+
+_ALONE = torch.empty(1)
+"""A tensor whose memory nothing else refers to."""
+
 
 class GradientBuffer:
     """The gradients of some parameters in one flat tensor, where they add up over microbatches.
@@ -13,6 +18,7 @@ class GradientBuffer:
         shapes: the (shape, strides, offset in the buffer) of every gradient.
         entries: the number of entries of the buffer.
         dtype: the dtype of the sums, float32 for 16-bit gradients.
+        stays: whether the memory is used again in the next step, where nothing else refers to it by then.
     """
 
     def __init__(
@@ -21,8 +27,11 @@ class GradientBuffer:
         entries: int,
         dtype: torch.dtype,
         device: torch.device,
+        stays: bool,
     ) -> None:
         self._shapes, self._entries, self._dtype, self.device = shapes, entries, dtype, device
+        self._stays = stays
+        self._spare: torch.Tensor | None = None
         self.active = False
         """Whether gradients go here now: outside of steps they stay where autograd leaves them."""
         self._flat: torch.Tensor | None = None
@@ -69,9 +78,15 @@ class GradientBuffer:
         self.filled.clear()
 
     def _allocate(self) -> None:
-        if self._flat is None:
+        if self._flat is not None:
+            return
+        if self._spare is not None and storage_uses(self._spare) == storage_uses(_ALONE):
+            self._flat, self._spare = self._spare, None
+        else:
             self._flat = torch.empty(self._entries, dtype=self._dtype, device=self.device)
-            self.views = self.views_of(self._flat)
+        self.views = self.views_of(self._flat)
+        if self._stays:
+            self._spare = self._flat
 
 
 class GradientSink:
