@@ -195,7 +195,9 @@ class Sent:
         class Counting(torch.utils._python_dispatch.TorchDispatchMode):
             def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
                 name = func._schema.name.partition("::")[2]
-                if func.namespace == "c10d" and name in shares:
+                if func.namespace == "c10d" and name == "send":
+                    sent.total += sum(t.nbytes for t in torch.utils._pytree.tree_leaves(args[0]))
+                elif func.namespace == "c10d" and name in shares:
                     tensors = [t for t in torch.utils._pytree.tree_leaves(args[0]) if isinstance(t, torch.Tensor)]
                     if name == "_reduce_scatter_base_":
                         tensors = [args[1]]

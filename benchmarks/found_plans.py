@@ -115,7 +115,9 @@ def torch_rank(case: Case, plan: str) -> None:
     for batch in tokens(case):
         mine = torch.from_numpy(batch[sw.rdp_rank() * share : (sw.rdp_rank() + 1) * share].astype(np.int64))
         optimizer.zero_grad()
+        flat = model.runtime.split_model.parts.flat
         held = [p for _, p in model.local_named_parameters()]
+        held += [] if flat is None else [group.gathered for group in flat.groups]  # type: ignore[misc]
         with tracked.tracking(held, plain, [mine]) if len(losses) == STEPS - 1 else nullcontext() as tracker:
             loss = train_step(model, mine)
             optimizer.step()

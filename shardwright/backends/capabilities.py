@@ -23,6 +23,8 @@ TORCH_MEMORY = MemoryTraits(
     gradients_when_made=True,
     bucket_bytes=25 * 2**20,  # as torch's DistributedDataParallel has it
     replicas_norm_apart=True,
+    gathers_units=True,
+    gradients_in_fp32=True,
 )
 JAX = Capabilities(
     framework="jax",

@@ -88,7 +88,7 @@ def _is_jax(model: Any) -> bool:
 _OWN = (
     Registration(
         TORCH, "shardwright.backends.torch", _is_torch, "a torch.nn.Module", needs=("torch",),
-        install="shardwright[torch]", levels=LEVELS[:-1], plans_with=("jax",), memory_traits=TORCH_MEMORY,
+        install="shardwright[torch]", plans_with=("jax",), memory_traits=TORCH_MEMORY,
     ),
     Registration(
         JAX, "shardwright.backends.jax", _is_jax,

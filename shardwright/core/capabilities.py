@@ -85,6 +85,11 @@ class MemoryTraits:
     """Whether each replica norms by its own samples, and remembers in fp64 the running statistics that it began a step
     with."""
 
+    gathers_units: bool = False
+    """Whether sharded parameters are gathered, and their gradients summed, unit by unit while a pass runs."""
+    gradients_in_fp32: bool = False
+    """Whether gradients of 16 bits add up in fp32, whatever a plan says."""
+
     def __post_init__(self) -> None:
         if self.bucket_bytes < 0:
             raise ShardwrightError(f"bucket_bytes={self.bucket_bytes}: expected 0 or more, 0 for no copies")

@@ -10,12 +10,15 @@ pytest.importorskip("transformers")
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import found_plans
 
+from shardwright.backends.capabilities import JAX, TORCH
+
 
 def test_what_is_found_is_what_both_runtimes_carry_out() -> None:
     for case in found_plans.CASES.values():
         for plan in (found_plans.torch_plan(case), found_plans.jax_plan(case)):
-            assert plan.decision.shard == 0
-            assert plan.decision.recompute in ("none", "full")
+            d = plan.decision
+            policy = {"recompute": d.recompute, "shard": d.shard, "shard_group": d.shard_group, "dp": d.dp}
+            assert [runtime.lack(**policy) for runtime in (TORCH, JAX)] == [None, None]
             assert max(plan.predicted.peak_memory_bytes) <= plan.provenance.device_memory_bytes
 
 
@@ -28,7 +31,8 @@ def test_a_found_plan_trains_in_both(name: str) -> None:
     assert of_jax["losses"] == pytest.approx(of_torch["losses"], rel=1e-5)
     assert of_torch["losses"][0] - of_torch["losses"][-1] > 0.2, "nothing was learnt, so nothing was compared"
     for measured, predicted in zip(of_torch["peaks"], plan.predicted.peak_memory_bytes, strict=True):
-        assert measured <= predicted <= 1.03 * measured
+        # What is gathered of shared parameters is counted unit by unit, tied ones twice.
+        assert measured <= predicted <= (1.03 if plan.decision.shard < 2 else 1.2) * measured
     rows = (of_jax["peaks"], of_jax["predicted"], of_jax["compiled"])
     for measured, predicted, compiled in zip(*rows, strict=True):
         # Most above where everything is recomputed.

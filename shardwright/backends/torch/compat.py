@@ -79,7 +79,6 @@ __all__ = [
     "sequence_number",
     "set_mkldnn_enabled",
     "set_timeout",
-    "storage_uses",
     "transforms_are_active",
     "without_dispatch_modes",
 ]
@@ -155,14 +154,6 @@ def norms_of(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """The norm of each tensor, in one call where torch has it."""
     together = getattr(torch, "_foreach_norm", None)
     return [torch.linalg.vector_norm(each) for each in tensors] if together is None else together(list(tensors))
-
-
-def storage_uses(tensor: torch.Tensor) -> int:
-    """The number of tensors, and other references, that share the memory of a tensor; many where torch does not
-    tell."""
-    count = getattr(torch._C, "_storage_Use_Count", None)
-    uses: int = 1 << 30 if count is None else count(tensor.untyped_storage()._cdata)
-    return uses
 
 
 def safe_softmax(scores: torch.Tensor, dim: int) -> torch.Tensor:

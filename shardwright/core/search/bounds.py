@@ -73,11 +73,12 @@ class Bounds:
             request.optimizer,
             policy.shard,
             ways,
-            request.gradient_precision,
+            request.gradient_precision or ("fp32" if traits.gradients_in_fp32 else None),
             traits.bucket_bytes if dp > 1 and policy.shard < 2 else 0,
             microbatches,
             dp > 1,
             traits.gradients_when_made,
+            traits.gathers_units,
         )
 
     @found_once

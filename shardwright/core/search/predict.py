@@ -144,14 +144,16 @@ class StepModel:
         )
 
     def _sharded_reduction_s(self, mesh: Mesh, decision: Decision, size: float, reduced: float, pp: int) -> float:
-        """Seconds to scatter the gradients, update the shards and gather the parameters again.
+        """Seconds to scatter the gradients, update the shards and gather the parameters again. At stage 2 every
+        microbatch scatters its gradients, so that no rank keeps more than its shard of the sums.
 
         With shard groups, each rank adds up its shard with the other groups before the update (arXiv 2205.00119,
         section 3.4).
         """
         inside, across, ways = self.links.shard_groups(mesh, pp, decision.shard_group)
         between = across.all_reduce_s(reduced / ways) if across is not None else 0.0
-        return inside.reduce_scatter_s(reduced) + between + inside.all_gather_s(size)
+        times = decision.microbatches if decision.shard == 2 else 1
+        return times * inside.reduce_scatter_s(reduced) + between + inside.all_gather_s(size)
 
     def _sharded_s(
         self, mesh: Mesh, decision: Decision, size: float, reduced: float, pipeline_s: float, pp: int

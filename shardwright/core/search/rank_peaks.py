@@ -57,6 +57,8 @@ def less_apart(
     Where a step has many microbatches nothing is subtracted, and copies are as in a step with just enough microbatches
     to settle.
     """
+    if request.gathers_units and decision.shard >= 2:
+        return _less_gathered(decision, ranked, memory, request)
     closes_in_turn = decision.virtual_stages > 1 and request.bucket_bytes > 0
     if not request.gradients_when_made or decision.shard >= 2 or (is_long(decision) and not closes_in_turn):
         return memory
@@ -86,6 +88,25 @@ def less_apart(
                 apart_bytes=0 if is_long(decision) else max(0, less),
             )
         )
+    return tuple(found)
+
+
+def _less_gathered(
+    decision: Decision, ranked: RankTables, memory: tuple[MemoryUse, ...], request: MemoryRequest
+) -> tuple[MemoryUse, ...]:
+    """Memory less what the passes of a rank with one stage never hold at once: what is gathered of its fullest unit,
+    and the activations of the units behind that."""
+    if decision.virtual_stages > 1:
+        return memory
+    found = []
+    gathered = ranked.gathered(decision.stage_starts, decision.stage_ranks, request)
+    ends = ranked.ends(decision.stage_starts)
+    for rank, (use, whole) in enumerate(zip(memory, gathered, strict=True)):
+        first, end = ends[decision.stage_ranks.index(rank)]
+        table = ranked.tables[rank]
+        together = int(table.range_kept[first, end] + table.range_working[first, end]) + whole
+        less = together - ranked.gathered_peak(rank, (first, end), request)
+        found.append(replace(use, apart_bytes=max(0, less)))
     return tuple(found)
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwright.core.cost.unit_seconds import UnitCost
+from shardwright.core.cost.unit_work import PRECISION_BYTES
 from shardwright.core.errors import PlanError
 from shardwright.core.partition.exact import Matrix, min_max_cut, spread_cut
 from shardwright.core.schedule import StageCosts
@@ -248,7 +249,39 @@ class RankTables:
     def buffers(self, starts: Sequence[int], placement: Sequence[int], request: MemoryRequest) -> list[int]:
         """The bytes that passes hold for a while, on every rank."""
         held = self._held(tuple(starts), tuple(placement), summed=request.is_summed)
-        return [own.working + own.sent + UNCOUNTED_BYTES for own in held]
+        gathered = self.gathered(starts, placement, request)
+        return [own.working + own.sent + more + UNCOUNTED_BYTES for own, more in zip(held, gathered, strict=True)]
+
+    def gathered(self, starts: Sequence[int], placement: Sequence[int], request: MemoryRequest) -> list[int]:
+        """The most bytes that every rank has whole for a while of what is sharded (`gathered_by_unit`)."""
+        found = [0] * self.ranks
+        for rank, ends in zip(placement, self.ends(starts), strict=True):
+            found[rank] = max(found[rank], int(self.gathered_by_unit(rank, ends, request).sum(0).max()))
+        return found
+
+    def gathered_by_unit(self, rank: int, ends: tuple[int, int], request: MemoryRequest) -> NDArray[np.float64]:
+        """The bytes of parameters, and of gradients, that are whole at the backward of each unit of a stage, where they
+        are sharded between: the parameters of the unit, of the unit before, which are gathered ahead, and of the unit
+        behind, which are freed next; its gradients, and those of the unit behind on their way to the ranks that keep
+        their sums."""
+        table, units = self.tables[rank], np.arange(*ends)
+        if not request.gathers_units or request.shard < 2 or request.ways == 1:
+            return np.zeros((2, len(units)))
+        held = np.pad(table.range_elements[units, units + 1], 1) * (request.shard == 3)
+        trained = np.pad(table.range_trained[units, units + 1], (0, 1))
+        width, sent = PRECISION_BYTES[request.precision], request.gradient_width * (2 - 1 / request.ways)
+        gradients = np.maximum(trained[:-1] * width + trained[1:] * sent, trained[:-1] * sent)
+        return np.stack([width * (held[:-2] + held[1:-1] + held[2:]), gradients])
+
+    def gathered_peak(self, rank: int, ends: tuple[int, int], request: MemoryRequest) -> int:
+        """The most bytes of one microbatch's passes over a stage, where sharded parameters and gradients are gathered
+        unit by unit: activations are freed meanwhile, and forward passes have no gradients."""
+        table, (first, end) = self.tables[rank], ends
+        gathered = self.gathered_by_unit(rank, ends, request)
+        saved = table.range_kept[first, first + 1 : end + 1]
+        backward = saved + table.beside_bytes[first:end] + table.given_bytes(first, end) + gathered.sum(0)
+        forward = saved[-1] + table.range_working[first, end] + gathered[0, -1]
+        return int(max(backward.max(), forward))
 
     def copies(
         self, starts: Sequence[int], placement: Sequence[int], activations: Sequence[int], request: MemoryRequest

@@ -357,6 +357,8 @@ class MemoryRequest:
     """Whether there are several replicas."""
     gradients_when_made: bool = False
     """The trait of the same name in `MemoryTraits`."""
+    gathers_units: bool = False
+    """The trait of the same name in `MemoryTraits`."""
 
     @property
     def is_summed(self) -> bool:

@@ -88,10 +88,6 @@ class Gradients:
             exchange = self._exchange_of(self._trainable())
             if not self._under_way:  # by messages: gradients are where autograd left them
                 exchange.begin()
-                for name, parameter in self._trainable().items():
-                    if parameter.grad is not None:
-                        exchange.add(name, parameter.grad)
-                        parameter.grad = None
             self._under_way = False
             for name, gradient in exchange.finish().items():
                 parameter = local[name]

@@ -19,11 +19,13 @@ from shardwright.backends.torch.machine.data_groups import DataGroups
 from shardwright.backends.torch.machine.watchdog import Watchdog
 from shardwright.backends.torch.state.flat_layout import FlatLayout
 from shardwright.backends.torch.state.flat_shards import FlatGroup, FlatShards
-from shardwright.backends.torch.state.gradient_sink import GradientBuffer, GradientSink, dense_strides
+from shardwright.backends.torch.state.gradient_hook import GradientHook, GradientSums, dense_strides
 from shardwright.core.errors import ShardwrightError
 
 BUCKET_BYTES = TORCH_MEMORY.bucket_bytes
 """The size in bytes of a bucket, about: gradients are reduced in buckets."""
+UNDER_WAY = 1
+"""The number of buckets whose sums are under way while gradients of the next one are made."""
 _HALF = (torch.bfloat16, torch.float16)
 """The dtypes whose gradients add up in float32."""
 
@@ -34,25 +36,27 @@ class Bucket:
     Args:
         group: the sharded parameters of the bucket: each rank keeps the sum of its shard. None: each gets the sum of
             all.
-        stays: whether the memory of the gradients is used again in the next step.
+        adds_up: whether gradients add up here over microbatches, in float32, and not where autograd leaves them.
     """
 
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter], groups: DataGroups, group: FlatGroup | None, *, stays: bool
+        self, parameters: Mapping[str, nn.Parameter], groups: DataGroups, group: FlatGroup | None, adds_up: bool
     ) -> None:
         self.parameters, self.groups, self.group = dict(parameters), groups, group
         self.names = tuple(self.parameters)
         some = next(iter(self.parameters.values()))
         if group is None:
             self.layout = FlatLayout.cut([p.numel() for p in self.parameters.values()], groups.ways)
-            places = [
+            self._places = [
                 (p.shape, dense_strides(p), offset)
                 for p, offset in zip(self.parameters.values(), self.layout.offsets, strict=True)
             ]
         else:
-            self.layout, places = group.layout, group.places
-        dtype = torch.float32 if some.dtype in _HALF else some.dtype
-        self.buffer = GradientBuffer(places, self.layout.entries, dtype, some.device, stays)
+            self.layout, self._places = group.layout, group.places
+        self.device = some.device
+        self._dtype = torch.float32 if some.dtype in _HALF else some.dtype
+        entries = self.layout.entries
+        self.sums = GradientSums(self._places, entries, self._dtype, self.device) if adds_up else None
         self.present: set[int] = set()
         """The parameters that had a gradient on this rank in this step."""
         self._flat: torch.Tensor | None = None
@@ -60,9 +64,10 @@ class Bucket:
         self._waits: Callable[[], torch.Tensor] | None = None
         self._gathers: Callable[[], None] | None = None
 
-    def sink(self, name: str, index: int, tell: Callable[[str], None]) -> GradientSink:
-        """The sink of one of the parameters."""
-        return GradientSink(name, self.buffer, index, tell, self.group is None or not self.group.frees)
+    def hook(self, index: int, tell: Callable[[str], None], is_active: Callable[[], bool]) -> GradientHook:
+        """The hook of one of the parameters."""
+        keeps_data = self.group is None or not self.group.frees
+        return GradientHook(self.names[index], index, self.sums, tell, is_active, keeps_data)
 
     @property
     def is_sent(self) -> bool:
@@ -72,9 +77,27 @@ class Bucket:
     def send(self) -> None:
         """Begin the sum. The op is a sum, never a mean: the scale is in the losses already."""
         self.receive()
-        self.present |= self.buffer.filled
-        self._flat = self.buffer.take()
+        self._flat = self._collect()
         self._waits = self.groups.sum_shards(self._flat)
+
+    def _collect(self) -> torch.Tensor:
+        """The gradients in one flat tensor, those that are not there as zeros; they are nowhere else any more."""
+        flat, filled = (None, set[int]()) if self.sums is None else self.sums.take()
+        if flat is None:
+            flat = torch.empty(self.layout.entries, dtype=self._dtype, device=self.device)
+        for index, (parameter, place) in enumerate(zip(self.parameters.values(), self._places, strict=True)):
+            view, gradient = flat.as_strided(*place), parameter.grad
+            if gradient is not None:
+                parameter.grad = None
+                if index in filled or gradient.is_sparse:
+                    (view if index in filled else view.zero_()).add_(gradient)
+                else:
+                    view.copy_(gradient)
+                filled.add(index)
+            elif index not in filled:
+                view.zero_()
+        self.present |= filled
+        return flat
 
     def receive(self) -> None:
         """Wait for the sum that is under way, if any, and begin to gather the shards where all ranks need all."""
@@ -82,7 +105,7 @@ class Bucket:
             return
         shard, self._waits = self._waits(), None
         if self.group is not None:
-            self._sum = shard if self._sum is None else self._sum.add_(shard)
+            self._sum = shard.clone() if self._sum is None else self._sum.add_(shard)
             self._flat = None
             return
         assert self._flat is not None
@@ -102,14 +125,15 @@ class Bucket:
         assert self._gathers is not None
         assert self._flat is not None
         self._gathers()
-        views = self.buffer.views_of(self._flat)
+        flat = self._flat
         self.abandon()
-        return views
+        return [flat.as_strided(*place) for place in self._places]
 
     def abandon(self) -> None:
         """Forget what is under way."""
         self._flat = self._sum = self._waits = self._gathers = None
-        self.buffer.release()
+        if self.sums is not None:
+            self.sums.take()
 
 
 class Exchange:
@@ -130,35 +154,44 @@ class Exchange:
     ) -> None:
         self._groups, self._watchdog = groups, watchdog
         self.each_microbatch = flat is not None and flat.level >= 2
+        self._computes_in = None if flat is None else flat.compute
         self.told: Callable[[str], None] = lambda name: None
         group_of = flat.group_of if flat is not None and flat.is_shared else {}
         sharded = dict.fromkeys(group_of[name] for name in order if name in group_of)
         whole = _grouped((name, parameter) for name, parameter in order.items() if name not in group_of)
-        self._buckets = [Bucket(group.parameters, groups, group, stays=not self.each_microbatch) for group in sharded]
-        self._buckets += [Bucket(dict(held), groups, None, stays=True) for held in whole]
+        self._buckets = [self._bucket(group.parameters, group) for group in sharded]
+        self._buckets += [self._bucket(dict(held), None) for held in whole]
         self._bucket_of = {name: bucket for bucket in self._buckets for name in bucket.names}
         self._handles = [
-            parameter.register_post_accumulate_grad_hook(bucket.sink(name, index, self._tell))
+            parameter.register_post_accumulate_grad_hook(bucket.hook(index, self._tell, self._is_active))
             for bucket in self._buckets
-            for index, (name, parameter) in enumerate(bucket.parameters.items())
+            for index, parameter in enumerate(bucket.parameters.values())
             if parameter.requires_grad
         ]
+        self._under_way = False
+        self._sent: list[Bucket] = []
+        """The buckets whose sums are under way, the first one first."""
         self._queue: list[tuple[Bucket, set[str]]] = []
         self._expected: set[str] = set()
         self._came: set[str] = set()
 
+    def _bucket(self, parameters: Mapping[str, nn.Parameter], group: FlatGroup | None) -> Bucket:
+        # Where gradients leave after each microbatch, they add up in the sums.
+        half = self._computes_in in _HALF or next(iter(parameters.values())).dtype in _HALF
+        return Bucket(
+            parameters, self._groups, group, adds_up=half and not (self.each_microbatch and group is not None)
+        )
+
+    def _is_active(self) -> bool:
+        return self._under_way
+
     def begin(self) -> None:
-        """Begin a step: gradients go into the buckets from now on."""
+        """Begin a step: gradients are collected from now on."""
         for bucket in self._buckets:
             bucket.abandon()
             bucket.present.clear()
-            bucket.buffer.active = True
         self._queue = [] if self.each_microbatch else [(bucket, set(bucket.names)) for bucket in self._buckets]
-
-    def add(self, name: str, gradient: torch.Tensor) -> None:
-        """Add a gradient that was computed without sinks."""
-        bucket = self._bucket_of[name]
-        bucket.buffer.add(bucket.names.index(name), gradient)
+        self._under_way, self._sent = True, []
 
     def _tell(self, name: str) -> None:
         self.told(name)
@@ -178,8 +211,15 @@ class Exchange:
             if bucket is self._bucket_of.get(name):
                 missing.discard(name)
         while self._queue and not self._queue[0][1]:
-            with self._watchdog.waiting(f"the start of a sum over {self._groups.said()}"):
-                self._queue.pop(0)[0].send()
+            self._send(self._queue.pop(0)[0])
+
+    def _send(self, bucket: Bucket) -> None:
+        """Begin the sum of a bucket, after the end of the one before, so that little memory is under way."""
+        with self._watchdog.waiting(f"the start of a sum over {self._groups.said()}"):
+            while len(self._sent) >= UNDER_WAY:
+                self._sent.pop(0).receive()
+            bucket.send()
+            self._sent.append(bucket)
 
     @contextmanager
     def closing(self, names: Iterable[str], hooked: bool) -> Iterator[None]:
@@ -206,11 +246,11 @@ class Exchange:
         if self.each_microbatch:
             self._queue = [(bucket, set()) for bucket in self._buckets if not bucket.is_sent]
         for bucket, _ in self._queue:
-            bucket.send()
+            self._send(bucket)
         self._queue = []
         flags = torch.tensor(
             [float(i in b.present) for b in self._buckets for i in range(len(b.names))],
-            device=self._buckets[0].buffer.device if self._buckets else "cpu",
+            device=self._buckets[0].device if self._buckets else "cpu",
         )
         found: dict[str, torch.Tensor | None] = {}
         with self._watchdog.waiting(self._groups.said()):
@@ -219,7 +259,7 @@ class Exchange:
         if found:
             anywhere = self._groups.any(flags, self._watchdog).tolist()
             found = {name: g if there else None for (name, g), there in zip(found.items(), anywhere, strict=True)}
-        self._stop()
+        self._under_way = False
         return found
 
     def abandon(self) -> None:
@@ -227,16 +267,12 @@ class Exchange:
         for bucket in self._buckets:
             bucket.abandon()
         self._queue = []
-        self._stop()
+        self._under_way = False
 
     def close(self) -> None:
         """Take the hooks off the parameters."""
         for handle in self._handles:
             handle.remove()
-
-    def _stop(self) -> None:
-        for bucket in self._buckets:
-            bucket.buffer.active = False
 
 
 def _grouped(parameters: Iterable[tuple[str, nn.Parameter]]) -> Sequence[Sequence[tuple[str, nn.Parameter]]]:

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn import functional
 
 from shardwright.backends.torch.compat import collects_all_gradients, transforms_are_active
-from shardwright.backends.torch.state.gradient_sink import is_hooked, sink_of
+from shardwright.backends.torch.state.gradient_hook import hook_of, is_hooked
 from shardwright.core.errors import CaptureError
 
 _linear, _addmm, _embedding = functional.linear, torch.addmm, functional.embedding
@@ -138,12 +138,11 @@ def _cast(*tensors: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _add_to(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-    sink = sink_of(parameter)
-    if sink is not None:
-        sink.add(gradient)
-        return
+    hook = hook_of(parameter)
     gradient = gradient.to(parameter.dtype)
-    if parameter.grad is None:
+    if hook is not None:
+        hook.add(parameter, gradient)
+    elif parameter.grad is None:
         parameter.grad = gradient
     else:
         parameter.grad += gradient
@@ -151,13 +150,12 @@ def _add_to(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
 
 def _add_product(parameter: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
     """Add a matrix product to a gradient, in one pass where the dtypes allow it."""
-    sink = sink_of(parameter)
-    if sink is not None:
-        sink.add_product(left, right)
-    elif parameter.grad is None or parameter.grad.dtype is not left.dtype or not parameter.grad.is_contiguous():
+    hook = hook_of(parameter)
+    so_far = parameter.grad if hook is None or hook.sums is None else hook.sums.sum_of(hook.index)
+    if so_far is None or so_far.dtype is not left.dtype or not so_far.is_contiguous():
         _add_to(parameter, left @ right)
     else:
-        parameter.grad.addmm_(left, right)
+        so_far.addmm_(left, right)
 
 
 # Linear layers, weight [outputs, inputs] or, for addmm, [inputs, outputs] ------------------------------------------
@@ -210,8 +208,8 @@ class _Product(torch.autograd.Function):
 
 def _is_freed(parameter: torch.Tensor) -> bool:
     """Whether the data of a parameter may be gone when W runs."""
-    sink = sink_of(parameter)
-    return sink is not None and not sink.keeps_data
+    hook = hook_of(parameter)
+    return hook is not None and not hook.keeps_data
 
 
 def _is_quiet(parameter: torch.Tensor) -> bool:

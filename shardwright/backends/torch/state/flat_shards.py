@@ -16,7 +16,7 @@ from shardwright.backends.torch.compat import all_gather_single
 from shardwright.backends.torch.machine.data_groups import DataGroups, real_entries
 from shardwright.backends.torch.machine.watchdog import Watchdog
 from shardwright.backends.torch.state.flat_layout import FlatLayout
-from shardwright.backends.torch.state.gradient_sink import dense_strides
+from shardwright.backends.torch.state.gradient_hook import dense_strides
 from shardwright.backends.torch.state.ownership import Ownership
 from shardwright.core.errors import ShardwrightError
 
@@ -163,7 +163,7 @@ class FlatShards:
         calls: Sequence[Sequence[str]], apart: frozenset[str], whole: bool, compute: torch.dtype | None,
     ) -> None:  # fmt: skip
         self.ownership, self.data, self.watchdog, self.level = ownership, groups, watchdog, level
-        self.holds_whole_parameters = whole
+        self.holds_whole_parameters, self.compute = whole, compute
         self.groups: list[FlatGroup] = []
         self.group_of: dict[str, FlatGroup] = {}
         local = ownership.local_parameters()

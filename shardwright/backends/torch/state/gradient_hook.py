@@ -1,0 +1,106 @@
+"""The hooks by which a step hears of every gradient, and the buffers in which 16-bit gradients add up."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+Place = tuple[torch.Size, tuple[int, ...], int]
+"""The (shape, strides, first entry) of a tensor in a flat buffer."""
+
+
+class GradientSums:
+    """Gradients of some parameters that add up over microbatches in a flat tensor of another dtype.
+
+    Args:
+        places: the places of the gradients in the buffer.
+        entries: the number of entries of the buffer.
+        dtype: the dtype of the sums.
+    """
+
+    def __init__(self, places: Sequence[Place], entries: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._places, self._entries, self._dtype, self._device = places, entries, dtype, device
+        self._flat: torch.Tensor | None = None
+        self._views: list[torch.Tensor] = []
+        self._filled: set[int] = set()
+
+    def add(self, index: int, gradient: torch.Tensor) -> None:
+        """Add a gradient to its sum."""
+        if self._flat is None:
+            self._flat = torch.empty(self._entries, dtype=self._dtype, device=self._device)
+            self._views = [self._flat.as_strided(*place) for place in self._places]
+        if index in self._filled:
+            self._views[index].add_(gradient)
+        else:
+            self._filled.add(index)
+            self._views[index].copy_(gradient)
+
+    def sum_of(self, index: int) -> torch.Tensor | None:
+        """The sum of a gradient so far, None before anything was added."""
+        return self._views[index] if index in self._filled else None
+
+    def take(self) -> tuple[torch.Tensor | None, set[int]]:
+        """The buffer, None where nothing was added, and the gradients that are in it. What is added next goes into
+        another."""
+        taken = self._flat, self._filled
+        self._flat, self._views, self._filled = None, [], set()
+        return taken
+
+
+class GradientHook:
+    """A hook on a parameter that tells of each gradient in a step, and adds it to a sum where there is one.
+
+    Attributes:
+        is_active: says whether a step runs: outside of steps gradients stay where autograd leaves them.
+        keeps_data: whether the parameter has its whole data all through the step.
+    """
+
+    __slots__ = ("index", "is_active", "keeps_data", "name", "sums", "tell")
+
+    def __init__(
+        self, name: str, index: int, sums: GradientSums | None, tell: Callable[[str], None],
+        is_active: Callable[[], bool], keeps_data: bool,
+    ) -> None:  # fmt: skip
+        self.name, self.index, self.sums, self.tell = name, index, sums, tell
+        self.is_active, self.keeps_data = is_active, keeps_data
+
+    def __call__(self, parameter: torch.Tensor) -> None:
+        gradient = parameter.grad
+        if gradient is None or not self.is_active():  # None where the weight gradient is put off
+            return
+        if self.sums is not None:
+            parameter.grad = None
+            self.sums.add(self.index, gradient)
+        self.tell(self.name)
+
+    def add(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Add a gradient that autograd did not make."""
+        if self.sums is not None:
+            self.sums.add(self.index, gradient)
+        elif parameter.grad is None:
+            parameter.grad = gradient.to(parameter.dtype)
+        else:
+            parameter.grad += gradient.to(parameter.dtype)
+
+
+def hook_of(parameter: torch.Tensor) -> GradientHook | None:
+    """The hook of a step that runs on a parameter, where there is one."""
+    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    return next((hook for hook in hooks.values() if isinstance(hook, GradientHook) and hook.is_active()), None)
+
+
+def is_hooked(parameter: torch.Tensor) -> bool:
+    """Whether a hook of the user's waits for the gradient of a parameter."""
+    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    return bool(parameter._backward_hooks) or any(not isinstance(hook, GradientHook) for hook in hooks.values())
+
+
+def dense_strides(parameter: nn.Parameter) -> tuple[int, ...]:
+    """The strides of a parameter where its entries lie side by side, in whatever order; else those of the usual
+    order."""
+    expected = 1
+    for stride, size in sorted(zip(parameter.stride(), parameter.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return torch.empty(parameter.shape, device="meta").stride()
+        expected *= size
+    return tuple(parameter.stride())
