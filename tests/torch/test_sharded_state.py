@@ -12,12 +12,12 @@ from tests.comparison import Comparison
 from tests.torch.launch import on_ranks, single
 
 CASES = {
-    2: ("gpt2:1:2:1:z2", "gpt2:1:2:1:bf16-z3", "llama:2:1:1:bf16", "llama:1:2:1:z3-recompute"),
+    2: ("vit:1:2:1:z3", "gpt2:1:2:1:z2", "gpt2:1:2:1:bf16-z3", "llama:2:1:1:bf16", "llama:1:2:1:z3-recompute"),
     4: ("gpt2:2:2:1:z3-split", "llama:1:2:2:z3", "t5:2:2:1:z1", "images:1:4:1:z3-groups"),
 }
 SLOW = {
     2: ("gpt2:1:2:1:z1", "gpt2:1:2:1:z3", "gpt2:1:2:1:bf16", "gpt2:1:2:1:bf16-z1", "t5:1:2:1:z3", "bert:1:2:1:z2",
-        "mixtral:1:2:1:z3", "ncf:1:2:1:z3", "vit:1:2:1:z3", "fused:1:2:1:z3"),
+        "mixtral:1:2:1:z3", "ncf:1:2:1:z3", "fused:1:2:1:z3"),
     4: ("gpt2:2:2:1:z1", "gpt2:2:2:1:z3", "llama:1:2:2:z1", "gpt2:1:4:1:z3-groups", "t5:2:2:1:z2", "bert:1:2:2:z3"),
     8: ("gpt2:2:2:2:z3", "gpt2:2:2:2:z1", "llama:2:2:2:z2"),
 }  # fmt: skip

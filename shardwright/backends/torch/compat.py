@@ -61,6 +61,7 @@ __all__ = [
     "Store",
     "TCPStore",
     "TorchDispatchMode",
+    "accumulation_hooks",
     "all_gather_single",
     "below_autograd",
     "collects_all_gradients",
@@ -98,6 +99,11 @@ def current_fake_mode() -> Any:
 def dispatch_depth() -> int:
     """The number of dispatch modes that are entered."""
     return torch._C._len_torch_dispatch_stack()
+
+
+def accumulation_hooks(parameter: torch.Tensor) -> list[Any]:
+    """The hooks by ``register_post_accumulate_grad_hook``."""
+    return list((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values())
 
 
 def current_node() -> Any:

@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import nn
 
+from shardwright.backends.torch.compat import accumulation_hooks
 from shardwright.backends.torch.program.program import BufferRef, ParameterRef, Program
 from shardwright.core.errors import CaptureError, PlanError
 
@@ -50,7 +51,8 @@ def require_whole_gradients(model: nn.Module, microbatches: int, ranks: int, ten
     with a shard of the gradient, or with one term of a sum.
     """
     for name, parameter in model.named_parameters():
-        if getattr(parameter, "_post_accumulate_grad_hooks", None) and max(microbatches, ranks) > 1:
+        hooks = [hook for hook in accumulation_hooks(parameter) if not getattr(hook, "is_of_the_runtime", False)]
+        if hooks and max(microbatches, ranks) > 1:
             raise CaptureError(
                 f"there is a hook on {name} by register_post_accumulate_grad_hook: it would run before the gradient is "
                 f"whole, which is after all {microbatches} microbatches and all ranks. Take it off, and do after the "

@@ -5,6 +5,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
+from shardwright.backends.torch.compat import accumulation_hooks
+
 Place = tuple[torch.Size, tuple[int, ...], int]
 """The (shape, strides, first entry) of a tensor in a flat buffer."""
 
@@ -56,6 +58,7 @@ class GradientHook:
     """
 
     __slots__ = ("index", "is_active", "keeps_data", "name", "sums", "tell")
+    is_of_the_runtime = True
 
     def __init__(
         self, name: str, index: int, sums: GradientSums | None, tell: Callable[[str], None],
@@ -85,14 +88,14 @@ class GradientHook:
 
 def hook_of(parameter: torch.Tensor) -> GradientHook | None:
     """The hook of a step that runs on a parameter, where there is one."""
-    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
-    return next((hook for hook in hooks.values() if isinstance(hook, GradientHook) and hook.is_active()), None)
+    hooks = accumulation_hooks(parameter)
+    return next((hook for hook in hooks if isinstance(hook, GradientHook) and hook.is_active()), None)
 
 
 def is_hooked(parameter: torch.Tensor) -> bool:
     """Whether a hook of the user's waits for the gradient of a parameter."""
-    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
-    return bool(parameter._backward_hooks) or any(not isinstance(hook, GradientHook) for hook in hooks.values())
+    hooks = accumulation_hooks(parameter)
+    return bool(parameter._backward_hooks) or any(not isinstance(hook, GradientHook) for hook in hooks)
 
 
 def dense_strides(parameter: nn.Parameter) -> tuple[int, ...]:
