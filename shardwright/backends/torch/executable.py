@@ -15,6 +15,7 @@ from shardwright.backends.torch.pipeline.action_times import gather
 from shardwright.backends.torch.program.stage_map import COMPUTE, StageMap
 from shardwright.backends.torch.runtime import Runtime
 from shardwright.backends.torch.state import checkpoint
+from shardwright.backends.torch.state.elementwise import is_elementwise, require_separate
 from shardwright.backends.torch.state.weights import Weights
 from shardwright.backends.torch.training.call import StepCall
 from shardwright.core.errors import LossError, ShardwrightError
@@ -38,6 +39,7 @@ class TorchExecutable:
         self._optimizer: torch.optim.Optimizer | None = None
         """The optimizer. It is made after the first step's gradients: only then it is certain which tied parameters
         this rank holds."""
+        runtime.split_model.before_sharding.append(self._needs_whole_matrices)
 
     def step(self, batch: Any) -> float:
         """One training step on this replica's batch: a tensor, or a tuple or dict of them, batch first. Returns the
@@ -88,6 +90,13 @@ class TorchExecutable:
         assert every is not None
         assert each is not None
         return sum(float(loss) * scale for loss, scale in zip(every, each, strict=True) if scale)
+
+    def _needs_whole_matrices(self) -> bool:
+        """Whether pieces of parameters will not do for the optimizer. Raises MissingCapabilityError where whole ones will
+        not either."""
+        tried = self._make_optimizer([nn.Parameter(torch.zeros(1))])
+        require_separate(tried)
+        return not is_elementwise(tried)
 
     def timelines(self, batch: Any, steps: int) -> tuple[Timeline, ...]:
         """The times of each action of this replica's pipeline in each of some training steps; every rank calls this."""
