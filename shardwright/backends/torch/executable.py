@@ -92,7 +92,7 @@ class TorchExecutable:
         return sum(float(loss) * scale for loss, scale in zip(every, each, strict=True) if scale)
 
     def _needs_whole_matrices(self) -> bool:
-        """Whether pieces of parameters will not do for the optimizer. Raises MissingCapabilityError where whole ones will
+        """Whether pieces of parameters will not do for the optimizer. Raises MissingCapabilityError where whole ones do
         not either."""
         tried = self._make_optimizer([nn.Parameter(torch.zeros(1))])
         require_separate(tried)
