@@ -18,6 +18,7 @@ from shardwright.backends.torch.pipeline.sentinels import Sentinel
 from shardwright.backends.torch.program.stage_map import StageMap
 from shardwright.backends.torch.runtime import Runtime
 from shardwright.backends.torch.state import checkpoint
+from shardwright.backends.torch.state.flat_shards import step_dtype
 from shardwright.backends.torch.state.model_agreement import digest_of_state, model_claims, source_claim, values_digest
 from shardwright.backends.torch.state.weight_transfer import take_values
 from shardwright.backends.torch.state.weights import Weights
@@ -319,8 +320,8 @@ _NO_COPY = (
 
 
 def _computed_in(dtype: torch.dtype, leaf: Any) -> Any:
-    """An input of the model in the dtype in which it computes; others than tensors of floating point as they are."""
-    return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
+    """An input of the model in the dtype in which steps take it."""
+    return leaf.to(step_dtype(leaf.dtype, dtype)) if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _one_loss(tensors: Any, grad_tensors: Any) -> Any:

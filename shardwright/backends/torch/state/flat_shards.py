@@ -26,6 +26,15 @@ PARAMETERS = 3
 """The stage of ZeRO at which parameters are sharded in the step too."""
 
 
+_SINGLE_AND_HALF = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def step_dtype(own: torch.dtype, compute: torch.dtype | None) -> torch.dtype:
+    """The dtype that a step takes a tensor of dtype ``own`` in, where it computes in ``compute``; None: its own. Double
+    precision, complex numbers and integers stay as they are."""
+    return compute if compute is not None and own in _SINGLE_AND_HALF else own
+
+
 class FlatGroup:
     """Parameters of one dtype that are gathered together.
 
@@ -173,9 +182,11 @@ class FlatShards:
             members = {name: local[name] for name in names}
             sizes = [p.numel() for p in members.values()]
             own = next(iter(members.values())).dtype
-            inside = compute if compute is not None and own.is_floating_point else own
+            inside = step_dtype(own, compute)
             trains = next(iter(members.values())).requires_grad
-            between = torch.float32 if inside is compute and trains else inside  # the master copy
+            between = (
+                torch.float32 if compute is not None and inside is compute and trains else inside
+            )  # the master copy
             group = FlatGroup(members, layout(sizes, groups.ways), groups, level == PARAMETERS, inside, between)
             self.groups.append(group)
             self.group_of |= dict.fromkeys(names, group)

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from shardwright.backends.torch.state.flat_shards import FlatShards
+from shardwright.backends.torch.state.flat_shards import FlatShards, step_dtype
 from shardwright.backends.torch.state.ownership import Ownership
 from shardwright.backends.torch.state.parameter_shards import Shards
 
@@ -59,7 +59,7 @@ class Parts:
         stand_ins: dict[int, nn.Parameter] = {}
         for name in names:
             part = self.ownership.parameter(name)
-            dtype = self.compute if self.compute is not None and part.is_floating_point() else part.dtype
+            dtype = step_dtype(part.dtype, self.compute)
             whole = torch.empty(self.whole_shape(name, part.shape), dtype=dtype, device="meta")
             stand_ins[id(part)] = nn.Parameter(whole, requires_grad=part.requires_grad)
         tables = [(module._parameters, dict(module._parameters)) for module in self.ownership.model.modules()]
