@@ -55,6 +55,8 @@ class Gradients:
             return None
         self._order = self._order or tuple(order)
         exchange = self._exchange_of(self._trainable())
+        if self.data is not None:
+            self.data.tags.begin()
         exchange.begin()
         self._under_way = True
         return exchange
@@ -123,6 +125,8 @@ class Gradients:
         """Put back the gradients that were set aside: the step has failed."""
         if self._exchange is not None:
             self._exchange.abandon()
+        if self.data is not None:
+            self.data.tags.begin(failed=True)
         self._under_way = False
         for name, parameter in self.ownership.local_parameters().items():
             parameter.grad = self._before.get(name)

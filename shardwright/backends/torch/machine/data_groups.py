@@ -1,7 +1,7 @@
 """The ranks of the data axis that share the shards of parameters, and the sums and gathers over them."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -12,8 +12,37 @@ from shardwright.backends.torch.compat import all_gather_single, reduce_scatter_
 from shardwright.backends.torch.machine.mesh import BoundMesh, process_group
 from shardwright.backends.torch.machine.watchdog import Watchdog
 
-_TAG = 25_000
-"""The tag of messages between the ranks of a shard group."""
+_FIRST_TAG, _TAGS_OF_A_STEP, _STEPS = 25_000, 4096, 100_000
+
+
+class Tags:
+    """The tags of messages between the ranks of a shard group: each step has its own, so that what a step that failed
+    has sent is never taken for a message of a later one.
+
+    Attributes:
+        under_way: the messages of this step. They are kept while it lasts, as are those of a step that failed: torch
+            waits for a message that is let go.
+    """
+
+    def __init__(self) -> None:
+        self.under_way: list[Work | None] = []
+        self._step = self._number = 0
+
+    def begin(self, *, failed: bool = False) -> None:
+        """Begin a step; every rank calls this. ``failed``: the messages of the one before may never arrive."""
+        if failed:
+            _LOST.extend(self.under_way)
+        self.under_way = []
+        self._step, self._number = (self._step + 1) % _STEPS, 0
+
+    def following(self) -> int:
+        """The tag of the next message to each peer."""
+        self._number += 1
+        return _FIRST_TAG + self._step * _TAGS_OF_A_STEP + self._number % _TAGS_OF_A_STEP
+
+
+_LOST: list[Work | None] = []
+"""The messages of steps that failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +64,7 @@ class DataGroups:
     ranks: tuple[int, ...]
     replicas: ProcessGroup | None
     replica_ranks: tuple[int, ...]
+    tags: "Tags" = field(default_factory=lambda: Tags())
 
     @classmethod
     def bind(cls, bound: BoundMesh, ways: int) -> "DataGroups":
@@ -63,9 +93,9 @@ class DataGroups:
         if self.ways == 1 or whole.device.type == "cpu":
             if parts[self.coordinate].data_ptr() != own.data_ptr():
                 parts[self.coordinate].copy_(own)
-            return partial(_wait, self._exchange([parts[self.coordinate]] * self.ways, list(parts)))
+            return partial(self._finish, self._exchange([parts[self.coordinate]] * self.ways, list(parts)))
         work = all_gather_single(parts.view(-1), own, group=self.group, async_op=True)
-        return partial(_wait, [work])
+        return partial(self._finish, [work])
 
     def sum_shards(self, flat: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Begin the sum of a flat buffer over the group; the result waits, and gives this rank's shard of the sum over
@@ -88,7 +118,7 @@ class DataGroups:
             work = reduce_scatter_single(*given, op=dist.ReduceOp.SUM, group=self.group, async_op=True)
 
             def wait_scattered() -> torch.Tensor:
-                _wait([work])
+                self._finish([work])
                 return shard
 
             return wait_scattered
@@ -98,7 +128,7 @@ class DataGroups:
         works = self._exchange([real_entries(part) for part in parts], [real_entries(part) for part in received])
 
         def wait() -> torch.Tensor:
-            _wait(works)
+            self._finish(works)
             total = received[0]
             for part in received[1:]:
                 total.add_(part)
@@ -107,15 +137,24 @@ class DataGroups:
         return wait
 
     def _exchange(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> list[Work | None]:
-        """Begin to send one tensor to every other rank of the group, and to receive one from each. Messages between two
-        ranks are in the order of calls, which is the same on all ranks."""
+        """Begin to send one tensor to every other rank of the group, and to receive one from each."""
         works: list[Work | None] = []
+        tag = self.tags.following()
         for rank in self.ranks:
             other = self.ranks.index(rank)
             if other != self.coordinate:
-                works.append(dist.irecv(received[other], rank, group=self.group, tag=_TAG))
-                works.append(dist.isend(sent[other], rank, group=self.group, tag=_TAG))
+                works.append(dist.irecv(received[other], rank, group=self.group, tag=tag))
+                works.append(dist.isend(sent[other], rank, group=self.group, tag=tag))
+        self.tags.under_way += works
         return works
+
+    def _finish(self, works: Sequence[Work | None]) -> None:
+        """Wait for messages, and let them and their tensors go."""
+        for work in works:
+            if work is not None:
+                work.wait()
+        done = {id(work) for work in works}
+        self.tags.under_way = [work for work in self.tags.under_way if id(work) not in done]
 
     def any(self, flags: torch.Tensor, watchdog: Watchdog) -> torch.Tensor:
         """The largest of every flag over all replicas."""
@@ -129,9 +168,3 @@ class DataGroups:
 def real_entries(tensor: torch.Tensor) -> torch.Tensor:
     """A flat tensor as collectives take it: complex entries as pairs of real ones."""
     return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
-
-
-def _wait(works: Sequence[Work | None]) -> None:
-    for work in works:
-        if work is not None:
-            work.wait()

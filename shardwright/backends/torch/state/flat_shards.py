@@ -199,6 +199,7 @@ class FlatShards:
     def begin_step(self) -> None:
         """Begin a step: parameters have their whole shapes, and those that stay whole in it are gathered, in the order
         in which they are used."""
+        self.data.tags.begin()
         for group in self.groups:
             group.enter_step()
             if not group.frees:
