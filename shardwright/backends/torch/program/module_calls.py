@@ -1,16 +1,16 @@
 """Calls of modules while a step body is recorded: units become steps; other modules are looked into."""
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from shardwright.backends.torch.capture.fake_state import VALUE_DEPENDENT
 from shardwright.backends.torch.compat import pytree
-from shardwright.backends.torch.program.draft_steps import Frame
+from shardwright.backends.torch.program.draft_steps import CallStack, Frame
 from shardwright.backends.torch.program.program import (
     ObjectRef,
     ParameterRef,
@@ -19,14 +19,19 @@ from shardwright.backends.torch.program.program import (
     is_plain,
     tensors_in,
 )
+from shardwright.backends.torch.program.python_reads import Reads
 from shardwright.backends.torch.program.refusals import sets_an_attribute, wraps_units
-
-if TYPE_CHECKING:
-    from shardwright.backends.torch.program.step_recorder import StepRecorder
+from shardwright.backends.torch.program.step_drafts import StepDrafts
 
 
 class ModuleCalls:
     """The module calls of one recording.
+
+    Args:
+        stage_of_call: the stage of every module call that is to be kept whole: (path, occurrence) → stage.
+        units_run_again: whether units are replayed by calling their modules, which read Python values anew.
+        function_call: called with a function, its arguments and its keyword arguments; gives its result.
+        note_host_draws: called where modules begin and end.
 
     Attributes:
         counts: the number of calls of each module so far.
@@ -35,10 +40,16 @@ class ModuleCalls:
         failed_path: the innermost module call that an error left first; None when none was under way.
     """
 
-    def __init__(self, recorder: "StepRecorder") -> None:
-        self.recorder, self.stack, self.drafts = recorder, recorder.stack, recorder.drafts
-        self._stage_of_call, self._units_run_again = recorder.stage_of_call, recorder.units_run_again
-        self._paths = {id(module): path for path, module in recorder.model.named_modules()}
+    def __init__(
+        self, model: nn.Module, stage_of_call: Mapping[tuple[str, int], int], stack: CallStack, drafts: StepDrafts,
+        reads: Reads, *, units_run_again: bool, function_call: Callable[[Callable[..., Any], Any, Any], Any],
+        note_host_draws: Callable[[], None],
+    ) -> None:  # fmt: skip
+        self.stack, self.drafts = stack, drafts
+        self._model, self._stage_of_call, self._reads = model, stage_of_call, reads
+        self._units_run_again = units_run_again
+        self._function_call, self._note_host_draws = function_call, note_host_draws
+        self._paths = {id(module): path for path, module in model.named_modules()}
         self._units_called = 0
         self.counts: defaultdict[str, int] = defaultdict(int)
         self.children: dict[str, dict[str, None]] = {}
@@ -50,7 +61,7 @@ class ModuleCalls:
         path = self._paths.get(id(module))
         if path is None:
             return original(module, *args, **kwargs)
-        self.recorder.note_host_draws()
+        self._note_host_draws()
         occurrence = self.counts[path]
         self.counts[path] += 1
         if self.stack.frames:
@@ -65,7 +76,7 @@ class ModuleCalls:
                 result = original(module, *args, **kwargs)
             else:
                 result = self._unit(original, module, path, occurrence, stage, args, kwargs)
-            self.recorder.note_host_draws()
+            self._note_host_draws()
             return result
         except VALUE_DEPENDENT:
             if self.failed_path is None:
@@ -96,11 +107,11 @@ class ModuleCalls:
         given = tensors_in((args, kwargs))
         versions = [tensor._version for tensor in given]
         with self.stack.inside(draft):
-            with self.recorder.reads.unit() if self._units_run_again else nullcontext():
+            with self._reads.unit() if self._units_run_again else nullcontext():
                 result = original(module, *args, **kwargs)
                 if self._units_run_again:
                     result = self._outputs_of_their_own(result)
-            self.recorder.note_host_draws()
+            self._note_host_draws()
         for parameter in module.parameters():
             ref = self.drafts.ledger.ref(parameter)
             if isinstance(ref, ParameterRef):
@@ -133,8 +144,8 @@ class ModuleCalls:
             return
         known = isinstance(value, torch.Tensor) and isinstance(self.drafts.ledger.ref(value), ValueRef)
         if len(stages) > 1 or not self.stack.frames or not (known or constant):
-            raise sets_an_attribute(self.recorder.model, self.stack.path, path, name)
-        self.recorder.reads.set_on_replay(module, name)
+            raise sets_an_attribute(self._model, self.stack.path, path, name)
+        self._reads.set_on_replay(module, name)
         draft = self.drafts.make(None, 0, SetAttribute(module, path, name), ((value,), {}), None)
         (draft.stage,) = stages
 
@@ -147,10 +158,10 @@ class ModuleCalls:
             return apply(*args, **kwargs)
         frame, called = self.stack.path, self._units_called
         try:
-            return self.recorder.function_call(apply, args, kwargs)
+            return self._function_call(apply, args, kwargs)
         finally:
             if self._units_called != called:
-                raise wraps_units(self.recorder.model, frame, apply)
+                raise wraps_units(self._model, frame, apply)
 
 
 def _is_constant(value: Any) -> bool:

@@ -107,13 +107,17 @@ class Streams:
         self._step, self._microbatch, self._recomputing = step, microbatch, recomputing
         self._frames.clear()
 
+    def start(self, context: Context) -> None:
+        """Seed the generators for ``context``, before a unit that runs op by op draws."""
+        self._seed(context)
+
     def enter(self, program: Program, step: Step) -> None:
         """Prepare the generators for a step of a program."""
         if step.path is not None:
             self._counts = dict(step.counts)
             self._frames.clear()
         elif step.random:
-            self.start(step.random[0])
+            self._seed(step.random[0])
             for earlier in step.drawn_before:
                 draw_again(program.values, program.steps[earlier], self._device)
 
@@ -161,10 +165,9 @@ class Streams:
 
     def _seed_if_random(self, context: Context) -> None:
         if context in self.contexts or context[0] in self._always:
-            self.start(context)
+            self._seed(context)
 
-    def start(self, context: Context) -> None:
-        """Seed the generators for ``context``: before a unit that runs op by op draws, say."""
+    def _seed(self, context: Context) -> None:
         seed_generators(stream_seed(self.seed, self._step, self._microbatch, context), self._host)
 
 

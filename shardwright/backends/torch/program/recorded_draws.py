@@ -15,10 +15,10 @@ import torch
 from shardwright.backends.torch.capture.host_draws import CONSTRUCTORS, FROM_NUMPY, DrawnArray, HostFunction, of_array
 from shardwright.backends.torch.compat import DisableTorchFunction, pytree, without_dispatch_modes
 from shardwright.backends.torch.program.draft_steps import Draft
-from shardwright.backends.torch.program.program import Context, tensors_in
+from shardwright.backends.torch.program.program import Context, Guard, tensors_in
 from shardwright.backends.torch.program.randomness import Moment, kept_generators
 from shardwright.backends.torch.program.refusals import draws_on_the_host, reads_what_it_computed
-from shardwright.backends.torch.program.value_guards import decide
+from shardwright.backends.torch.program.value_guards import decide, what_was_read
 
 if TYPE_CHECKING:
     from shardwright.backends.torch.program.step_recorder import StepRecorder
@@ -45,9 +45,12 @@ class RecordedDraws:
         draft.drawn_before = tuple(earlier)
         earlier.append(draft.index)
 
+    def decides(self, read: Draft) -> bool:
+        """Whether the value that a function reads follows from random numbers, and at most from the batch beside."""
+        return self.recording.ledger.follows_from_draws(read)
+
     def decide(self, read: Draft) -> Any:
-        """The result, at this moment, of a function that reads a value that follows from random numbers, and at most
-        from the batch beside. It becomes a guard.
+        """The result, at this moment, of a function that reads such a value. It becomes a guard.
 
         Raises CaptureError where it is the step's own body that reads.
         """
@@ -56,8 +59,13 @@ class RecordedDraws:
             raise reads_what_it_computed(recording.model, None, read.function)
         with without_dispatch_modes():
             result = decide(recording.ledger.values, recording.ledger.drafts, self.inputs, self.moment, read)
-        recording.note_guard(read, result, drawn=True)
+        self._guard(read, result)
         return result
+
+    def _guard(self, read: Draft, result: Any) -> None:
+        assert read.function is not None
+        found = what_was_read(result)
+        self.recording.guards.append(Guard(read.function, read.arguments, frozenset(read.reads), found, True))
 
     def host_function(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A call of a function that may draw from Python's or NumPy's generator. It is one step where its arguments are
@@ -101,7 +109,7 @@ class RecordedDraws:
         draft.outputs = recording.drafts.outputs_of(draft, made)
         for tensor in made:
             read = recording.drafts.make(None, 0, _shape_of, ((tensor,), {}), None, kept=False)
-            recording.note_guard(read, _shape_of(tensor), drawn=True)
+            self._guard(read, _shape_of(tensor))
         return pytree.tree_unflatten(arrays, spec)
 
     def on_arrays(self, function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Callable[..., Any], Any, Any]:

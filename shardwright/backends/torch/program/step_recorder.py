@@ -112,7 +112,10 @@ class StepRecorder:
         self._host_state = host_state()
         self._draws = RecordedDraws(self, self.moment, [])
         self.drafts = StepDrafts(self.ledger, self.tape, device, self._draws.require_known)
-        self.modules = ModuleCalls(self)
+        self.modules = ModuleCalls(
+            model, stage_of_call, self.stack, self.drafts, self.reads, units_run_again=units_run_again,
+            function_call=self.function_call, note_host_draws=self._note_host_draws,
+        )  # fmt: skip
 
     def _runs_again(self) -> bool:
         """Whether the code that runs now will run again at every replay."""
@@ -155,7 +158,7 @@ class StepRecorder:
                     result = body(stand_ins)
                 except VALUE_DEPENDENT as error:
                     raise reads_a_value(self.model, self.modules.failed_path, error) from error
-                self.note_host_draws()
+                self._note_host_draws()
             self.reads.close()
             self._note_python_writes()
             return self._finish(result)
@@ -225,7 +228,7 @@ class StepRecorder:
         given = tensors_in((args, kwargs))
         if getattr(function, "__name__", "") in READING and any(self.ledger.is_drawn(tensor) for tensor in given):
             draft = self.drafts.make(None, 0, function, recorded, None, kept=False)
-            if self.ledger.follows_from_draws(draft):
+            if self._draws.decides(draft):
                 return self._draws.decide(draft)
         versions = [tensor._version for tensor in given]
         probe = Draft(-1, None, 0, function, _EMPTY, set())
@@ -273,13 +276,9 @@ class StepRecorder:
         path = self.stack.path
         if path is None or not self.ledger.depends_on_batch_alone(draft):
             raise reads_what_it_computed(self.model, path, draft.function)
-        self.note_guard(draft, result)
-
-    def note_guard(self, read: Draft, result: Any, *, drawn: bool = False) -> None:
-        """Note that the program rests on what a function read; ``drawn`` where that follows from random numbers."""
-        assert read.function is not None
+        assert draft.function is not None
         found = what_was_read(result)
-        self.guards.append(Guard(read.function, read.arguments, frozenset(read.reads), found, drawn))
+        self.guards.append(Guard(draft.function, draft.arguments, frozenset(draft.reads), found))
 
     # What the dispatch mode sees -----------------------------------------------------------------------------------
 
@@ -308,7 +307,7 @@ class StepRecorder:
             else:
                 draft.reads_value = True
 
-    def note_host_draws(self) -> None:
+    def _note_host_draws(self) -> None:
         """Note draws from Python's or NumPy's generator since the last look: a unit's are its own, as are torch's.
 
         Raises CaptureError for draws between units: the result is a constant to the recording.
