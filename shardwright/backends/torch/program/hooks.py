@@ -1,9 +1,9 @@
 """The hooks by which a recorder sees a step: module calls and attributes, functions above autograd, ops below it."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -12,16 +12,34 @@ from torch.overrides import TorchFunctionMode
 from shardwright.backends.torch.capture.remembered_results import ASKS_DEVICE, Inferred, memory_of, unwatched
 from shardwright.backends.torch.capture.replaced import replaced
 from shardwright.backends.torch.compat import FakeTensor, TorchDispatchMode, pytree
-from shardwright.backends.torch.program.module_calls import ModuleCalls
+from shardwright.backends.torch.program.value_ledger import Ledger
 
-if TYPE_CHECKING:
-    from shardwright.backends.torch.program.step_recorder import StepRecorder
+
+class ModuleHooks(Protocol):
+    """The part of a recorder that handles modules."""
+
+    def module_call(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any: ...
+
+    def assignment(self, module: nn.Module, name: str, value: Any) -> None: ...
+
+    def autograd_function(self, apply: Callable[..., Any], args: Any, kwargs: Any) -> Any: ...
+
+
+class OpHooks(Protocol):
+    """The part of a recorder that handles functions and ops."""
+
+    real: bool
+    ledger: Ledger
+
+    def function_call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any: ...
+
+    def observe(self, function: Any, args: Any, kwargs: Any) -> None: ...
 
 
 class Functions(TorchFunctionMode):
     """A mode that gives the recorder every function of torch that is called, above autograd."""
 
-    def __init__(self, recorder: "StepRecorder") -> None:
+    def __init__(self, recorder: OpHooks) -> None:
         super().__init__()
         self.recorder = recorder
 
@@ -32,7 +50,7 @@ class Functions(TorchFunctionMode):
 class Ops(TorchDispatchMode):
     """A mode that gives the recorder every op that runs, below autograd."""
 
-    def __init__(self, recorder: "StepRecorder") -> None:
+    def __init__(self, recorder: OpHooks) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.recorder = recorder
         self._inferred = Inferred()
@@ -55,7 +73,7 @@ class Ops(TorchDispatchMode):
 
 
 @contextmanager
-def patched_modules(hooks: ModuleCalls) -> Iterator[None]:
+def patched_modules(hooks: ModuleHooks) -> Iterator[None]:
     """A context in which calls of modules and of autograd functions, and assignments to attributes, go through these
     hooks."""
     original, assign = nn.Module.__call__, nn.Module.__setattr__

@@ -7,21 +7,35 @@ draw arrays from NumPy's generator are steps too (`host_draws`).
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
+from torch import nn
 
 from shardwright.backends.torch.capture.host_draws import CONSTRUCTORS, FROM_NUMPY, DrawnArray, HostFunction, of_array
 from shardwright.backends.torch.compat import DisableTorchFunction, pytree, without_dispatch_modes
-from shardwright.backends.torch.program.draft_steps import Draft
+from shardwright.backends.torch.program.draft_steps import CallStack, Draft
 from shardwright.backends.torch.program.program import Context, Guard, tensors_in
+from shardwright.backends.torch.program.python_numbers import Tape
 from shardwright.backends.torch.program.randomness import Moment, kept_generators
 from shardwright.backends.torch.program.refusals import draws_on_the_host, reads_what_it_computed
+from shardwright.backends.torch.program.step_drafts import StepDrafts
 from shardwright.backends.torch.program.value_guards import decide, what_was_read
+from shardwright.backends.torch.program.value_ledger import Ledger
 
-if TYPE_CHECKING:
-    from shardwright.backends.torch.program.step_recorder import StepRecorder
+
+class Recording(Protocol):
+    """The recorder of a step, as far as draws concern it."""
+
+    model: nn.Module
+    device: torch.device
+    real: bool
+    ledger: Ledger
+    tape: Tape
+    stack: CallStack
+    drafts: StepDrafts
+    guards: list[Guard]
 
 
 class RecordedDraws:
@@ -32,7 +46,7 @@ class RecordedDraws:
         inputs: the tensors of the microbatch, with their values.
     """
 
-    def __init__(self, recording: "StepRecorder", moment: Moment, inputs: list[torch.Tensor]) -> None:
+    def __init__(self, recording: Recording, moment: Moment, inputs: list[torch.Tensor]) -> None:
         self.recording, self.moment, self.inputs = recording, moment, inputs
         self.arrays: dict[int, torch.Tensor] = {}
         """The tensor that stands for an array that was drawn, by the array's id."""

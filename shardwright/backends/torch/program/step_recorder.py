@@ -11,7 +11,6 @@ follow from the batch alone, which become guards of the program (`value_guards`)
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -390,18 +389,19 @@ def record(
 
     ``begin`` is called with the recorder before each run of the body. Raises as `StepRecorder.record`.
     """
-    made = partial(
-        StepRecorder, model, stage_of_call, device, moment=moment, units_run_again=units_run_again, places=places,
-        readings=readings,
-    )  # fmt: skip
-    recorder = made()
+    recorder = StepRecorder(
+        model, stage_of_call, device, moment=moment, units_run_again=units_run_again, places=places, readings=readings
+    )
     begin(recorder)
     try:
         return recorder.record(body, inputs), recorder
     except (UnrecordableError, RuntimeError, NotImplementedError) as failed:
         # Values are needed, or an op has no fake counterpart; an error of the model's own comes again.
         require_room_for_values(model, failed)
-        recorder = made(real=True)
+        recorder = StepRecorder(
+            model, stage_of_call, device, real=True, moment=moment, units_run_again=units_run_again, places=places,
+            readings=readings,
+        )  # fmt: skip
         begin(recorder)
         return recorder.record(body, inputs), recorder
 
