@@ -249,21 +249,19 @@ class RankTables:
     def buffers(self, starts: Sequence[int], placement: Sequence[int], request: MemoryRequest) -> list[int]:
         """The bytes that passes hold for a while, on every rank."""
         held = self._held(tuple(starts), tuple(placement), summed=request.is_summed)
-        gathered = self.gathered(starts, placement, request)
-        return [own.working + own.sent + more + UNCOUNTED_BYTES for own, more in zip(held, gathered, strict=True)]
+        rows = zip(held, self.gathered(starts, placement, request), strict=True)
+        return [own.working + own.sent + more + UNCOUNTED_BYTES for own, more in rows]
 
     def gathered(self, starts: Sequence[int], placement: Sequence[int], request: MemoryRequest) -> list[int]:
         """The most bytes that every rank has whole for a while of what is sharded (`gathered_by_unit`)."""
-        found = [0] * self.ranks
-        for rank, ends in zip(placement, self.ends(starts), strict=True):
-            found[rank] = max(found[rank], int(self.gathered_by_unit(rank, ends, request).sum(0).max()))
-        return found
+        stages = list(zip(placement, self.ends(starts), strict=True))
+        most = [int(self.gathered_by_unit(rank, ends, request).sum(0).max()) for rank, ends in stages]
+        return [max(m for m, at in zip(most, placement, strict=True) if at == rank) for rank in range(self.ranks)]
 
     def gathered_by_unit(self, rank: int, ends: tuple[int, int], request: MemoryRequest) -> NDArray[np.float64]:
-        """The bytes of parameters, and of gradients, that are whole at the backward of each unit of a stage, where they
-        are sharded between: the parameters of the unit, of the unit before, which are gathered ahead, and of the unit
-        behind, which are freed next; its gradients, and those of the unit behind on their way to the ranks that keep
-        their sums."""
+        """The bytes of sharded parameters, and of gradients, that are whole at the backward of each unit of a stage: of
+        the unit, of the one before, whose parameters are gathered ahead, and of the one behind, whose gradients are on
+        their way to the ranks that keep their sums."""
         table, units = self.tables[rank], np.arange(*ends)
         if not request.gathers_units or request.shard < 2 or request.ways == 1:
             return np.zeros((2, len(units)))
@@ -274,14 +272,12 @@ class RankTables:
         return np.stack([width * (held[:-2] + held[1:-1] + held[2:]), gradients])
 
     def gathered_peak(self, rank: int, ends: tuple[int, int], request: MemoryRequest) -> int:
-        """The most bytes of one microbatch's passes over a stage, where sharded parameters and gradients are gathered
-        unit by unit: activations are freed meanwhile, and forward passes have no gradients."""
+        """The most bytes of one microbatch's passes over a stage with what is gathered unit by unit."""
         table, (first, end) = self.tables[rank], ends
-        gathered = self.gathered_by_unit(rank, ends, request)
+        gathered = self.gathered_by_unit(rank, ends, request)  # activations are freed while gradients are made
         saved = table.range_kept[first, first + 1 : end + 1]
         backward = saved + table.beside_bytes[first:end] + table.given_bytes(first, end) + gathered.sum(0)
-        forward = saved[-1] + table.range_working[first, end] + gathered[0, -1]
-        return int(max(backward.max(), forward))
+        return int(max(backward.max(), saved[-1] + table.range_working[first, end] + gathered[0, -1]))
 
     def copies(
         self, starts: Sequence[int], placement: Sequence[int], activations: Sequence[int], request: MemoryRequest

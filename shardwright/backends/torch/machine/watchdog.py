@@ -17,13 +17,10 @@ import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import TYPE_CHECKING, Literal
+from typing import Any, Literal, Protocol
 
 from shardwright.core.errors import PeerError as PeerError
 from shardwright.core.errors import ShardwrightError
-
-if TYPE_CHECKING:
-    from shardwright.backends.torch.machine.heartbeat import Pulse
 
 GRACE_S = 2.0
 """The time in seconds that the main thread may take to act on SIGTERM after the report, before the process ends without
@@ -51,6 +48,32 @@ class Fault:
     text: str
 
 
+class SignsOfLife(Protocol):
+    """The heartbeat of a run, as a rank asks it: `heartbeat.Pulse`."""
+
+    rank: int
+    groups: list[Any]
+    """The process groups whose connections are broken when this rank must be woken."""
+
+    def tell(self, fault: Fault) -> None:
+        """Write a fault of this rank down for all others."""
+
+    def told(self) -> Fault | None:
+        """The fault that another rank has told, where there is one."""
+
+    def inquest(self) -> Fault | None:
+        """The cause of a broken connection of this rank."""
+
+    def fault(self) -> Fault | None:
+        """The reason why this rank cannot go on, by all that is known."""
+
+    def look_now(self, seconds: float) -> None:
+        """Ask the store at once, and wait at most ``seconds`` for its answer."""
+
+    def stop(self, farewell: Fault | None) -> None:
+        """End the threads, with a last word to the others."""
+
+
 class Watchdog:
     """The current action and wait of one rank. Written by the main thread, read by others.
 
@@ -70,7 +93,7 @@ class Watchdog:
     def __init__(self, who: str, timeout_s: float, is_on_accelerator: bool = False) -> None:
         self.who, self.timeout_s, self.is_on_accelerator = who, timeout_s, is_on_accelerator
         self.longest_s = max(LONGEST_WAIT_S, timeout_s)
-        self.pulse: Pulse | None = None
+        self.pulse: SignsOfLife | None = None
         self.moves = 0
         self._under_way = False
         self.told: Fault | None = None
