@@ -1,6 +1,7 @@
 """The model as the user sees it: whole in name, split in memory."""
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -20,6 +21,7 @@ from shardwright.backends.torch.runtime import Runtime
 from shardwright.backends.torch.state import checkpoint
 from shardwright.backends.torch.state.flat_shards import step_dtype
 from shardwright.backends.torch.state.model_agreement import digest_of_state, model_claims, source_claim, values_digest
+from shardwright.backends.torch.state.parts import Parts
 from shardwright.backends.torch.state.weight_transfer import take_values
 from shardwright.backends.torch.state.weights import Weights
 from shardwright.backends.torch.tensor_parallel.registry import replace_registered
@@ -27,6 +29,7 @@ from shardwright.core.errors import ShardwrightError
 from shardwright.core.schedule import Schedule, StageCosts
 from shardwright.torch import session as sessions
 from shardwright.torch.run_agreement import optimizers_claim
+from shardwright.torch.scaler import share_overflows
 from shardwright.torch.step_mode import ConfiguredMode
 
 
@@ -63,8 +66,10 @@ class DistributedModel(nn.Module):
             compiler=Compiler(compiler) if compiler else None,
             mode=ConfiguredMode(config, bound), compute=session.compute,
         )  # fmt: skip
+        share_overflows()
         self.module = module  # last: what is set from here on is the module's own
         self.runtime.split_model.listeners.append(self._watch_clipping)
+        self.runtime.split_model.after_sharding.append(self._refuse_plain_clipping)
         session.runtime = self.runtime
         self._agree(module, weights)
         if session.plan is not None:
@@ -129,6 +134,11 @@ class DistributedModel(nn.Module):
         if parts.compute is not None:
             args, kwargs = pytree.tree_map(partial(_computed_in, parts.compute), (args, kwargs))
         if parts.flat is not None and not self.runtime.in_step_body:
+            if torch.is_grad_enabled():
+                raise ShardwrightError(
+                    "a model with sharded state, or that computes in 16 bits beside float32 parameters, trains inside "
+                    "a function decorated with @sw.step: elsewhere call it under torch.no_grad()"
+                )
             with parts.flat.gathered():
                 return self.module(*args, **kwargs)
         return self.module(*args, **kwargs)
@@ -309,6 +319,12 @@ class DistributedModel(nn.Module):
         if self.session.bound.size("pp") > 1:
             warn_of_plain_clipping(self.local_parameters())
 
+    def _refuse_plain_clipping(self, parts: Parts) -> None:
+        if parts.flat is not None and parts.flat.is_shared:
+            shared = [p for group in parts.flat.groups for p in group.parameters.values()]
+            _in_pieces.update((id(p), weakref.ref(p)) for p in shared)
+            warn_of_plain_clipping(iter(shared))
+
 
 _NO_COPY = (
     "a DistributedModel is copied or pickled (by deepcopy, AveragedModel or torch.save), and one rank of it holds a "
@@ -372,6 +388,8 @@ def delay_param_initialization() -> Iterator[None]:
         yield
 
 
+_in_pieces: dict[int, weakref.ref[nn.Parameter]] = {}
+"""The parameters of which ranks hold pieces, by id; ids are given again once a tensor is gone."""
 _plain_clip: Callable[..., Any] | None = None
 
 
@@ -388,6 +406,11 @@ def warn_of_plain_clipping(parameters: Iterator[nn.Parameter]) -> None:
 
     def clip(given: Any, *args: Any, **kwargs: Any) -> Any:
         tensors = [given] if isinstance(given, torch.Tensor) else list(given)
+        if any((known := _in_pieces.get(id(p))) is not None and known() is p for p in tensors):
+            raise ShardwrightError(
+                "torch.nn.utils.clip_grad_norm_ would clip this rank's pieces of the gradients by the norm of these "
+                "alone: call model.clip_grad_norm_(max_norm), which takes the norm of the whole model"
+            )
         if any(id(p) in _marked for p in tensors):
             warnings.warn(
                 "torch.nn.utils.clip_grad_norm_ sees only the parameters of this rank, and clips by their norm alone: "

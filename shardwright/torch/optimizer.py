@@ -22,7 +22,6 @@ from shardwright.core.errors import MissingCapabilityError, ShardwrightError, ne
 from shardwright.core.model.loss.scaling import LossScale
 from shardwright.torch import session as sessions
 from shardwright.torch.run_agreement import optimizers_claim
-from shardwright.torch.scaler import share_overflows
 
 log = logging.getLogger("shardwright")
 LOSS_SCALE = "loss_scale"
@@ -103,7 +102,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         runtime.split_model.after_sharding.append(self._cut_to_pieces)
         self._require_fits_shards()
         session.optimizers.append(weakref.ref(self))
-        share_overflows()
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -208,8 +206,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._scaling = self._split_model.loss_scale = LossScale(**state_dict[LOSS_SCALE])
         # The first step cuts parameters; states are cut after it.
         cut = self._split_model.has_cut_parameters
-        if cut or not is_local(state_dict):
-            load_states(self._ownership, self.optimizer, self._named_groups(), state_dict, self._split_model.parts)
+        now = state_dict if cut or not is_local(state_dict) else {**state_dict, "state": {}}
+        load_states(self._ownership, self.optimizer, self._named_groups(), now, self._split_model.parts)
         along_tensor_axis = self._bound.size("tp") > 1 and not self._split_model.is_cut_for_tensor_axis
         self._uncut = state_dict if along_tensor_axis or (not cut and is_local(state_dict)) else None
         sessions.current().note_loaded("states of the optimizer")
@@ -219,7 +217,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             given, self._uncut = self._uncut, None
             load_states(
                 self._ownership, self.optimizer, self._named_groups(), given, self._split_model.parts,
-                with_options=is_local(given),
+                with_options=False,
             )  # fmt: skip
 
     def _put_together(self, parts: Parts) -> None:
@@ -238,7 +236,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
             for name in names:
                 if flat is None or not isinstance(name, str) or name not in flat.group_of:
                     continue
-                states = self.state.get(self._ownership.parameter(name), {})
+                parameter = self._ownership.parameter(name)
+                if not parameter.numel():
+                    self.state.pop(parameter, None)
+                states = self.state.get(parameter, {})
                 for key, entry in states.items():
                     if isinstance(entry, torch.Tensor) and entry.dim() and entry.shape == flat.shape(name):
                         states[key] = flat.piece(name, entry).clone()

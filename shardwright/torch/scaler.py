@@ -31,7 +31,9 @@ def _looked_at_together(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) 
         of_model = any(
             session.runtime.ownership.name_of(p) for group in optimizer.param_groups for p in group["params"]
         )
-        if of_model and max(session.bound.size("pp"), session.bound.size("tp")) > 1:
+        flat = session.runtime.split_model.parts.flat
+        in_pieces = flat is not None and flat.is_shared
+        if of_model and (in_pieces or max(session.bound.size("pp"), session.bound.size("tp")) > 1):
             raise ShardwrightError(
                 "a gradient scaler is used with an optimizer of this rank's parameters alone, which would skip an "
                 "update that other ranks make: wrap the optimizer, sw.DistributedOptimizer(optimizer), and give the "

@@ -1,5 +1,6 @@
 """Starts worker scripts on several ranks, and ends them all when they take too long."""
 
+import json
 import multiprocessing
 import os
 import re
@@ -9,12 +10,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -184,3 +186,18 @@ def without_an_agent(script: str, how: str) -> Survivors:
     dying = DYING.search(last)
     assert dying is not None, last[-3000:]
     return Survivors(texts, [process.returncode for process in processes[:2]], ended - float(dying[1]))
+
+
+def beside_unsplit(folder: Path, cases: Mapping[int, Sequence[str]], timeout_s: float) -> dict[str, Any]:
+    """The results of `workers/tp_training.py`, by case, for the cases of each number of ranks."""
+    parts = [(*case.split(":"), "")[:5] for held in cases.values() for case in held]
+    models = sorted({f"{name}.bf16" if how.startswith("bf16") else name for name, *_, how in parts})
+    outcome = single("tp_training.py", "reference", str(folder), *models, timeout_s=timeout_s)
+    assert outcome.code == 0, outcome.text[-4000:]
+    found: dict[str, Any] = {}
+    for processes, held in cases.items():
+        out = folder / f"{processes}.json"
+        outcome = on_ranks("tp_training.py", processes, str(folder), str(out), *held, timeout_s=timeout_s)
+        assert outcome.code == 0, outcome.text[-4000:]
+        found |= {result["case"]: result for result in json.loads(out.read_text())}
+    return found

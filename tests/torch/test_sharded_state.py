@@ -9,7 +9,7 @@ import pytest
 
 from shardwright.backends.torch.state.flat_layout import FlatLayout
 from tests.comparison import Comparison
-from tests.torch.launch import on_ranks, single
+from tests.torch.launch import beside_unsplit, on_ranks
 
 CASES = {
     2: ("vit:1:2:1:z3", "gpt2:1:2:1:z2", "gpt2:1:2:1:bf16-z3", "llama:2:1:1:bf16", "llama:1:2:1:z3-recompute"),
@@ -24,11 +24,18 @@ SLOW = {
 SMALL = (
     "same:adamw:1", "same:adamw:3", "same:sgd:2", "same:adafactor:1", "same:lamb:3", "frozen:1", "frozen:3",
     "moved:3:1", "moved:0:2", "moved:1:3", "evaluated:1", "evaluated:3",
+    "assigned:0", "assigned:1", "assigned:3", "exact:0", "exact:3",
 )  # fmt: skip
 REFUSED = {
     "refused:coupled": "Coupled computes its step on one parameter from the others too",
     "refused:written": "embedding.weight was written to in a step",
     "refused:late": "Lamb needs whole parameters",
+    "refused:unwrapped": "Lamb may need whole parameters",
+    "refused:hooked": "AdamW has a hook around its step",
+    "refused:clipped": "call model.clip_grad_norm_",
+    "refused:scaler": "wrap the optimizer",
+    "refused:outside": "trains inside a function decorated with @sw.step",
+    "refused:reassigned": "was written to in a step",
     "refused:group": "choose a divisor of 2",
     "refused:both": "bf16 and fp16 are both True",
     "refused:twice": "keep one of them",
@@ -36,28 +43,14 @@ REFUSED = {
 }
 
 
-def train(folder: Path, cases: dict[int, tuple[str, ...]], timeout_s: float) -> dict[str, dict]:
-    parts = [case.split(":") for held in cases.values() for case in held]
-    models = sorted({f"{name}.bf16" if how.startswith("bf16") else name for name, *_, how in parts})
-    outcome = single("tp_training.py", "reference", str(folder), *models, timeout_s=timeout_s)
-    assert outcome.code == 0, outcome.text[-4000:]
-    found = {}
-    for processes, held in cases.items():
-        out = folder / f"{processes}.json"
-        outcome = on_ranks("tp_training.py", processes, str(folder), str(out), *held, timeout_s=timeout_s)
-        assert outcome.code == 0, outcome.text[-4000:]
-        found |= {result["case"]: result for result in json.loads(out.read_text())}
-    return found
-
-
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
-    return train(tmp_path_factory.mktemp("sharded"), CASES, 280)
+    return beside_unsplit(tmp_path_factory.mktemp("sharded"), CASES, 280)
 
 
 @pytest.fixture(scope="module")
 def slowly_trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
-    return train(tmp_path_factory.mktemp("sharded"), SLOW, 1200)
+    return beside_unsplit(tmp_path_factory.mktemp("sharded"), SLOW, 1200)
 
 
 def require_same(result: dict) -> None:
@@ -103,6 +96,13 @@ def test_small_models_train_as_torch_alone_trains_them(small: dict[str, list[dic
 def test_what_cannot_be_done_is_refused_on_every_rank(small: dict[str, list[dict]], case: str) -> None:
     for result in small[case]:
         assert REFUSED[case] in result["error"]
+
+
+def test_a_write_through_data_stops_the_run(tmp_path: Path) -> None:
+    """It shows on the ranks alone whose own part it changes."""
+    outcome = on_ranks("sharded_state.py", 2, str(tmp_path / "data.json"), "refused:data", timeout_s=60)
+    assert outcome.code != 0
+    assert "was written to in a step" in outcome.text
 
 
 @pytest.mark.parametrize("ways", [1, 2, 3, 8])

@@ -1,13 +1,10 @@
 """Training with a tensor axis, dropout on, alone and with pipelines and replicas: losses, gradients, norms and the
 weights at the end are those of the unsplit run."""
 
-import json
-from pathlib import Path
-
 import pytest
 
 from tests.comparison import Comparison
-from tests.torch.launch import on_ranks, single
+from tests.torch.launch import beside_unsplit
 
 CASES = {
     2: (
@@ -58,27 +55,14 @@ SLOW = {
 }
 
 
-def run(folder: Path, cases: dict[int, tuple[str, ...]], timeout_s: float) -> dict[str, dict]:
-    models = sorted({case.split(":")[0] for held in cases.values() for case in held})
-    outcome = single("tp_training.py", "reference", str(folder), *models, timeout_s=timeout_s)
-    assert outcome.code == 0, outcome.text[-4000:]
-    found = {}
-    for processes, held in cases.items():
-        out = folder / f"{processes}.json"
-        outcome = on_ranks("tp_training.py", processes, str(folder), str(out), *held, timeout_s=timeout_s)
-        assert outcome.code == 0, outcome.text[-4000:]
-        found |= {result["case"]: result for result in json.loads(out.read_text())}
-    return found
-
-
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
-    return run(tmp_path_factory.mktemp("tensor_parallel"), CASES, 280)
+    return beside_unsplit(tmp_path_factory.mktemp("tensor_parallel"), CASES, 280)
 
 
 @pytest.fixture(scope="module")
 def slow_results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
-    return run(tmp_path_factory.mktemp("tensor_parallel"), SLOW, 1200)
+    return beside_unsplit(tmp_path_factory.mktemp("tensor_parallel"), SLOW, 1200)
 
 
 def require_same(result: dict) -> None:

@@ -108,15 +108,20 @@ def compare(title: str, model: Any, optimizer: Any, found: dict[str, Any], expec
     same = Comparison(title).losses(found["losses"], expected["losses"])
     same.gradients(found["gradients"], expected["gradients"])
     same.values(model.state_dict(), expected["state"], relative=0.0, absolute=1e-4, what="weights")
-    own, plain = optimizer.state_dict(), expected["optimizer"]
+    same_states(same, optimizer, expected["optimizer"])
+    return same.report()
+
+
+def same_states(same: Comparison, optimizer: Any, plain: dict[str, Any]) -> None:
+    """The whole states by names, counts of steps among them, beside those of torch alone."""
+    own = optimizer.state_dict()
     trained = [name for group in own["param_groups"] for name in group["params"]]
     named = {trained[number]: state for number, state in plain["state"].items()}
     assert sorted(own["state"]) == sorted(named), (sorted(own["state"]), sorted(named))
     for name, state in named.items():
         for key, entry in state.items():
-            if isinstance(entry, torch.Tensor) and entry.dim():
+            if isinstance(entry, torch.Tensor):
                 same.values({key: own["state"][name][key]}, {key: entry}, relative=1e-3, absolute=1e-5, what="states")
-    return same.report()
 
 
 OPTIMIZERS: dict[str, Make] = {
@@ -140,6 +145,22 @@ class Lamb(torch.optim.Optimizer):
             for p in group["params"]:
                 if p.grad is not None:
                     p.sub_(p.grad * group["lr"] * p.norm() / (p.grad.norm() + 1e-6))
+
+
+class Clamped(nn.Module):
+    """A block that changes its weight through ``.data`` whenever it is called."""
+
+    def __init__(self, block: nn.Module, assigns: bool) -> None:
+        super().__init__()
+        self.block, self.assigns = block, assigns
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.block[1].weight
+        if self.assigns:
+            weight.data = weight.data * 0.9
+        else:
+            weight.data.mul_(0.9)
+        return self.block(x)
 
 
 class Coupled(torch.optim.Optimizer):
@@ -194,6 +215,52 @@ def moved(before: int, after: int) -> dict[str, Any]:
     found = train(model, optimizer, 2, STEPS)
     comparison = Comparison(f"from shard {before} to {after}").losses(losses + found["losses"], expected["losses"])
     comparison.values(model.state_dict(), expected["state"], relative=0.0, absolute=1e-4, what="weights")
+    same_states(comparison, optimizer, expected["optimizer"])
+    return {"same": comparison.report()}
+
+
+def assigned(level: int, *, steps: int = 3) -> dict[str, Any]:
+    """Data that is assigned to parameters between steps, and an average of the weights that is exchanged with them."""
+    plain = build()
+    plain_optimizer = OPTIMIZERS["sgd"](list(plain.parameters()))
+    model, optimizer = start(build(), OPTIMIZERS["sgd"], shard=level)
+    comparison = Comparison(f"assigned, shard {level}")
+    for step in range(steps):
+        plain_optimizer.zero_grad()
+        for part in tokens(step).chunk(2 * MICROBATCHES):
+            (plain(part) / (2 * MICROBATCHES)).backward()
+        plain_optimizer.step()
+        train(model, optimizer, step, step + 1)
+        for p in (*plain.parameters(), *model.local_parameters()):
+            p.data = p.data * 0.9
+    halved = {name: p.detach() * 0.5 for name, p in model.local_named_parameters()}
+
+    def exchange() -> None:
+        for name, p in model.local_named_parameters():
+            p.data, halved[name] = halved[name], p.data
+
+    half = copy.deepcopy(plain)
+    half.load_state_dict({name: value * 0.5 for name, value in plain.state_dict().items()})
+    with torch.no_grad():
+        for reference in (plain, half, plain):
+            comparison.losses([float(model(tokens(9)))], [float(reference(tokens(9)))], what="losses")
+            exchange()
+    exchange()
+    comparison.values(model.state_dict(), plain.state_dict(), relative=0.0, absolute=1e-4, what="weights")
+    return {"same": comparison.report()}
+
+
+def exact(level: int) -> dict[str, Any]:
+    """Frozen weights are kept to the bit in 16 bits, and may be trained later."""
+    made = build()
+    before = {name: p.detach().clone() for name, p in made.blocks.named_parameters(prefix="blocks")}
+    for p in made.blocks.parameters():
+        p.requires_grad_(False)
+    model, optimizer = start(made, OPTIMIZERS["sgd"], shard=level, bf16=True)
+    losses = train(model, optimizer, 0, 2)["losses"]
+    after = model.state_dict()
+    comparison = Comparison(f"exact, shard {level}").losses(losses, losses)
+    comparison.equal({name: after[name] for name in before}, before, what="frozen weights")
     return {"same": comparison.report()}
 
 
@@ -223,6 +290,31 @@ def refused(what: str) -> dict[str, Any]:
             model, _ = start(build(), OPTIMIZERS["sgd"], shard=2)
             train(model, sw.DistributedOptimizer(OPTIMIZERS["sgd"](list(model.parameters()))), 0, 1)
             sw.DistributedOptimizer(OPTIMIZERS["lamb"](list(model.parameters())))
+        elif what == "unwrapped":
+            model, _ = start(build(), OPTIMIZERS["sgd"], shard=2)
+            train(model, OPTIMIZERS["lamb"](list(model.parameters())), 0, 1)
+        elif what == "hooked":
+            model, optimizer = start(build(), OPTIMIZERS["adamw"], shard=1)
+            optimizer.optimizer.register_step_pre_hook(lambda *_: None)
+            train(model, optimizer, 0, 1)
+        elif what == "clipped":
+            model, optimizer = start(build(), OPTIMIZERS["sgd"], shard=1)
+            train(model, optimizer, 0, 1)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        elif what == "scaler":
+            model, _ = start(build(), OPTIMIZERS["sgd"], shard=1)
+            optimizer, scaler = OPTIMIZERS["sgd"](list(model.parameters())), torch.amp.GradScaler("cpu")
+            scaler.scale(torch.ones(()))
+            train_step(model, tokens(0).chunk(2)[sw.rdp_rank()])
+            scaler.step(optimizer)
+        elif what == "outside":
+            model, optimizer = start(build(), OPTIMIZERS["sgd"], shard=1)
+            train(model, optimizer, 0, 1)
+            model(tokens(0)).backward()
+        elif what in ("data", "reassigned"):
+            made = build()
+            made.blocks[0] = Clamped(made.blocks[0], what == "reassigned")
+            train(*start(made, OPTIMIZERS["sgd"], shard=3))
         elif what == "group":
             sw.init({"ddp": True, "sharded_data_parallel_degree": 3})
         elif what == "both":

@@ -1,7 +1,7 @@
 """Gradients over the data axis and over the holders of tied parameters, and the norm of all of them."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -74,7 +74,6 @@ class Gradients:
         if self._exchange is None or self._exchanged != made_for:
             if self._exchange is not None:
                 self._exchange.close()
-            self._require_master_copies(trainable)
             names = dict.fromkeys((*self._order, *reversed(trainable)))
             chosen = {name: trainable[name] for name in names if name in trainable}
             if self.data is None:
@@ -82,18 +81,6 @@ class Gradients:
             self._exchange = Exchange(chosen, self.data, self.watchdog, self.parts.flat)
             self._exchanged = made_for
         return self._exchange
-
-    def _require_master_copies(self, trainable: Iterable[str]) -> None:
-        """Raise ShardwrightError for a parameter that is trained now, and has 16 bits alone since it was frozen."""
-        flat = self.parts.flat
-        for name in trainable if flat is not None and flat.compute is not None else ():
-            group = flat.group_of.get(name) if flat is not None else None
-            if group is not None and not group.trains:
-                raise ShardwrightError(
-                    f"{name} is trained now and was frozen at the first step, so that it is kept in {group.dtype} "
-                    f"alone, where small updates are lost: let it require gradients in the first step, or leave out "
-                    f"16 bits"
-                )
 
     def finish(self, total_weight: float | None, factor: float = 1.0) -> None:
         """Sum over dp, over the tensor axis and over the holders of tied parameters, divide by the total weight if any

@@ -1,6 +1,8 @@
-"""Whether an optimizer treats every entry of a parameter by itself, so that pieces of parameters will do for it."""
+"""The optimizers that treat every entry of a parameter by itself, so that pieces of parameters will do for them."""
 
-import inspect
+import copy
+from collections import defaultdict
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,62 +14,70 @@ _ELEMENTWISE = frozenset(
     getattr(torch.optim, name)
     for name in ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD")
 )
-_SHAPE, _CUT, _STEPS = (6, 4), 10, 3
+_SHAPE, _STEPS, _SIZES = (6, 4), 3, (1e-3, 1.0, 1e3)
+_OF_THE_TRIAL = ("param_groups", "state", "step")
+"""Attributes that a trial has of its own; ``step`` is one where a scheduler has wrapped it."""
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether steps on the two pieces of a small matrix give what steps on the matrix give; False too where the
-    optimizer does not take pieces. Optimizers of torch that are known are not tried."""
-    if type(optimizer) in _ELEMENTWISE:
-        return True
-    try:
-        (whole,) = _trained(optimizer, [_values(0)])
-        pieces = _trained(optimizer, [_values(0).reshape(-1)[:_CUT], _values(0).reshape(-1)[_CUT:]])
-    except Exception:
-        return False
-    return torch.allclose(torch.cat(pieces), whole.reshape(-1), rtol=1e-5, atol=1e-7)
+    """Whether pieces of parameters will do: for optimizers of torch that are known. Others get whole parameters, since
+    no trial shows what an optimizer does at every size of a gradient."""
+    return type(optimizer) in _ELEMENTWISE
 
 
 def require_separate(optimizer: torch.optim.Optimizer) -> None:
     """Raise MissingCapabilityError for an optimizer whose step on one parameter depends on the others, which lie on
-    other ranks, and for one that cannot be tried."""
+    other ranks, and for one that cannot be tried: by steps of a copy on two small matrices, together and each alone."""
     name = type(optimizer).__name__
-    if type(optimizer) in _ELEMENTWISE:
+    if is_elementwise(optimizer):
         return
     try:
-        together = _trained(optimizer, [_values(0), _values(1)], first=0)
-        alone = [*_trained(optimizer, [_values(0)], first=0), *_trained(optimizer, [_values(1)], first=1)]
+        same = [_is_separate(optimizer, group, size) for group in optimizer.param_groups for size in _SIZES]
     except Exception as error:
         raise MissingCapabilityError(
             f"the plan shards optimizer states, and whether {name} needs all parameters at once cannot be told, as "
-            f"{name}([parameter], **defaults) fails with {type(error).__name__}: {error}. Plan with shard=0"
+            f"steps of a copy of it fail with {type(error).__name__}: {error}. Plan with shard=0"
         ) from error
-    if not all(torch.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in zip(together, alone, strict=True)):
+    if not all(same):
         raise MissingCapabilityError(
             f"the plan shards optimizer states, and {name} computes its step on one parameter from the others too, "
             f"which lie on other ranks: plan with shard=0, or take an optimizer such as AdamW"
         )
 
 
+def require_no_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """Raise MissingCapabilityError for hooks around an optimizer's step, which would see this rank's pieces alone."""
+    for kind in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        if getattr(optimizer, kind, None):
+            raise MissingCapabilityError(
+                f"{type(optimizer).__name__} has a hook around its step, which would be given this rank's pieces of "
+                f"the parameters and gradients: take it off, or plan with shard=0"
+            )
+
+
+def _is_separate(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], size: float) -> bool:
+    together = _trained(optimizer, group, (0, 1), size)
+    alone = _trained(optimizer, group, (0,), size) + _trained(optimizer, group, (1,), size)
+    return all(torch.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in zip(together, alone, strict=True))
+
+
 def _values(number: int) -> torch.Tensor:
     return torch.randn(_SHAPE, generator=torch.Generator().manual_seed(number))
 
 
-def _trained(optimizer: torch.optim.Optimizer, values: list[torch.Tensor], first: int = 0) -> list[torch.Tensor]:
-    """What an optimizer of the same class and settings makes of parameters with such values. The gradients are those of
-    whole matrices, cut where the values are pieces."""
-    parameters = [nn.Parameter(value.clone()) for value in values]
-    known = inspect.signature(type(optimizer).__init__).parameters
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in known.values())
-    options: dict[str, Any] = {k: v for k, v in optimizer.defaults.items() if takes_all or k in known}
-    made = type(optimizer)(parameters, **options)
+def _trained(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], numbers: tuple[int, ...], size: float
+) -> list[torch.Tensor]:
+    """What a copy of an optimizer, with the options of a group, makes of matrices under gradients of about ``size``."""
+    parameters = [nn.Parameter(_values(number)) for number in numbers]
+    made = object.__new__(type(optimizer))
+    own = {key: value for key, value in vars(optimizer).items() if key not in _OF_THE_TRIAL}
+    vars(made).update(copy.deepcopy(own))
+    made.state = defaultdict(dict)
+    options = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+    made.param_groups = [options | {"params": parameters}]
     for step in range(_STEPS):
-        entries = 0
-        for number, parameter in enumerate(parameters, first):
-            if parameter.shape == _SHAPE:
-                parameter.grad = _values(100 + 10 * number + step)
-            else:
-                parameter.grad = _values(100 + step).reshape(-1)[entries : entries + parameter.numel()].clone()
-                entries += parameter.numel()
+        for number, parameter in zip(numbers, parameters, strict=True):
+            parameter.grad = size * _values(100 + 10 * number + step)
         made.step()
     return [parameter.detach() for parameter in parameters]

@@ -22,6 +22,8 @@ from shardwright.core.errors import ShardwrightError
 
 LEAST_GROUP_BYTES = 16 * 1024
 """The size from which the parameters of a module call are a group of their own."""
+LOOKED_AT_FIRST, LOOKED_AT_EVERY = 6, 100
+"""The number of times, and then every how many times, that whole data is compared with the shard when it is freed."""
 PARAMETERS = 3
 """The stage of ZeRO at which parameters are sharded in the step too."""
 
@@ -64,8 +66,7 @@ class FlatGroup:
         ]
         self.gathered = torch.zeros(layout.entries, dtype=compute, device=self.device)
         self._views = [self.gathered.as_strided(*place) for place in self.places]
-        first = groups.coordinate * layout.shard
-        own = self.gathered[first : first + layout.shard]
+        own = self._own_part()
         apart = frees or self.dtype is not compute
         self.shard = torch.zeros_like(own, dtype=self.dtype) if apart else own
         self._pieces = self.cut(self.shard)
@@ -79,12 +80,21 @@ class FlatGroup:
         self.is_whole = False
         self._gathering: Callable[[], None] | None = None
         self._versions: list[int] = []
-        self.leave_step()
+        self._times_freed = 0
+        self._is_in_step = False
+        for _, parameter, piece, _ in self._rows():
+            parameter.data = piece
+        self.free()
 
     @property
     def shard_bytes(self) -> int:
         """The bytes of this rank's shard."""
         return self.shard.nbytes
+
+    def _own_part(self) -> torch.Tensor:
+        """This rank's part of the whole data."""
+        first = self.groups.coordinate * self.layout.shard
+        return self.gathered[first : first + self.layout.shard]
 
     def cut(self, shard: torch.Tensor) -> list[torch.Tensor]:
         """The piece of each parameter in something that is laid out as this rank's shard."""
@@ -132,27 +142,88 @@ class FlatGroup:
             self._gathering()
             self._gathering = None
         versions, self._versions = self._versions, []
+        written = [n for n, v in zip(self.names, versions, strict=False) if self.parameters[n]._version != v]
+        if self.is_whole and not written and self._is_to_be_looked_at() and not self._is_as_gathered():
+            written = [self.names[0]] if len(self.names) == 1 else [f"one of {', '.join(self.names[:8])}"]
         if self.frees:
             self.gathered.untyped_storage().resize_(0)
         self.is_whole = False
-        for (name, parameter), before in zip(self.parameters.items(), versions, strict=False):
-            if parameter._version != before:
-                raise ShardwrightError(
-                    f"{name} was written to in a step (by an embedding with max_norm, say), where its data is a copy "
-                    f"that was gathered for the step: the change would be lost. Write to it between steps, or plan "
-                    f"with shard=0 in the model's own precision"
-                )
+        _refuse_writes(written)
 
     def enter_step(self) -> None:
-        """Let the parameters see the whole data; it is there after `gather`."""
-        for parameter, view in zip(self.parameters.values(), self._views, strict=True):
+        """Let the parameters see the whole data; it is there after `gather`. Raises as `adopt`."""
+        self.adopt()
+        self._is_in_step = True
+        for _, parameter, _, view in self._rows():
             parameter.data = view
 
+    def adopt(self) -> None:
+        """Take data that was assigned to a parameter since the last step, and not written into it, for this rank's
+        piece. What it replaces may be held elsewhere, as where an average of weights is exchanged, so memory is new.
+
+        Raises ShardwrightError where the data has another shape than the piece.
+        """
+        rows = list(self._rows())
+        for name, parameter, piece, _ in rows:
+            if parameter.shape != piece.shape:
+                raise ShardwrightError(
+                    f"{name} was given data of shape {tuple(parameter.shape)} between steps, where this rank holds a "
+                    f"piece of shape {tuple(piece.shape)}: load whole values by model.load_state_dict"
+                )
+        if all(_shares_memory(parameter, piece) for _, parameter, piece, _ in rows if piece.numel()):
+            return
+        if self.shard.untyped_storage().data_ptr() == self.gathered.untyped_storage().data_ptr():
+            self.gathered = self.gathered.clone()
+            self._views = [self.gathered.as_strided(*place) for place in self.places]
+            self.shard = self._own_part()
+        else:
+            self.shard = self.shard.clone()
+        self._pieces = self.cut(self.shard)
+        for (_, parameter, before, _), piece in zip(rows, self._pieces, strict=True):
+            if not _shares_memory(parameter, before):
+                piece.copy_(parameter.detach())
+            parameter.data = piece
+
     def leave_step(self) -> None:
-        """Give the parameters this rank's pieces. Raises as `free`."""
-        for parameter, piece in zip(self.parameters.values(), self._pieces, strict=True):
+        """Give the parameters this rank's pieces again, after `enter_step`. Raises as `free`."""
+        if not self._is_in_step:
+            return
+        self._is_in_step = False
+        assigned = [name for name, parameter, _, view in self._rows() if not _shares_memory(parameter, view)]
+        for _, parameter, piece, _ in self._rows():
             parameter.data = piece
         self.free()
+        _refuse_writes(assigned)
+
+    def _rows(self) -> Iterator[tuple[str, nn.Parameter, torch.Tensor, torch.Tensor]]:
+        """The (name, parameter, piece, view of the whole data) of every parameter."""
+        return zip(self.parameters, self.parameters.values(), self._pieces, self._views, strict=True)
+
+    def _is_to_be_looked_at(self) -> bool:
+        """Whether the data is compared with what was gathered, now: at first, and now and then."""
+        self._times_freed += 1
+        return self._times_freed <= LOOKED_AT_FIRST or self._times_freed % LOOKED_AT_EVERY == 0
+
+    def _is_as_gathered(self) -> bool:
+        """Whether this rank's part of the whole data is what its shard is, to the bit: writes through ``.data`` leave
+        no other sign."""
+        own, shard = self._own_part(), self.shard.to(self.compute)
+        return own.data_ptr() == shard.data_ptr() or torch.equal(own.view(torch.uint8), shard.view(torch.uint8))
+
+
+def _shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors begin at one place of one memory, which may be freed."""
+    places = [(t.untyped_storage().data_ptr(), t.storage_offset()) for t in (one, other)]
+    return places[0] == places[1]
+
+
+def _refuse_writes(names: Sequence[str]) -> None:
+    if names:
+        raise ShardwrightError(
+            f"{names[0]} was written to in a step (by an embedding with max_norm, say, or through .data), where its "
+            f"data is a copy that was gathered for the step: the change would be lost. Write to it between steps, or "
+            f"plan with shard=0 in the model's own precision"
+        )
 
 
 class FlatShards:
@@ -184,9 +255,7 @@ class FlatShards:
             own = next(iter(members.values())).dtype
             inside = step_dtype(own, compute)
             trains = next(iter(members.values())).requires_grad
-            between = (
-                torch.float32 if compute is not None and inside is compute and trains else inside
-            )  # the master copy
+            between = torch.float32 if compute is not None and inside is compute and trains else own
             group = FlatGroup(members, layout(sizes, groups.ways), groups, level == PARAMETERS, inside, between)
             self.groups.append(group)
             self.group_of |= dict.fromkeys(names, group)

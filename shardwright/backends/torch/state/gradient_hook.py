@@ -35,7 +35,10 @@ class GradientSums:
             self._views[index].add_(gradient)
         else:
             self._filled.add(index)
-            self._views[index].copy_(gradient)
+            if gradient.is_sparse:
+                self._views[index].zero_().add_(gradient)
+            else:
+                self._views[index].copy_(gradient)
 
     def sum_of(self, index: int) -> torch.Tensor | None:
         """The sum of a gradient so far, None before anything was added."""

@@ -39,7 +39,7 @@ def gather_states(
     me, placement = bound.coordinate("pp"), ownership.placement
     own: dict[str, Any] = {}
     at_home = [n for names in groups for n in names if placement is None or placement.holders(n)[0] == me]
-    held = {name: dict(optimizer.state.get(ownership.parameter(name), {})) for name in at_home}
+    held = {name: _states_of(optimizer, ownership.parameter(name)) for name in at_home}
     for name, states in _of_all_pieces(held, parts, watchdog).items():
         parameter = ownership.parameter(name)
         if states:
@@ -108,6 +108,11 @@ def _by_names(
             for group, names in zip(optimizer.param_groups, groups, strict=True)
         ],
     }
+
+
+def _states_of(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> dict[str, Any]:
+    """The states of a parameter on this rank; none where an empty piece of it is here, which no step moves on."""
+    return dict(optimizer.state.get(parameter, {})) if parameter.numel() else {}
 
 
 def _of_all_pieces(held: Mapping[str, dict[str, Any]], parts: Parts, watchdog: Watchdog) -> dict[str, dict[str, Any]]:

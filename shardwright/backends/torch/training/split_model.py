@@ -1,9 +1,12 @@
 """A model split over this run's ranks: this rank's part of it, and the state of its training."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from shardwright.backends.torch.data_parallel.batch_norm import RunningStatistics, norm_over_replicas
 from shardwright.backends.torch.data_parallel.gradients import Gradients
@@ -17,6 +20,7 @@ from shardwright.backends.torch.pipeline.sentinels import Sentinel
 from shardwright.backends.torch.program.early_checks import ModuleTree
 from shardwright.backends.torch.program.stage_map import StageMap
 from shardwright.backends.torch.program.stages import Division
+from shardwright.backends.torch.state.elementwise import is_elementwise, require_no_hooks
 from shardwright.backends.torch.state.flat_shards import FlatShards
 from shardwright.backends.torch.state.model_agreement import LiveFlags, module_claim, parameters_claim
 from shardwright.backends.torch.state.ownership import Ownership, Placement, place
@@ -26,7 +30,7 @@ from shardwright.backends.torch.state.weight_transfer import add_holders, synchr
 from shardwright.backends.torch.state.weights import Weights, materialize
 from shardwright.backends.torch.tensor_parallel.engine import TensorParallel
 from shardwright.backends.torch.training.step_body import StepBodies
-from shardwright.core.errors import PlanError
+from shardwright.core.errors import MissingCapabilityError, PlanError
 from shardwright.core.model.loss.scaling import LossScale
 from shardwright.core.schedule import Schedule
 
@@ -87,6 +91,7 @@ class SplitModel:
         self._weights = weights
         self._undo_norms: Callable[[], None] | None = None
         self._synchronized = False
+        self._handles: list[RemovableHandle] = []
 
     def split(self, stage_map: StageMap) -> None:
         """Keep this rank's parameters and drop the others; give data to those on the meta device."""
@@ -196,11 +201,28 @@ class SplitModel:
         apart = frozenset(name for name, _ in self.ownership.ties)
         flat = FlatShards(self.ownership, data, self.watchdog, level, calls, apart, any(asked), self.parts.compute)
         self.parts.flat = self.residency.flat = flat
+        if flat.is_shared:
+            self._handles.append(register_optimizer_step_pre_hook(self._look_at_optimizer))
         if level:
             self.gradients.data = data
         for listener in self.after_sharding:
             listener(self.parts)
         self.watchdog.doing("between steps")
+
+    def _look_at_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Raise MissingCapabilityError before the step of an optimizer that pieces of parameters will not do for,
+        wrapped or not."""
+        flat = self.parts.flat
+        if flat is None or not any(
+            self.ownership.name_of(p) in flat.group_of for group in optimizer.param_groups for p in group["params"]
+        ):
+            return
+        require_no_hooks(optimizer)
+        if not flat.holds_whole_parameters and not is_elementwise(optimizer):
+            raise MissingCapabilityError(
+                f"{type(optimizer).__name__} may need whole parameters, and those of this model were cut into pieces "
+                f"by its first step: wrap it by sw.DistributedOptimizer before the first step"
+            )
 
     def begin_step(self) -> None:
         """Begin a step: parameters that are sharded between steps alone are gathered for it."""
@@ -233,3 +255,5 @@ class SplitModel:
         """Undo the changes to the model that were made for its training."""
         if self._undo_norms is not None:
             self._undo_norms()
+        for handle in self._handles:
+            handle.remove()
