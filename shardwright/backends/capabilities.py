@@ -22,6 +22,7 @@ TORCH = Capabilities(
 TORCH_MEMORY = MemoryTraits(
     gradients_when_made=True,
     bucket_bytes=25 * 2**20,  # as torch's DistributedDataParallel has it
+    bucket_bytes_on_cpu=2**19,
     replicas_norm_apart=True,
     gathers_units=True,
     gradients_in_fp32=True,

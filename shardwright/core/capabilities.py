@@ -74,8 +74,10 @@ class MemoryTraits:
     gradients_when_made: bool = False
     """Whether gradients take memory only from the first backward on, and not all through the step."""
     bucket_bytes: int = 0
-    """The size of a bucket of gradients. Gradients travel over the data axis in copies, which stay until all are
-    summed; a copy is made when about so many bytes are complete, and at the end of the step. 0: without copies."""
+    """The size of a bucket, in which small gradients travel over the data axis, and which is there from the first of
+    them on. Large ones are summed where they are, and with 0 all are."""
+    bucket_bytes_on_cpu: int = 0
+    """The same where devices are CPUs, whose copies are dear and whose messages are cheap."""
     ties_have_one_home: bool = False
     """Whether the rank of its first stage alone holds the optimizer's states of a parameter that several pipeline ranks
     use."""
@@ -91,8 +93,13 @@ class MemoryTraits:
     """Whether gradients of 16 bits add up in fp32, whatever a plan says."""
 
     def __post_init__(self) -> None:
-        if self.bucket_bytes < 0:
-            raise ShardwrightError(f"bucket_bytes={self.bucket_bytes}: expected 0 or more, 0 for no copies")
+        for name in ("bucket_bytes", "bucket_bytes_on_cpu"):
+            if (size := getattr(self, name)) < 0:
+                raise ShardwrightError(f"{name}={size}: expected 0 or more, 0 for no buckets")
+
+    def bucket_bytes_on(self, kind: str) -> int:
+        """The size of a bucket on devices of a kind, ``cpu`` or another."""
+        return self.bucket_bytes_on_cpu if kind == "cpu" else self.bucket_bytes
 
 
 PLAIN_MEMORY = MemoryTraits()

@@ -70,6 +70,7 @@ __all__ = [
     "default_store",
     "dispatch_depth",
     "functional_collectives",
+    "has_memory_of_its_own",
     "in_kernel_invocation_manager",
     "keeps_current_graph",
     "mkldnn_enabled",
@@ -104,6 +105,13 @@ def dispatch_depth() -> int:
 def accumulation_hooks(parameter: torch.Tensor) -> list[Any]:
     """The hooks by ``register_post_accumulate_grad_hook``."""
     return list((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values())
+
+
+def has_memory_of_its_own(tensor: torch.Tensor) -> bool:
+    """Whether no other tensor shares the memory of this one, which has all of it."""
+    storage = tensor.untyped_storage()
+    users: int = torch._C._storage_Use_Count(storage._cdata)  # the tensor and ``storage``
+    return users == 2 and storage.nbytes() == tensor.nbytes
 
 
 def current_node() -> Any:

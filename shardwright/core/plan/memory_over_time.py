@@ -28,10 +28,7 @@ def memory_over_time(plan: Plan, traits: MemoryTraits = PLAIN_MEMORY) -> tuple[t
     backward, or with its weight gradient where the backward is split: a plan does not say which of them the input
     gradient frees. Buffers exist while an action runs, at their maximum for every action. Gradients stay too, unless
     the plan's runtime, whose memory traits are ``traits``, makes them anew in every step: then those of a stage appear
-    with its first backward. Where the runtime sums gradients over replicas in copies, the copies of a stage appear with
-    its last backward, or all at the end where they are few. They stay until all are summed, with buffers beside them.
-    Without copies, the plan's bytes of copies are shown with every action. No moment is shown above the predicted peak:
-    the excess is in its ``apart_bytes``.
+    with its first backward. No moment is shown above the predicted peak: the excess is in its ``apart_bytes``.
     Raises ScheduleError when the schedule does not admit the plan's sizes.
     """
     timeline = simulate_schedule(plan.build_schedule(), costs := plan.stage_costs())
@@ -44,15 +41,14 @@ def _of_rank(
 ) -> tuple[Moment, ...]:
     most = plan.predicted.memory_by_stage_rank[rank]
     share = _gradient_bytes(plan, rank, most.gradients_bytes)
-    sizes = {stage: StageMemory(kept[stage], gradients=size, copies=size) for stage, size in share.items()}
+    sizes = {stage: StageMemory(kept[stage], gradients=size) for stage, size in share.items()}
     made_anew = most.apart_bytes > 0 or traits.gradients_when_made
-    bucket = traits.bucket_bytes if plan.decision.dp > 1 and plan.decision.shard < 2 else 0
-    memories = tuple(walk_memory([span.action for span in spans], sizes, bucket))
+    memories = tuple(walk_memory([span.action for span in spans], sizes))
     # Values that several units of a stage share count once in the peak; the costs of single units do not show that.
     peak = max(1, *(memory.activations for memory in memories))
     found: list[Moment] = []
 
-    def until(end_s: float, activations: int, buffers_bytes: int, gradients: int, copies: int) -> None:
+    def until(end_s: float, activations: int, buffers_bytes: int, gradients: int) -> None:
         start_s = found[-1].end_s if found else 0.0
         if end_s <= start_s:
             return
@@ -61,17 +57,16 @@ def _of_rank(
             activations_bytes=activations * most.activations_bytes // peak,
             gradients_bytes=gradients if made_anew else most.gradients_bytes,
             buffers_bytes=buffers_bytes,
-            copies_bytes=copies,
             apart_bytes=0,
         )
         found.append(Moment(start_s, end_s, replace(use, apart_bytes=max(0, use.total_bytes - most.total_bytes))))
 
-    live = gradients = copies = 0
-    for span, memory in zip(spans, memories, strict=False):  # the last memory is that of the step's end
-        until(span.start_s, live, 0, gradients, copies)
-        _, _, live, gradients, copies = memory
-        until(span.end_s, memory.activations, most.buffers_bytes, gradients, copies if bucket else most.copies_bytes)
-    until(plan.predicted.step_time_s, live, most.buffers_bytes if bucket else 0, gradients, memories[-1].copies)
+    live = gradients = 0
+    for span, memory in zip(spans, memories, strict=True):
+        until(span.start_s, live, 0, gradients)
+        _, _, live, gradients = memory
+        until(span.end_s, memory.activations, most.buffers_bytes, gradients)
+    until(plan.predicted.step_time_s, live, 0, gradients)
     return tuple(found)
 
 

@@ -64,16 +64,8 @@ class StageMemory:
     """Temporary values of the passes of one microbatch, beside the saved activations."""
     gradients: int = 0
     """Gradients that no other stage of the rank has made before."""
-    copies: int = 0
-    """Copies of the gradients that are complete when this stage's are, as no other stage of the rank adds to them."""
     first_backward: int = 0
     """The most that the first backward has at once of activations, temporary values and the gradients that it makes."""
-    last_backward: int = 0
-    """The most that the last backward has at once of activations, temporary values and copies, where copies are made as
-    gradients become complete."""
-    only_backward: int = 0
-    """The most that a backward has at once when it is both the first and the last one, with both gradients and
-    copies."""
     freed_by_input_grad: int = 0
     """The part of the activations that the input gradient of a split backward is the last to read."""
 
@@ -84,71 +76,49 @@ class RankMemory(NamedTuple):
     activations: int
     """Activations while the action runs, with those that it gives up at its end."""
     most: int
-    """The most while the action runs: activations, gradients, copies and temporary values at their fullest."""
+    """The most while the action runs: activations, gradients and temporary values at their fullest."""
     remaining: int
     """Activations from the end of the action on."""
     gradients: int
     """Gradients from the end of the action on."""
-    copies: int
-    """Copies of gradients on their way to other replicas, from the end of the action on."""
 
     @property
     def peak(self) -> int:
         """The most while the action runs and from its end on."""
-        return max(self.most, self.remaining + self.gradients + self.copies)
+        return max(self.most, self.remaining + self.gradients)
 
 
-def walk_memory(
-    order: Sequence[Action], stages: Mapping[int, StageMemory], bucket_bytes: int = 0
-) -> Iterator[RankMemory]:
-    """The memory of one rank at each of its actions, in order, and at the end of the step.
+def walk_memory(order: Sequence[Action], stages: Mapping[int, StageMemory]) -> Iterator[RankMemory]:
+    """The memory of one rank at each of its actions, in order. ``stages`` are the sizes of every stage that it holds.
 
-    Args:
-        order: the actions of the rank, in order.
-        stages: the sizes of every stage that the rank holds.
-        bucket_bytes: as in `MemoryTraits`; 0 where no gradients travel to other replicas. Copies of a stage are made at
-            its last backward, or all at the end of the step where they fit into one bucket.
+    Gradients of a stage appear with its first backward, and stay to the end of the step.
     """
     working = _working(stages)
-    copied = sum(stage.copies for stage in stages.values()) if bucket_bytes else 0
-    last: dict[int, int] = {}
-    if copied > bucket_bytes:
-        last = {part.stage: n for n, action in enumerate(order) for part in action.flat if part.kind in (B, W)}
     sizes = {at: stage.activations for at, stage in stages.items()}
     freed = {at: stage.freed_by_input_grad for at, stage in stages.items()}
-    gradients = copies = remaining = 0
+    gradients = 0
     began: set[int] = set()
-    for number, (action, (live, remaining)) in enumerate(
-        zip(order, walk_activations(order, sizes, freed), strict=True)
-    ):
-        made = complete = 0
+    for action, (live, remaining) in zip(order, walk_activations(order, sizes, freed), strict=True):
+        made = 0
         for part in action.parts or (action,):
             if part.kind is B or part.kind is W:
                 stage = stages[part.stage]
-                is_first, is_last = part.stage not in began, last.get(part.stage) == number
+                is_first = part.stage not in began
                 if is_first:
                     began.add(part.stage)
                     made += stage.gradients
-                if is_last:
-                    complete += stage.copies
-        most = live + gradients + copies + working
-        if action.kind is B:  # its gradients come unit by unit as its activations go
-            others = live - stage.activations + gradients + copies
-            if is_first:
-                most = others + (stage.only_backward if is_last else stage.first_backward)
-            elif is_last:
-                most = max(most, others + stage.last_backward)
-        gradients, copies = gradients + made, copies + complete
-        yield RankMemory(live, most, remaining, gradients, copies)
-    yield RankMemory(remaining, remaining + gradients + copied, remaining, gradients, copied)
+        most = live + gradients + working
+        if action.kind is B and is_first:  # its gradients come unit by unit as its activations go
+            most = live - stage.activations + gradients + stage.first_backward
+        gradients += made
+        yield RankMemory(live, most, remaining, gradients)
 
 
-def peak_below_sum(order: Sequence[Action], stages: Mapping[int, StageMemory], bucket_bytes: int = 0) -> int:
+def peak_below_sum(order: Sequence[Action], stages: Mapping[int, StageMemory]) -> int:
     """Bytes by which the peak of one rank is below the sum of all gradients, the most activations and the most
-    temporary values, which are not there at once; negative where copies of gradients make it higher. The arguments are
-    those of `walk_memory`.
+    temporary values, which are not there at once. The arguments are those of `walk_memory`.
     """
-    memories = tuple(walk_memory(order, stages, bucket_bytes))
+    memories = tuple(walk_memory(order, stages))
     together = memories[-1].gradients + max(memory.activations for memory in memories) + _working(stages)
     return together - max(memory.peak for memory in memories)
 

@@ -74,7 +74,7 @@ class Bounds:
             policy.shard,
             ways,
             request.gradient_precision or ("fp32" if traits.gradients_in_fp32 else None),
-            traits.bucket_bytes if dp > 1 and policy.shard < 2 else 0,
+            traits.bucket_bytes_on(self.cluster.device(0).kind) if dp > 1 and policy.shard < 2 else 0,
             microbatches,
             dp > 1,
             traits.gradients_when_made,

@@ -34,12 +34,11 @@ def with_activations(
     activations: Sequence[int],
     request: MemoryRequest,
 ) -> tuple[MemoryUse, ...]:
-    """Memory with other activations, and so with other room for copies of gradients."""
-    cut = decision.stage_starts, decision.stage_ranks
-    buffers, copies = ranked.buffers(*cut, request), ranked.copies(*cut, activations, request)
+    """Memory with other activations."""
+    buffers = ranked.buffers(decision.stage_starts, decision.stage_ranks, request)
     return tuple(
-        replace(use, activations_bytes=size, buffers_bytes=beside, copies_bytes=copied, apart_bytes=0)
-        for use, size, beside, copied in zip(memory, activations, buffers, copies, strict=True)
+        replace(use, activations_bytes=size, buffers_bytes=beside, apart_bytes=0)
+        for use, size, beside in zip(memory, activations, buffers, strict=True)
     )
 
 
@@ -51,16 +50,11 @@ def is_long(decision: Decision) -> bool:
 def less_apart(
     decision: Decision, ranked: RankTables, memory: tuple[MemoryUse, ...], request: MemoryRequest
 ) -> tuple[MemoryUse, ...]:
-    """Memory less what never exists at once, where gradients take memory when they are made, plus the copies of
-    gradients that exist beside the activations of other stages.
-
-    Where a step has many microbatches nothing is subtracted, and copies are as in a step with just enough microbatches
-    to settle.
-    """
+    """Memory less what never exists at once, where gradients take memory when they are made. Where a step has many
+    microbatches nothing is subtracted."""
     if request.gathers_units and decision.shard >= 2:
         return _less_gathered(decision, ranked, memory, request)
-    closes_in_turn = decision.virtual_stages > 1 and request.bucket_bytes > 0
-    if not request.gradients_when_made or decision.shard >= 2 or (is_long(decision) and not closes_in_turn):
+    if not request.gradients_when_made or decision.shard >= 2 or is_long(decision):
         return memory
     ends, placement = ranked.ends(decision.stage_starts), decision.stage_ranks
     if decision.generated:
@@ -76,18 +70,9 @@ def less_apart(
             ranked.tables[rank],
             {stage: ends[stage] for stage, on in enumerate(placement) if on == rank},
             _backward_order(order),
-            _backward_order(reversed(order)),
             request.gradient_width,
         )
-        less = peak_below_sum(order, stages, request.bucket_bytes)
-        found.append(
-            replace(
-                use,
-                buffers_bytes=beside,
-                copies_bytes=max(0, -less),
-                apart_bytes=0 if is_long(decision) else max(0, less),
-            )
-        )
+        found.append(replace(use, buffers_bytes=beside, apart_bytes=max(0, peak_below_sum(order, stages))))
     return tuple(found)
 
 

@@ -75,18 +75,15 @@ class Scorer:
     def _memory(self, decision: Decision, ranked: RankTables, live: Sequence[int]) -> tuple[MemoryUse, ...]:
         """The memory of the ranks, as counted for cuts, or as counted for plans where that does not settle the fit."""
         request = self._request_of(decision)
-        memory = most = ranked.memory(decision.stage_starts, decision.stage_ranks, live, request)
-        if request.bucket_bytes and decision.virtual_stages > 1:
-            # Gradients of one stage leave in copies while others are under way: at most, all are held twice.
-            most = tuple(replace(use, buffers_bytes=use.buffers_bytes + use.gradients_bytes) for use in memory)
-        if not ranked.over_bytes(most):
+        memory = ranked.memory(decision.stage_starts, decision.stage_ranks, live, request)
+        if not ranked.over_bytes(memory):
             return memory
         memory = by_stage(decision, ranked, memory, request)
-        least = by_stage(decision, ranked, memory, replace(request, bucket_bytes=0))
+        least = memory
         if not is_long(decision):  # at most all gradients are subtracted
-            least = tuple(replace(use, gradients_bytes=0) for use in least)
+            least = tuple(replace(use, gradients_bytes=0) for use in memory)
         if ranked.over_bytes(least):
-            return memory  # too much before any copies
+            return memory
         return less_apart(decision, ranked, memory, request)
 
     # Cuts --------------------------------------------------------------------------------------------------------

@@ -126,9 +126,7 @@ def what_binds(plan: Plan, cluster: Cluster) -> Binds:
     use = uses[rank]
     part = max(use.classes, key=lambda name: use.classes[name])
     when = "all through the step"
-    if part == "copies of gradients":
-        when = "at the end of the step, until all are summed over the replicas"
-    elif part not in STAYING:
+    if part not in STAYING:
         when = "in the last backward of one microbatch"
         if plan.decision.pp > 1:
             when = (

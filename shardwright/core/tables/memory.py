@@ -38,8 +38,6 @@ class MemoryUse:
     """The activations that are offloaded to the host's memory; they are not part of the total."""
     batch_bytes: Amount = 0
     """The rank's part of the batch, of all microbatches, which stays all through the step."""
-    copies_bytes: Amount = 0
-    """The bytes that gradient copies on their way to other replicas add to the peak, when activations are gone."""
     model_buffers_bytes: Amount = 0
     """The model's buffers, such as running statistics, and what a replica remembers of these."""
 
@@ -54,7 +52,6 @@ class MemoryUse:
             "batch": self.batch_bytes,
             "activations": self.activations_bytes,
             "buffers": self.buffers_bytes,
-            "copies of gradients": self.copies_bytes,
         }
 
     @property

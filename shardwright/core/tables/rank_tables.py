@@ -16,7 +16,6 @@ from shardwright.core.errors import PlanError
 from shardwright.core.partition.exact import Matrix, min_max_cut, spread_cut
 from shardwright.core.schedule import StageCosts
 from shardwright.core.tables.memory import MemoryUse, collectives_s, state_bytes
-from shardwright.core.tables.stage_memory import stage_memories
 from shardwright.core.tables.unit_table import MemoryRequest, UnitTable
 from shardwright.core.values.found_once import found_once
 
@@ -173,13 +172,12 @@ class RankTables:
         held = len(placement) // self.ranks
         # A rank's stages share its memory for parameters; its activations are counted by the largest of them.
         state = request.held_bytes * held, request.trained_bytes * held
-        copied = request.gradient_width * held if request.bucket_bytes else 0
         known: dict[tuple[int, int, int], NDArray[np.bool_]] = {}
         fits = []
         for rank in placement:
             key = (id(self.tables[rank]), live[rank], room[rank])
             if key not in known:
-                known[key] = self.tables[rank].range_memory(live[rank], *state, copied) <= room[rank]
+                known[key] = self.tables[rank].range_memory(live[rank], *state) <= room[rank]
             fits.append(known[key])
         return self._fastest(placement, np.stack(fits))
 
@@ -219,8 +217,7 @@ class RankTables:
         held = self._held(tuple(starts), tuple(placement), summed=request.is_summed)
         activations = [of_rank.kept * count for count, of_rank in zip(live, held, strict=True)]
         buffers = self.buffers(starts, placement, request)
-        copies = self.copies(starts, placement, activations, request)
-        for count, own, kept, beside, copied in zip(live, held, activations, buffers, copies, strict=True):
+        for count, own, kept, beside in zip(live, held, activations, buffers, strict=True):
             parameters, gradients, states = state_bytes(
                 own.elements,
                 request.precision,
@@ -240,7 +237,6 @@ class RankTables:
                     beside,
                     host_bytes=own.away * count,
                     batch_bytes=own.batch[0] + own.batch[1] * request.microbatches,
-                    copies_bytes=copied,
                     model_buffers_bytes=own.buffers[request.is_replicated],
                 )
             )
@@ -250,7 +246,9 @@ class RankTables:
         """The bytes that passes hold for a while, on every rank."""
         held = self._held(tuple(starts), tuple(placement), summed=request.is_summed)
         rows = zip(held, self.gathered(starts, placement, request), strict=True)
-        return [own.working + own.sent + more + UNCOUNTED_BYTES for own, more in rows]
+        buckets = [min(request.bucket_bytes, request.gradient_width * own.trained) for own in held]
+        both = zip(rows, buckets, strict=True)
+        return [own.working + own.sent + more + bucket + UNCOUNTED_BYTES for (own, more), bucket in both]
 
     def gathered(self, starts: Sequence[int], placement: Sequence[int], request: MemoryRequest) -> list[int]:
         """The most bytes that every rank has whole for a while of what is sharded (`gathered_by_unit`)."""
@@ -278,19 +276,6 @@ class RankTables:
         saved = table.range_kept[first, first + 1 : end + 1]
         backward = saved + table.beside_bytes[first:end] + table.given_bytes(first, end) + gathered.sum(0)
         return int(max(backward.max(), saved[-1] + table.range_working[first, end] + gathered[0, -1]))
-
-    def copies(
-        self, starts: Sequence[int], placement: Sequence[int], activations: Sequence[int], request: MemoryRequest
-    ) -> list[int]:
-        """The bytes of gradient copies on their way to other replicas, beyond the buffers and the given bytes of
-        ``activations`` that are gone by then."""
-        if not request.bucket_bytes:
-            return [0] * self.ranks
-        key = tuple(starts), tuple(placement)
-        held = self._held(*key, summed=request.is_summed)
-        closing = self._closing(*key, request.gradient_width, request.bucket_bytes)
-        rows = zip(held, closing, activations, strict=True)
-        return [max(0, last - kept - own.working) for own, last, kept in rows]
 
     @found_once
     def _held(self, starts: tuple[int, ...], placement: tuple[int, ...], *, summed: bool) -> list["_Held"]:
@@ -320,20 +305,6 @@ class RankTables:
             away = max(sum(table.units[u].saved_bytes for u in table.offloaded if a <= u < b) for a, b in held)
             buffers = tuple(table.model_buffers_bytes(held, replicated=several) for several in (False, True))
             found.append(_Held(elements, trained, updated, kept, working, sent, batch, away, buffers))
-        return found
-
-    @found_once
-    def _closing(self, starts: tuple[int, ...], placement: tuple[int, ...], width: int, bucket_bytes: int) -> list[int]:
-        """The most bytes beside parameters, gradients and states, for each rank, while the last gradients are completed
-        and copies of all travel to other replicas."""
-        found = []
-        for rank, table in enumerate(self.tables):
-            held = {stage: ends for stage, ends in enumerate(self.ends(starts)) if placement[stage] == rank}
-            # Backward passes come to later stages first.
-            stages = stage_memories(table, held, sorted(held, reverse=True), sorted(held), width).values()
-            copied = sum(stage.copies for stage in stages)
-            closing = [copied - stage.copies + stage.last_backward for stage in stages]
-            found.append(max([copied, *(closing if copied > bucket_bytes else ())]))
         return found
 
     def keeping(self, units: Collection[int], offloaded: Collection[int] = ()) -> "RankTables":

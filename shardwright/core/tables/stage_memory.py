@@ -1,13 +1,11 @@
 """The memory of every stage of a rank, counted from its units: the sizes that `core.schedule.peak_memory` uses.
 
 Gradients and activations do not all exist at once: a backward goes unit by unit, and makes gradients while it frees
-activations. So the first and the last backward of every stage are counted unit by unit: the activations of the
-units up to one, and beside them the gradients of that unit and those behind it, and the copies of those behind it.
+activations. So the first backward of every stage is counted unit by unit: the activations of the
+units up to one, and beside them the gradients of that unit and those behind it.
 """
 
 from collections.abc import Mapping, Sequence
-
-import numpy as np
 
 from shardwright.core.schedule.peak_memory import StageMemory
 from shardwright.core.tables.unit_table import UnitTable
@@ -17,27 +15,21 @@ def stage_memories(
     table: UnitTable,
     ends: Mapping[int, tuple[int, int]],
     first: Sequence[int],
-    last: Sequence[int],
     gradient_width: int,
 ) -> dict[int, StageMemory]:
     """The memory of each stage of a rank, with gradients of ``gradient_width`` bytes an entry.
 
-    ``ends`` gives the (first unit, end) of every stage, ``first`` the stages in the order of their first backward, and
-    ``last`` the stages from the last to finish to the first to finish. A parameter that several stages use has one
-    gradient, which the first of them makes and the last completes.
+    ``ends`` gives the (first unit, end) of every stage, and ``first`` the stages in the order of their first backward.
+    A parameter that several stages use has one gradient, which the first of them makes.
     """
-
-    def that_share(stage: int, others: Sequence[int]) -> tuple[tuple[int, int], ...]:
-        """The (first unit, end) of each of ``others`` that uses a trained parameter of ``stage`` too. A stage's bytes
-        depend on no others, so cuts that differ elsewhere share what was counted."""
-        return tuple(ends[other] for other in others if table.shares_parameters(ends[stage], ends[other]))
-
     found = {}
     for stage in ends:
-        before, after = that_share(stage, first[: first.index(stage)]), that_share(stage, last[: last.index(stage)])
-        key = ends[stage], before, after, gradient_width
+        # A stage's bytes depend on no stages but those, so cuts that differ elsewhere share what was counted.
+        others = [ends[other] for other in first[: first.index(stage)]]
+        before = tuple(other for other in others if table.shares_parameters(ends[stage], other))
+        key = ends[stage], before, gradient_width
         if key not in table.stage_memories:
-            table.stage_memories[key] = _stage_memory(table, ends[stage], before, after, gradient_width)
+            table.stage_memories[key] = _stage_memory(table, ends[stage], before, gradient_width)
         found[stage] = table.stage_memories[key]
     return found
 
@@ -46,24 +38,17 @@ def _stage_memory(
     table: UnitTable,
     units: tuple[int, int],
     before: Sequence[tuple[int, int]],
-    after: Sequence[tuple[int, int]],
     gradient_width: int,
 ) -> StageMemory:
-    """The memory of one stage. ``before`` are other stages whose first backward comes before its own, and ``after``
-    those whose last backward comes after its own."""
+    """The memory of one stage. ``before`` are other stages whose first backward comes before its own."""
     first, end = units
     saved = table.range_kept[first, first + 1 : end + 1]
     made = table.trained_from(first, end, before) * gradient_width
-    whole = table.trained_from(first, end, after) * gradient_width
     passes = saved + table.beside_bytes[first:end] + table.given_bytes(first, end)
-    copied = np.append(whole[1:], 0)
     return StageMemory(
         activations=int(saved[-1]),
         working=int(table.range_working[first, end]),
         gradients=int(made[0]),
-        copies=int(whole[0]),
         first_backward=int((passes + made).max()),
-        last_backward=int((passes + copied).max()),
-        only_backward=int((passes + made + copied).max()),
         freed_by_input_grad=int(table.range_freed_by_input_grad[first, end]),
     )

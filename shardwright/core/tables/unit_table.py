@@ -301,15 +301,10 @@ class UnitTable:
         last = self.found_bytes * self.looked_up[first] if self.looked_up else 0
         return int(found + max(0, self._range_passing[first, end] - last, found if summed else 0))
 
-    def range_memory(
-        self, live: float, held_bytes: float, trained_bytes: float, copied_bytes_per_element: float = 0
-    ) -> Matrix:
-        """The peak bytes of a stage with ``live`` microbatches under way, or when its gradients exist twice, as copies
-        on their way to other replicas. A parameter entry takes ``held_bytes``, and ``trained_bytes`` more if it is
-        trained."""
+    def range_memory(self, live: float, held_bytes: float, trained_bytes: float) -> Matrix:
+        """The peak bytes of a stage with ``live`` microbatches under way. A parameter entry takes ``held_bytes``, and
+        ``trained_bytes`` more if it is trained."""
         passes = live * self.range_kept + self.range_working
-        if copied_bytes_per_element:
-            passes = np.maximum(passes, copied_bytes_per_element * self.range_trained)
         memory: Matrix = held_bytes * self.range_elements + trained_bytes * self.range_trained + passes
         return memory
 
@@ -350,7 +345,7 @@ class MemoryRequest:
     """The number of ranks that share the sharded part."""
     gradient_precision: str | None = None
     bucket_bytes: int = 0
-    """The bytes of the copies that sum gradients over the data axis (`MemoryTraits.bucket_bytes`); 0: no copies."""
+    """The bytes of a bucket in which gradients are summed over the data axis (`MemoryTraits.bucket_bytes`)."""
     microbatches: int = 1
     """The number of microbatches whose part of the batch stays on a rank all through a step."""
     is_replicated: bool = False

@@ -163,12 +163,10 @@ def test_no_more_than_all_gradients_is_ever_apart() -> None:
         schedule = Schedule.build(name, ranks=4, microbatches=8, virtual_stages=virtual)
         for order in schedule.table:
             stages = {
-                stage: StageMemory(*(int(size) for size in random.integers(0, 100, 7)))
+                stage: StageMemory(*(int(size) for size in random.integers(0, 100, 5)))
                 for stage in {part.stage for action in order for part in action.flat}
             }
-            for bucket_bytes in (0, 50, 1000):
-                gradients = sum(held.gradients for held in stages.values())
-                assert peak_below_sum(order, stages, bucket_bytes) <= gradients
+            assert peak_below_sum(order, stages) <= sum(held.gradients for held in stages.values())
 
 
 @pytest.mark.parametrize("name", schedule_names())

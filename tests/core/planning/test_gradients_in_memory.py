@@ -1,4 +1,4 @@
-"""Gradients and their copies on ranks of several stages, against a walk through the step unit by unit, by name."""
+"""Gradients on ranks of several stages, against a walk through the step unit by unit, by name."""
 
 from dataclasses import replace
 from functools import partial
@@ -34,12 +34,12 @@ def planned(graph: Graph, pp: int, dp: int, microbatches: int, **pins: object) -
     return sw.plan(graph, cluster, batch=dp * microbatches, pp=pp, dp=dp, **PINS, **pins)
 
 
-def _bytes(size: dict[int, int], there: set[int], copies: set[int], activations: float) -> int:
-    return int(activations) + sum(size[p] for p in (*there, *copies))
+def _bytes(size: dict[int, int], there: set[int], activations: float) -> int:
+    return int(activations) + sum(size[p] for p in there)
 
 
 def walked(graph: Graph, plan: sw.Plan) -> list[int]:
-    """For every rank the most activations, gradients and copies that are there at once, each parameter by its name."""
+    """For every rank the most activations and gradients that are there at once, each parameter by its name."""
     units = fold(graph).units
     cluster = sw.Cluster("a100-80gb")
     table = CostTables(graph, cluster, "fp32", "adamw").table(
@@ -49,13 +49,10 @@ def walked(graph: Graph, plan: sw.Plan) -> list[int]:
     trained = [{p for p in unit.parameters if graph.parameters[p].trainable} for unit in units]
     found = []
     for order in plan.build_schedule().table:
-        passes = [(n, part) for n, action in enumerate(order) for part in action.flat if part.kind in (B, W)]
-        last = {p: (n, u) for n, part in passes for u in reversed(plan.stage_units[part.stage]) for p in trained[u]}
         most = live = 0
         there: set[int] = set()
-        copies: set[int] = set()
-        held = partial(_bytes, size, there, copies)
-        for number, action in enumerate(order):
+        held = partial(_bytes, size, there)
+        for action in order:
             for part in action.flat:
                 of_stage = plan.stage_units[part.stage]
                 kept = int(table.range_kept[of_stage[0], of_stage[-1] + 1])
@@ -71,8 +68,6 @@ def walked(graph: Graph, plan: sw.Plan) -> list[int]:
                             there |= trained[u]
                             here = table.range_kept[of_stage[0], u + 1] + table.units[u].passing_bytes
                             most = max(most, held(live + here))
-                        if plan.decision.dp > 1:
-                            copies |= {p for p in trained[u] if last[p] == (number, u)}
                     there |= {p for u in of_stage for p in trained[u]}
                     most = max(most, held(live))
         found.append(most)
@@ -95,14 +90,14 @@ def walked(graph: Graph, plan: sw.Plan) -> list[int]:
 )
 def test_what_is_there_at_once_fits_into_what_is_predicted(schedule: str, pp: int, dp: int, microbatches: int) -> None:
     plan = planned(TIED, pp, dp, microbatches, schedule=schedule, virtual_stages=2)
-    # Where copies are there, what the fullest pass holds beside activations counts beside all: the table's gradient.
-    beside = TABLE_BYTES if dp > 1 else 0
+    # What the fullest pass holds beside activations counts beside all: the table's gradient.
+    beside = MIB if dp > 1 else 0
     for use, most in zip(plan.predicted.memory_by_stage_rank, walked(TIED, plan), strict=True):
         predicted = use.total_bytes - use.parameters_bytes - use.optimizer_bytes - use.batch_bytes
         assert most <= predicted <= 1.08 * most + beside
 
 
-def test_copies_are_of_what_is_trained() -> None:
+def test_gradients_are_of_what_is_trained() -> None:
     """As of low-rank adaptation: all but the norms frozen, in one stage and in two."""
     few = tuple(replace(p, trainable=".ln_" in p.name) for p in TIED.parameters)
     frozen = replace(TIED, parameters=few)
@@ -112,7 +107,6 @@ def test_copies_are_of_what_is_trained() -> None:
         alone, two = (planned(frozen, pp, dp, 16, **pins).predicted.memory_by_stage_rank for dp in (1, 2))
         assert sum(use.gradients_bytes for use in alone) == WIDTH * entries
         assert sum(use.optimizer_bytes for use in alone) == 2 * WIDTH * entries
-        assert not any(use.copies_bytes for use in alone), "there is no other replica"
         for before, after in zip(alone, two, strict=True):
             assert after.gradients_bytes == before.gradients_bytes
             assert after.total_bytes <= before.total_bytes + WIDTH * entries
@@ -144,8 +138,8 @@ def test_a_tied_parameter_is_held_by_every_rank_that_uses_it(
         assert use.optimizer_bytes == 2 * WIDTH * updated
 
 
-def test_as_many_units_keep_their_activations_as_fit_beside_copies() -> None:
-    """Copies of gradients come when activations are gone: units are kept until the sum of neither fits."""
+def test_as_many_units_keep_their_activations_as_fit() -> None:
+    """Units are kept from the last on, until one more would not fit."""
     graph, microbatch = able(decoder(layers=16, hidden=512, heads=8, vocabulary=4096, sequence=64)), 16
     device = replace(load_profile("a100-80gb").device, reserved_memory_bytes=0)
     pins = {"pp": 1, "dp": 2, "tp": 1, "precision": "fp32", "shard": 0, "microbatch": microbatch, "batch": 256}
@@ -166,8 +160,8 @@ def test_as_many_units_keep_their_activations_as_fit_beside_copies() -> None:
         assert found.predicted.memory[0] == use
 
 
-def test_copies_beside_what_is_under_way_are_counted_before_a_plan_is_given() -> None:
-    """On a rank of two stages the copies of the one travel while the other's microbatches are under way."""
+def test_what_is_under_way_is_counted_before_a_plan_is_given() -> None:
+    """On a rank of two stages, with a bucket of gradients beside them."""
     pins = {"schedule": "interleaved-1f1b", "virtual_stages": 2}
     cut = planned(TIED, 2, 2, 40, **pins)
     device = replace(load_profile("a100-80gb").device, reserved_memory_bytes=0)

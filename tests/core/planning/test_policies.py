@@ -133,7 +133,7 @@ def test_gradients_are_not_there_before_the_first_backward() -> None:
 
 
 def test_schedules_say_when_gradients_are_made() -> None:
-    held = {0: StageMemory(activations=10, working=1, gradients=6, copies=6, first_backward=12)}
+    held = {0: StageMemory(activations=10, working=1, gradients=6, first_backward=12)}
 
     def apart(*texts: str) -> int:
         return peak_below_sum([Action.parse(text) for text in texts], held)
@@ -142,22 +142,11 @@ def test_schedules_say_when_gradients_are_made() -> None:
     assert apart("0F0", "0F1", "0B0", "0B1") == 27 - 22
     # After the first backward the gradients are there, and another forward fills up again.
     assert apart("0F0", "0F1", "0B0", "0F2", "0B1", "0B2") == 0
-    # Copies of gradients for other replicas: all at the end, where the bucket holds them, else as they are made.
-    few = {
-        0: StageMemory(
-            activations=10, working=1, gradients=30, copies=30, first_backward=32, last_backward=35, only_backward=62
-        )
-    }
-    actions = [Action.parse(text) for text in ("0F0", "0B0", "0F1", "0B1")]
-    assert peak_below_sum(actions, few) == 41 - 41
-    assert peak_below_sum(actions, few, bucket_bytes=30) == 41 - 60
-    assert peak_below_sum(actions, few, bucket_bytes=8) == 41 - (30 + 35)
-    assert peak_below_sum(actions[:2], few, bucket_bytes=8) == 41 - 62
     # Input gradients make none, and free nothing before the second half but what they are the last to read.
     assert apart("0F0", "0I0", "0W0") == 17 - 11
     split = [Action.parse(text) for text in ("0F0", "0I0", "0F1", "0W0", "0I1", "0W1")]
     assert [peak_live(split), peak_live(split, [10]), peak_live(split, [10], [4])] == [2, 20, 16]
-    early = {0: StageMemory(activations=10, working=1, gradients=6, copies=6, first_backward=12, freed_by_input_grad=4)}
+    early = {0: StageMemory(activations=10, working=1, gradients=6, first_backward=12, freed_by_input_grad=4)}
     # The second microbatch beside what the first one's second half needs, before and after there are gradients.
     assert peak_below_sum(split[:3], early) == 17 - 17
     assert peak_below_sum(split, early) == 23 - 17
@@ -183,22 +172,19 @@ def test_activations_are_those_of_the_walk_under_every_split_schedule(schedule: 
     assert [use.activations_bytes for use in plan.predicted.memory_by_stage_rank] == peaks
 
 
-def test_gradients_on_their_way_to_replicas_are_there_twice() -> None:
-    """By hand: at the end of a step the activations are gone, and every gradient is there with its copy."""
-    able = replace(GRAPH, memory_traits=MemoryTraits(gradients_when_made=True, bucket_bytes=25 * 2**20))
+@pytest.mark.parametrize(("bucket_bytes", "on_cpu"), [(25 * 2**20, 2**20), (2**20, 2**10), (2**40, 2**40)])
+def test_gradients_that_are_summed_over_replicas_take_a_bucket_more(bucket_bytes: int, on_cpu: int) -> None:
+    """Gradients are summed where they are: what replicas add is one bucket, or all gradients where they are less."""
+    traits = MemoryTraits(gradients_when_made=True, bucket_bytes=bucket_bytes, bucket_bytes_on_cpu=on_cpu)
+    able = replace(GRAPH, memory_traits=traits)
     pins = {"microbatch": 1, "pp": 1, "tp": 1, "precision": "fp32", "recompute": "full", "shard": 0}
-
-    def memory(dp: int, microbatches: int) -> MemoryUse:
-        cluster = Cluster("a100-80gb", devices_per_node=dp)
-        return sw.plan(able, cluster, batch=dp * microbatches, **pins).predicted.memory[0]
-
-    alone, one, many = memory(1, 4), memory(2, 1), memory(2, 64)
-    held = alone.parameters_bytes + alone.gradients_bytes + alone.optimizer_bytes
-    assert alone.total_bytes < held + alone.gradients_bytes, "activations bind: the case tests nothing"
-    for use in (one, many):
-        assert use.total_bytes >= held + use.gradients_bytes
-        # Beside them at most what one unit holds whose gradients are not yet on their way.
-        assert use.total_bytes <= held + use.gradients_bytes + alone.activations_bytes + alone.buffers_bytes
+    for hardware, size in (("a100-80gb", bucket_bytes), ("cpu", on_cpu)):
+        alone, two = (
+            sw.plan(able, Cluster(hardware, devices_per_node=dp), batch=64 * dp, dp=dp, **pins).predicted.memory[0]
+            for dp in (1, 2)
+        )
+        assert two.buffers_bytes == alone.buffers_bytes + min(size, alone.gradients_bytes)
+        assert two.total_bytes == alone.total_bytes + min(size, alone.gradients_bytes)
 
 
 def test_what_fits_by_the_order_of_a_step_alone_is_planned() -> None:

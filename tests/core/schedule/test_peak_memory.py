@@ -75,11 +75,11 @@ def orders(draw: st.DrawFn) -> tuple[Action, ...]:
 @st.composite
 def stage_sizes(draw: st.DrawFn) -> StageMemory:
     freed, rest = draw(SIZES), draw(SIZES)
-    return StageMemory(freed + rest, draw(SIZES), draw(SIZES), draw(SIZES), freed_by_input_grad=freed)
+    return StageMemory(freed + rest, draw(SIZES), draw(SIZES), freed_by_input_grad=freed)
 
 
 def _named(order: tuple[Action, ...], until: int, sizes: dict[int, StageMemory], *, running: bool) -> Counter[str]:
-    """Bytes of every activation, gradient and copy by its name, found anew from all actions before one: while it runs,
+    """Bytes of every activation and gradient by its name, found anew from all actions before one: while it runs,
     or, where it is the last that ended, from then on."""
     ended = [part for action in order[:until] for part in action.flat]
     running_now = list(order[until].flat) if running else []
@@ -91,46 +91,33 @@ def _named(order: tuple[Action, ...], until: int, sizes: dict[int, StageMemory],
             is_partial = (part.stage, I, part.microbatch) in done
             found["activations"] += size.activations - (size.freed_by_input_grad if is_partial else 0)
     found["gradients"] = sum(sizes[stage].gradients for stage in {p.stage for p in ended if p.kind in (B, W)})
-    behind = {part.stage for action in order[until:] for part in action.flat if part.kind in (B, W)}
-    found["copies"] = sum(size.copies for stage, size in sizes.items() if stage not in behind)
     return found
 
 
-@given(orders(), st.lists(stage_sizes(), min_size=3, max_size=3), st.sampled_from((0, 1, 60, 1000)))
+@given(orders(), st.lists(stage_sizes(), min_size=3, max_size=3))
 @settings(max_examples=200, deadline=None)
-def test_every_moment_is_the_count_of_what_is_there(
-    order: tuple[Action, ...], drawn: list[StageMemory], bucket_bytes: int
-) -> None:
+def test_every_moment_is_the_count_of_what_is_there(order: tuple[Action, ...], drawn: list[StageMemory]) -> None:
     sizes = {part.stage: drawn[part.stage] for action in order for part in action.flat}
-    copied = sum(size.copies for size in sizes.values()) if bucket_bytes else 0
-    *memories, end = walk_memory(order, sizes, bucket_bytes)
+    memories = list(walk_memory(order, sizes))
     assert len(memories) == len(order)
     for number, memory in enumerate(memories):
         before, after = (_named(order, n, sizes, running=False) for n in (number, number + 1))
         now = _named(order, number, sizes, running=True)
-        travel = copied > bucket_bytes
         assert memory.activations == now["activations"]
         assert memory.remaining == after["activations"]
         assert memory.gradients == after["gradients"]
-        assert memory.copies == (after["copies"] if travel else 0)
         if order[number].kind is not B:
             working = max(size.working for size in sizes.values())
-            there = now["activations"] + before["gradients"] + (before["copies"] if travel else 0)
-            assert memory.most == there + working
-    assert end == (0, sum(size.gradients for size in sizes.values()) + copied, 0, memories[-1].gradients, copied)
+            assert memory.most == now["activations"] + before["gradients"] + working
     kept, early = ([getattr(size, name) for size in drawn] for name in ("activations", "freed_by_input_grad"))
     assert peak_live(order, kept, early) == max(_named(order, n, sizes, running=True)["activations"]
                                                 for n in range(len(order)))  # fmt: skip
 
 
 def test_a_backward_makes_its_gradients_as_it_gives_activations_up() -> None:
-    sizes = {0: StageMemory(10, 1, 30, 30, first_backward=32, last_backward=35, only_backward=62)}
+    sizes = {0: StageMemory(10, 1, 30, first_backward=32)}
     order = [Action.parse(text) for text in ("0F0", "0F1", "0B0", "0F2", "0B1", "0B2")]
-    assert [memory.most for memory in walk_memory(order, sizes)] == [11, 21, 10 + 32, 51, 51, 41, 30]
-    # Copies that one bucket holds are made at the end of the step, more of them as gradients become complete.
-    assert [memory.most for memory in walk_memory(order, sizes, 30)] == [11, 21, 10 + 32, 51, 51, 41, 60]
-    assert [memory.most for memory in walk_memory(order, sizes, 8)] == [11, 21, 10 + 32, 51, 51, 30 + 35, 60]
-    assert [memory.most for memory in walk_memory([order[0], order[2]], sizes, 8)] == [11, 62, 60]
+    assert [memory.most for memory in walk_memory(order, sizes)] == [11, 21, 10 + 32, 51, 51, 41]
 
 
 @st.composite

@@ -208,8 +208,8 @@ def schedules_that_do_not_train_are_refused() -> None:
 def gradients_are_summed_while_the_backward_runs() -> None:
     """Every bucket is on its way before the step waits for them; what no replica uses has no gradient."""
     sent: list[tuple[int, int]] = []
-    finish, size = overlap.Exchange.finish, overlap.BUCKET_BYTES
-    overlap.BUCKET_BYTES = 4096
+    finish, size = overlap.Exchange.finish, overlap.READY_BYTES
+    overlap.READY_BYTES = 4096
 
     def noted(exchange: overlap.Exchange) -> dict[str, torch.Tensor | None]:
         sent.append((len(exchange._buckets) - len(exchange._queue), len(exchange._buckets)))
@@ -228,7 +228,7 @@ def gradients_are_summed_while_the_backward_runs() -> None:
             same_gradients(model, plain)
             sw.shutdown()
     finally:
-        overlap.Exchange.finish, overlap.BUCKET_BYTES = finish, size
+        overlap.Exchange.finish, overlap.READY_BYTES = finish, size
     assert len(sent) == 4
     assert all(now == of > 5 for now, of in sent), sent
 

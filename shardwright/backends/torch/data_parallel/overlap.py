@@ -1,17 +1,18 @@
 """Gradients summed over the data axis while the pipeline still runs.
 
-Gradients add up in buckets, flat buffers that are cut into equal shards. A bucket leaves when the gradients in it are
-whole: after the last weight gradient of the stages that use its parameters, or after each where every rank is to keep
-no more than its shard. So gradients are exchanged while backward passes go on, and while other ranks of the pipeline
-still compute. Buckets leave in one fixed order, the same on all replicas, as in torch's DistributedDataParallel (Li et
-al., VLDB 2020, section 3.2.3); each rank sums its shard of every bucket, and where replicas are whole the shards are
-gathered again.
+Gradients add up in buckets: flat buffers, or the gradient of one large parameter as autograd made it. A bucket leaves
+when the gradients in it are whole: after the last weight gradient of the stages that use its parameters, or after each
+where every rank is to keep no more than its shard. So gradients are exchanged while backward passes go on, and while
+other ranks of the pipeline still compute. Buckets leave in one fixed order, the same on all replicas, as in torch's
+DistributedDataParallel (Li et al., VLDB 2020, section 3.2.3). Where replicas are whole a bucket is summed in place;
+where parameters are sharded, each rank sums its shard of it.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from shardwright.backends.capabilities import TORCH_MEMORY
@@ -22,10 +23,10 @@ from shardwright.backends.torch.state.flat_shards import FlatGroup, FlatShards
 from shardwright.backends.torch.state.gradient_hook import GradientHook, GradientSums, dense_strides
 from shardwright.core.errors import ShardwrightError
 
-BUCKET_BYTES = TORCH_MEMORY.bucket_bytes
-"""The size in bytes of a bucket, about: gradients are reduced in buckets."""
-UNDER_WAY = 1
-"""The number of buckets whose sums are under way while gradients of the next one are made."""
+SOLE_SHARE = 4
+"""A gradient of this part of a bucket, or more, is a bucket of its own, which is summed where it lies."""
+READY_BYTES = 25 * 2**20
+"""The bytes of gradients after which the small ones among them leave."""
 _HALF = (torch.bfloat16, torch.float16)
 """The dtypes whose gradients add up in float32."""
 
@@ -36,17 +37,14 @@ class Bucket:
     Args:
         group: the sharded parameters of the bucket: each rank keeps the sum of its shard. None: each gets the sum of
             all.
-        adds_up: whether gradients add up here over microbatches, in float32, and not where autograd leaves them.
     """
 
-    def __init__(
-        self, parameters: Mapping[str, nn.Parameter], groups: DataGroups, group: FlatGroup | None, adds_up: bool
-    ) -> None:
+    def __init__(self, parameters: Mapping[str, nn.Parameter], groups: DataGroups, group: FlatGroup | None) -> None:
         self.parameters, self.groups, self.group = dict(parameters), groups, group
         self.names = tuple(self.parameters)
         some = next(iter(self.parameters.values()))
         if group is None:
-            self.layout = FlatLayout.cut([p.numel() for p in self.parameters.values()], groups.ways)
+            self.layout = FlatLayout.cut([p.numel() for p in self.parameters.values()], ways=1)
             self._places = [
                 (p.shape, dense_strides(p), offset)
                 for p, offset in zip(self.parameters.values(), self.layout.offsets, strict=True)
@@ -55,19 +53,17 @@ class Bucket:
             self.layout, self._places = group.layout, group.places
         self.device = some.device
         self._dtype = torch.float32 if some.dtype in _HALF else some.dtype
-        entries = self.layout.entries
-        self.sums = GradientSums(self._places, entries, self._dtype, self.device) if adds_up else None
+        self._sums = GradientSums(self._places, self.layout.entries, self._dtype, self.device)
         self.present: set[int] = set()
         """The parameters that had a gradient on this rank in this step."""
         self._flat: torch.Tensor | None = None
         self._sum: torch.Tensor | None = None
         self._waits: Callable[[], torch.Tensor] | None = None
-        self._gathers: Callable[[], None] | None = None
 
     def hook(self, index: int, tell: Callable[[str], None], is_active: Callable[[], bool]) -> GradientHook:
         """The hook of one of the parameters."""
         keeps_data = self.group is None or not self.group.frees
-        return GradientHook(self.names[index], index, self.sums, tell, is_active, keeps_data)
+        return GradientHook(self.names[index], index, self._sums, tell, is_active, keeps_data)
 
     @property
     def is_sent(self) -> bool:
@@ -78,11 +74,11 @@ class Bucket:
         """Begin the sum. The op is a sum, never a mean: the scale is in the losses already."""
         self.receive()
         self._flat = self._collect()
-        self._waits = self.groups.sum_shards(self._flat)
+        self._waits = self.groups.begin(self._flat) if self.group is None else self.groups.sum_shards(self._flat)
 
     def _collect(self) -> torch.Tensor:
         """The gradients in one flat tensor, those that are not there as zeros; they are nowhere else any more."""
-        flat, filled = (None, set[int]()) if self.sums is None else self.sums.take()
+        flat, filled = self._sums.take()
         if flat is None:
             flat = torch.empty(self.layout.entries, dtype=self._dtype, device=self.device)
         for index, (parameter, place) in enumerate(zip(self.parameters.values(), self._places, strict=True)):
@@ -100,40 +96,29 @@ class Bucket:
         return flat
 
     def receive(self) -> None:
-        """Wait for the sum that is under way, if any, and begin to gather the shards where all ranks need all."""
+        """Wait for the sum that is under way, if any."""
         if self._waits is None:
             return
-        shard, self._waits = self._waits(), None
-        if self.group is not None:
-            self._sum = shard.clone() if self._sum is None else self._sum.add_(shard)
-            self._flat = None
-            return
-        assert self._flat is not None
-        first = self.groups.coordinate * self.layout.shard
-        own = self._flat[first : first + self.layout.shard]
-        if own.data_ptr() != shard.data_ptr():
-            own.copy_(shard)
-        self._gathers = self.groups.gather(self._flat, own)
+        found, self._waits = self._waits(), None
+        if self.group is None:
+            self._sum = found
+        else:
+            self._sum = found.clone() if self._sum is None else self._sum.add_(found)
+        self._flat = None
 
     def finish(self) -> list[torch.Tensor]:
         """Wait for everything; the gradients of the parameters, or this rank's pieces of them."""
         self.receive()
+        assert self._sum is not None
+        total, self._sum = self._sum, None
         if self.group is not None:
-            assert self._sum is not None
-            pieces, self._sum = self.group.cut(self._sum), None
-            return pieces
-        assert self._gathers is not None
-        assert self._flat is not None
-        self._gathers()
-        flat = self._flat
-        self.abandon()
-        return [flat.as_strided(*place) for place in self._places]
+            return self.group.cut(total)
+        return [total.as_strided(*place) for place in self._places]
 
     def abandon(self) -> None:
         """Forget what is under way."""
-        self._flat = self._sum = self._waits = self._gathers = None
-        if self.sums is not None:
-            self.sums.take()
+        self._flat = self._sum = self._waits = None
+        self._sums.take()
 
 
 class Exchange:
@@ -154,13 +139,12 @@ class Exchange:
     ) -> None:
         self._groups, self._watchdog = groups, watchdog
         self.each_microbatch = flat is not None and flat.level >= 2
-        self._computes_in = None if flat is None else flat.compute
         self.told: Callable[[str], None] = lambda name: None
         group_of = flat.group_of if flat is not None and flat.is_shared else {}
         sharded = dict.fromkeys(group_of[name] for name in order if name in group_of)
         whole = _grouped((name, parameter) for name, parameter in order.items() if name not in group_of)
-        self._buckets = [self._bucket(group.parameters, group) for group in sharded]
-        self._buckets += [self._bucket(dict(held), None) for held in whole]
+        self._buckets = [Bucket(group.parameters, self._groups, group) for group in sharded]
+        self._buckets += [Bucket(dict(held), self._groups, None) for held in whole]
         self._bucket_of = {name: bucket for bucket in self._buckets for name in bucket.names}
         self._handles = [
             parameter.register_post_accumulate_grad_hook(bucket.hook(index, self._tell, self._is_active))
@@ -169,18 +153,11 @@ class Exchange:
             if parameter.requires_grad
         ]
         self._under_way = False
-        self._sent: list[Bucket] = []
-        """The buckets whose sums are under way, the first one first."""
+        self._sent: Bucket | None = None
+        """The sharded bucket whose sum is under way."""
         self._queue: list[tuple[Bucket, set[str]]] = []
         self._expected: set[str] = set()
         self._came: set[str] = set()
-
-    def _bucket(self, parameters: Mapping[str, nn.Parameter], group: FlatGroup | None) -> Bucket:
-        # Where gradients leave after each microbatch, they add up in the sums.
-        half = self._computes_in in _HALF or next(iter(parameters.values())).dtype in _HALF
-        return Bucket(
-            parameters, self._groups, group, adds_up=half and not (self.each_microbatch and group is not None)
-        )
 
     def _is_active(self) -> bool:
         return self._under_way
@@ -191,7 +168,7 @@ class Exchange:
             bucket.abandon()
             bucket.present.clear()
         self._queue = [] if self.each_microbatch else [(bucket, set(bucket.names)) for bucket in self._buckets]
-        self._under_way, self._sent = True, []
+        self._under_way, self._sent = True, None
 
     def _tell(self, name: str) -> None:
         self.told(name)
@@ -214,12 +191,14 @@ class Exchange:
             self._send(self._queue.pop(0)[0])
 
     def _send(self, bucket: Bucket) -> None:
-        """Begin the sum of a bucket, after the end of the one before, so that little memory is under way."""
+        """Begin the sum of a bucket: what is whole is summed in place; what is sharded is received beside what is
+        sent, so that the one before ends first."""
         with self._watchdog.waiting(f"the start of a sum over {self._groups.said()}"):
-            while len(self._sent) >= UNDER_WAY:
-                self._sent.pop(0).receive()
+            if bucket.group is not None:
+                if self._sent is not None:
+                    self._sent.receive()
+                self._sent = bucket
             bucket.send()
-            self._sent.append(bucket)
 
     @contextmanager
     def closing(self, names: Iterable[str], hooked: bool) -> Iterator[None]:
@@ -254,11 +233,11 @@ class Exchange:
         )
         found: dict[str, torch.Tensor | None] = {}
         with self._watchdog.waiting(self._groups.said()):
+            anywhere = self._groups.begin(flags, dist.ReduceOp.MAX)
             for bucket in self._buckets:
                 found |= zip(bucket.names, bucket.finish(), strict=True)
-        if found:
-            anywhere = self._groups.any(flags, self._watchdog).tolist()
-            found = {name: g if there else None for (name, g), there in zip(found.items(), anywhere, strict=True)}
+            there = anywhere().tolist()
+        found = {name: g if some else None for (name, g), some in zip(found.items(), there, strict=True)}
         self._under_way = False
         return found
 
@@ -276,15 +255,22 @@ class Exchange:
 
 
 def _grouped(parameters: Iterable[tuple[str, nn.Parameter]]) -> Sequence[Sequence[tuple[str, nn.Parameter]]]:
-    """The buckets: parameters of one dtype, together at most BUCKET_BYTES unless one alone is larger."""
+    """The buckets, in the order in which they are complete: large parameters by themselves, small ones of one dtype
+    together, as many as a bucket holds, or as are ready while READY_BYTES of gradients are made."""
     found: list[list[tuple[str, nn.Parameter]]] = []
-    open_of: dict[torch.dtype, tuple[list[tuple[str, nn.Parameter]], int]] = {}
+    open_of: dict[torch.dtype, list[tuple[str, nn.Parameter]]] = {}
+    made = held = 0
     for name, parameter in parameters:
         size = parameter.numel() * parameter.element_size()
-        bucket, used = open_of.get(parameter.dtype, ([], 0))
-        if not bucket or used + size > BUCKET_BYTES:
-            bucket, used = [], 0
-            found.append(bucket)
-        bucket.append((name, parameter))
-        open_of[parameter.dtype] = (bucket, used + size)
-    return found
+        most = TORCH_MEMORY.bucket_bytes_on(parameter.device.type)
+        is_small = size * SOLE_SHARE < most
+        if made + size > READY_BYTES or (is_small and held + size > most):
+            found += open_of.values()
+            open_of, made, held = {}, 0, 0
+        made += size
+        if is_small:
+            held += size
+            open_of.setdefault(parameter.dtype, []).append((name, parameter))
+        else:
+            found.append([(name, parameter)])
+    return [*found, *open_of.values()]

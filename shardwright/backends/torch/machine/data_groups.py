@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,8 +11,8 @@ from torch.distributed import ProcessGroup, Work
 
 from shardwright.backends.torch.compat import all_gather_single, reduce_scatter_single
 from shardwright.backends.torch.machine.mesh import BoundMesh, process_group
-from shardwright.backends.torch.machine.watchdog import Watchdog
 
+_PIECE_BYTES, _MOST_PIECES = 2**21, 4
 _FIRST_TAG, _TAGS_OF_A_STEP, _STEPS = 25_000, 4096, 100_000
 
 
@@ -97,6 +98,21 @@ class DataGroups:
         work = all_gather_single(parts.view(-1), own, group=self.group, async_op=True)
         return partial(self._finish, [work])
 
+    def begin(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> Callable[[], torch.Tensor]:
+        """Begin to reduce a tensor over all replicas, in place; the result waits, and gives it."""
+        given = real_entries(tensor)
+        groups = [group for group in (self.group, self.replicas) if group is not None]
+        pieces = given.chunk(_pieces(given))
+        works = [dist.all_reduce(p, op=op, group=group, async_op=True) for group in groups[:1] for p in pieces]
+
+        def wait() -> torch.Tensor:
+            self._finish(works)
+            for group in groups[1:]:
+                dist.all_reduce(given, op=op, group=group)
+            return tensor
+
+        return wait
+
     def sum_shards(self, flat: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Begin the sum of a flat buffer over the group; the result waits, and gives this rank's shard of the sum over
         all replicas. The buffer is this function's from now on."""
@@ -156,13 +172,11 @@ class DataGroups:
         done = {id(work) for work in works}
         self.tags.under_way = [work for work in self.tags.under_way if id(work) not in done]
 
-    def any(self, flags: torch.Tensor, watchdog: Watchdog) -> torch.Tensor:
-        """The largest of every flag over all replicas."""
-        with watchdog.waiting(self.said()):
-            for group in (self.group, self.replicas):
-                if group is not None:
-                    dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
-        return flags
+
+def _pieces(tensor: torch.Tensor) -> int:
+    """The number of pieces that a tensor is summed in. Gloo has two threads, and one that receives a piece leaves the
+    sum of another to the other."""
+    return 1 if tensor.device.type != "cpu" else min(_MOST_PIECES, max(1, tensor.nbytes // _PIECE_BYTES))
 
 
 def real_entries(tensor: torch.Tensor) -> torch.Tensor:

@@ -141,7 +141,7 @@ def _add_to(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
     hook = hook_of(parameter)
     gradient = gradient.to(parameter.dtype)
     if hook is not None:
-        hook.add(parameter, gradient)
+        hook.add(gradient)
     elif parameter.grad is None:
         parameter.grad = gradient
     else:
@@ -151,7 +151,7 @@ def _add_to(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
 def _add_product(parameter: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
     """Add a matrix product to a gradient, in one pass where the dtypes allow it."""
     hook = hook_of(parameter)
-    so_far = parameter.grad if hook is None or hook.sums is None else hook.sums.sum_of(hook.index)
+    so_far = parameter.grad if hook is None else hook.sums.sum_of(hook.index)
     if so_far is None or so_far.dtype is not left.dtype or not so_far.is_contiguous():
         _add_to(parameter, left @ right)
     else:

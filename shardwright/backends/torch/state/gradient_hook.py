@@ -1,18 +1,20 @@
-"""The hooks by which a step hears of every gradient, and the buffers in which 16-bit gradients add up."""
+"""The hooks by which a step hears of every gradient, and the buffers in which gradients add up."""
 
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
 
-from shardwright.backends.torch.compat import accumulation_hooks
+from shardwright.backends.torch.compat import accumulation_hooks, has_memory_of_its_own
 
 Place = tuple[torch.Size, tuple[int, ...], int]
 """The (shape, strides, first entry) of a tensor in a flat buffer."""
 
 
 class GradientSums:
-    """Gradients of some parameters that add up over microbatches in a flat tensor of another dtype.
+    """Gradients of some parameters that add up over microbatches in a flat tensor.
+
+    The first gradient of a parameter that has the whole buffer to itself becomes the buffer, without a copy.
 
     Args:
         places: the places of the gradients in the buffer.
@@ -29,6 +31,10 @@ class GradientSums:
     def add(self, index: int, gradient: torch.Tensor) -> None:
         """Add a gradient to its sum."""
         if self._flat is None:
+            if self._can_become_the_buffer(gradient):
+                self._flat, self._views = gradient.detach().as_strided((self._entries,), (1,)), [gradient.detach()]
+                self._filled.add(index)
+                return
             self._flat = torch.empty(self._entries, dtype=self._dtype, device=self._device)
             self._views = [self._flat.as_strided(*place) for place in self._places]
         if index in self._filled:
@@ -39,6 +45,17 @@ class GradientSums:
                 self._views[index].zero_().add_(gradient)
             else:
                 self._views[index].copy_(gradient)
+
+    def _can_become_the_buffer(self, gradient: torch.Tensor) -> bool:
+        return (
+            len(self._places) == 1
+            and gradient.numel() == self._entries
+            and gradient.layout is torch.strided
+            and not (gradient.is_conj() or gradient.is_neg())
+            and gradient.dtype is self._dtype
+            and gradient.stride() == self._places[0][1]
+            and has_memory_of_its_own(gradient)
+        )
 
     def sum_of(self, index: int) -> torch.Tensor | None:
         """The sum of a gradient so far, None before anything was added."""
@@ -53,7 +70,7 @@ class GradientSums:
 
 
 class GradientHook:
-    """A hook on a parameter that tells of each gradient in a step, and adds it to a sum where there is one.
+    """A hook on a parameter that tells of each gradient in a step, and adds it to its sum.
 
     Attributes:
         is_active: says whether a step runs: outside of steps gradients stay where autograd leaves them.
@@ -64,7 +81,7 @@ class GradientHook:
     is_of_the_runtime = True
 
     def __init__(
-        self, name: str, index: int, sums: GradientSums | None, tell: Callable[[str], None],
+        self, name: str, index: int, sums: GradientSums, tell: Callable[[str], None],
         is_active: Callable[[], bool], keeps_data: bool,
     ) -> None:  # fmt: skip
         self.name, self.index, self.sums, self.tell = name, index, sums, tell
@@ -74,19 +91,13 @@ class GradientHook:
         gradient = parameter.grad
         if gradient is None or not self.is_active():  # None where the weight gradient is put off
             return
-        if self.sums is not None:
-            parameter.grad = None
-            self.sums.add(self.index, gradient)
+        parameter.grad = None
+        self.sums.add(self.index, gradient)
         self.tell(self.name)
 
-    def add(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+    def add(self, gradient: torch.Tensor) -> None:
         """Add a gradient that autograd did not make."""
-        if self.sums is not None:
-            self.sums.add(self.index, gradient)
-        elif parameter.grad is None:
-            parameter.grad = gradient.to(parameter.dtype)
-        else:
-            parameter.grad += gradient.to(parameter.dtype)
+        self.sums.add(self.index, gradient)
 
 
 def hook_of(parameter: torch.Tensor) -> GradientHook | None:

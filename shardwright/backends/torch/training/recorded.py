@@ -139,6 +139,10 @@ class PreparedRecordedStep:
             total, weights = total_weight(
                 pipeline.divisions, values, stage_rank, split_model.bound, self.transport, shares
             )
+            watchdog.doing("the results of the step")  # while sums of gradients are under way
+            returned = share(
+                pipeline.divisions, values, stage_rank, split_model.bound, self.transport, shares, weights, self.losses
+            )
             if training:
                 gradients.finish(total, split_model.loss_scale.scale)
         except BaseException:
@@ -147,10 +151,6 @@ class PreparedRecordedStep:
                 gradients.abandon()
             raise
         split_model.steps_run += int(training)
-        watchdog.doing("the results of the step")
-        returned = share(
-            pipeline.divisions, values, stage_rank, split_model.bound, self.transport, shares, weights, self.losses
-        )
         if training:
             for text, loss in values.losses:
                 split_model.sentinel.loss(text, loss)
