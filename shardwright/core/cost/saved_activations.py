@@ -107,8 +107,8 @@ class Kept:
         return dropping and any(t in self._needs_gradient for t in op.inputs)
 
     def unfused_elements(self, op: Op, batch: int) -> int:
-        """Entries that an attention with dropout keeps where it is no kernel of its own: copies of query, key and
-        value, the softmax, the mask, and the product of the two."""
+        """Entries that an attention with dropout keeps where it is no kernel of its own, in fp32 at least: copies of
+        query, key and value, the softmax, the mask, and the product of the two."""
         operands = sum(self.graph.tensors[t].elements(batch) for t in op.inputs[:3])
         return operands + 3 * self._scores_of(op, batch)
 

@@ -356,8 +356,8 @@ class _UnitCount:
             self.statistics += sum((8 + 1) * counter.graph.tensors[t].elements(batch) for t in op.inputs[1:])
         drops = saved.drops_scores(op)
         if drops:
-            copies = saved.unfused_elements(op, batch) - entries
-            self.unfused += copies * width // share - of_op
+            copies = saved.unfused_elements(op, batch) * max(width, PRECISION_BYTES["fp32"]) - entries * width
+            self.unfused += copies // share - of_op
         if roots := saved.by(op):
             self.kept_by[index] = roots
             found = self.attended if drops else self.kept
