@@ -246,6 +246,27 @@ class DistributedModel(nn.Module):
         self.session.agreement.meet(call)
         return self.runtime.gradients.clip_norm(float(max_norm), float(norm_type), error_if_nonfinite)
 
+    def register_comm_hook(self, state: Any, hook: Callable[[Any, Any], Any]) -> None:
+        """Let a hook exchange the gradients of replicas, as `DistributedDataParallel.register_comm_hook`: the hooks of
+        ``torch.distributed.algorithms.ddp_comm_hooks`` serve as they are. Every rank calls this, before the first step.
+
+        Args:
+            state: the first argument of the hook; for torch's own the process group of the replicas
+                (`get_rdp_process_group`), or None where all ranks are replicas.
+            hook: is called with ``state`` and a bucket that has the methods of `torch.distributed.GradBucket`, and
+                returns a future of the mean of the bucket over the replicas, in a tensor like ``bucket.buffer()``.
+
+        Raises:
+            ShardwrightError: no replicas, sharded parameters, a second hook, or a step was run already.
+        """
+        name = getattr(hook, "__qualname__", type(hook).__name__)
+        failure: Exception | None = None
+        try:
+            self.runtime.gradients.hook(state, hook)
+        except ShardwrightError as error:
+            failure = error
+        self.session.agreement.meet(f"model.register_comm_hook(…, {name})", failure=failure)
+
     # Saving ------------------------------------------------------------------------------------------------------
 
     def state_dict(self, *args: Any, rank0_only: bool = False, **kwargs: Any) -> Any:

@@ -1,12 +1,14 @@
 """Gradients over the data axis and over the holders of tied parameters, and the norm of all of them."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from shardwright.backends.torch.data_parallel.comm_hook import CommHook
 from shardwright.backends.torch.data_parallel.overlap import Exchange
 from shardwright.backends.torch.machine.data_groups import DataGroups
 from shardwright.backends.torch.machine.mesh import BoundMesh
@@ -36,6 +38,8 @@ class Gradients:
         self._exchanged: tuple[tuple[str, ...], FlatShards | None] = (), None
         """The parameters and the sharded ones that the exchange was made for."""
         self._under_way = False
+        self.comm_hook: CommHook | None = None
+        """The user's hook in the place of the sums over replicas."""
         self.last_norm: torch.Tensor | None = None
         """The norm of the gradients of the last step, where it was asked for."""
 
@@ -61,6 +65,29 @@ class Gradients:
         self._under_way = True
         return exchange
 
+    def hook(self, state: Any, hook: Callable[[Any, Any], Any]) -> None:
+        """Let a hook of the user's sum gradients over the replicas.
+
+        Raises ShardwrightError: there is one, there are no replicas, gradients were summed already, or it would take
+        all ranks for replicas.
+        """
+        if not callable(hook):
+            raise ShardwrightError(f"register_comm_hook(state, {hook!r}): expected a function of (state, bucket)")
+        replicas = self.bound.size("dp")
+        if self.comm_hook is not None:
+            raise ShardwrightError(f"the communication hook {self.comm_hook.named()} is there: register one, once")
+        if replicas == 1:
+            raise ShardwrightError("register_comm_hook: there is one replica, whose gradients are not communicated")
+        if self._exchange is not None:
+            raise ShardwrightError("register_comm_hook after a step: register it before the first one")
+        group = getattr(state, "process_group", state)
+        if group is None and self.bound.mesh.size > replicas:
+            raise ShardwrightError(
+                "register_comm_hook without a process group, where torch's hooks take all ranks for replicas: give "
+                "sw.get_rdp_process_group() as the state, or as the state's process_group"
+            )
+        self.comm_hook = CommHook(state, hook, replicas)
+
     @property
     def _exchanges(self) -> bool:
         """Whether gradients go through an exchange: there are replicas, or steps compute in another dtype."""
@@ -78,7 +105,7 @@ class Gradients:
             chosen = {name: trainable[name] for name in names if name in trainable}
             if self.data is None:
                 self.data = DataGroups.bind(self.bound, self.bound.size("dp"))
-            self._exchange = Exchange(chosen, self.data, self.watchdog, self.parts.flat)
+            self._exchange = Exchange(chosen, self.data, self.watchdog, self.parts.flat, self.comm_hook)
             self._exchanged = made_for
         return self._exchange
 

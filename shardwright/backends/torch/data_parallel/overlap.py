@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwright.backends.capabilities import TORCH_MEMORY
+from shardwright.backends.torch.data_parallel.comm_hook import CommHook, GradientBucket
 from shardwright.backends.torch.machine.data_groups import DataGroups
 from shardwright.backends.torch.machine.watchdog import Watchdog
 from shardwright.backends.torch.state.flat_layout import FlatLayout
@@ -59,6 +60,9 @@ class Bucket:
         self._flat: torch.Tensor | None = None
         self._sum: torch.Tensor | None = None
         self._waits: Callable[[], torch.Tensor] | None = None
+        self.comm_hook: CommHook | None = None
+        """What sums a whole bucket over the replicas in the place of an all-reduce."""
+        self.number, self.is_last = 0, False
 
     def hook(self, index: int, tell: Callable[[str], None], is_active: Callable[[], bool]) -> GradientHook:
         """The hook of one of the parameters."""
@@ -74,7 +78,14 @@ class Bucket:
         """Begin the sum. The op is a sum, never a mean: the scale is in the losses already."""
         self.receive()
         self._flat = self._collect()
-        self._waits = self.groups.begin(self._flat) if self.group is None else self.groups.sum_shards(self._flat)
+        if self.group is not None:
+            self._waits = self.groups.sum_shards(self._flat)
+        elif self.comm_hook is None:
+            self._waits = self.groups.begin(self._flat)
+        else:
+            parameters = list(self.parameters.values())
+            bucket = GradientBucket(self.number, self.is_last, self._flat, parameters, self._places)
+            self._waits = self.comm_hook.begin(bucket)
 
     def _collect(self) -> torch.Tensor:
         """The gradients in one flat tensor, those that are not there as zeros; they are nowhere else any more."""
@@ -128,6 +139,10 @@ class Exchange:
         order: the parameters that need a gradient, in the order in which these should become whole: the same on all
             replicas.
         flat: the sharded parameters; None where replicas are whole.
+        comm_hook: what sums whole buckets in the place of an all-reduce.
+
+    Raises:
+        ShardwrightError: there is a ``comm_hook``, and parameters are sharded.
 
     Attributes:
         each_microbatch: whether gradients leave after each microbatch, so that none stays whole (ZeRO-2 and 3).
@@ -135,8 +150,9 @@ class Exchange:
     """
 
     def __init__(
-        self, order: Mapping[str, nn.Parameter], groups: DataGroups, watchdog: Watchdog, flat: FlatShards | None = None
-    ) -> None:
+        self, order: Mapping[str, nn.Parameter], groups: DataGroups, watchdog: Watchdog,
+        flat: FlatShards | None = None, comm_hook: CommHook | None = None,
+    ) -> None:  # fmt: skip
         self._groups, self._watchdog = groups, watchdog
         self.each_microbatch = flat is not None and flat.level >= 2
         self.told: Callable[[str], None] = lambda name: None
@@ -145,6 +161,13 @@ class Exchange:
         whole = _grouped((name, parameter) for name, parameter in order.items() if name not in group_of)
         self._buckets = [Bucket(group.parameters, self._groups, group) for group in sharded]
         self._buckets += [Bucket(dict(held), self._groups, None) for held in whole]
+        if comm_hook is not None and sharded:
+            raise ShardwrightError(
+                f"the communication hook {comm_hook.named()} was registered, and the plan shards parameters, whose "
+                f"gradients no rank has whole: register none, or plan with shard=0"
+            )
+        for number, bucket in enumerate(self._buckets):
+            bucket.comm_hook, bucket.number, bucket.is_last = comm_hook, number, number == len(self._buckets) - 1
         self._bucket_of = {name: bucket for bucket in self._buckets for name in bucket.names}
         self._handles = [
             parameter.register_post_accumulate_grad_hook(bucket.hook(index, self._tell, self._is_active))
