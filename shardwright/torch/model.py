@@ -44,13 +44,19 @@ class DistributedModel(nn.Module):
         weights: data for a model on the meta device: a ``.safetensors`` file, a file of ``torch.save(state_dict)``, a
             state dict, or a function called with every module that owns parameters, as by ``nn.Module.apply``. Each
             rank makes only the tensors that it holds.
+        backward_passes_per_step: the number of training steps after which gradients are summed over the replicas;
+            those of the others add up on every replica by itself, as under `no_sync`.
 
     Raises:
+        ShardwrightError: ``backward_passes_per_step`` is not a whole number of 1 or more.
         PlanError: the plan is for another model; names the parameters that differ.
     """
 
-    def __init__(self, module: nn.Module, weights: Weights | None = None) -> None:
+    def __init__(self, module: nn.Module, weights: Weights | None = None, *, backward_passes_per_step: int = 1) -> None:
         super().__init__()
+        passes = backward_passes_per_step
+        if type(passes) is not int or passes < 1:
+            raise ShardwrightError(f"backward_passes_per_step={passes!r}: expected a whole number of 1 or more")
         session = sessions.current()
         if session.runtime is not None:
             raise ShardwrightError("this version runs one DistributedModel per process: put both into one module")
@@ -66,6 +72,7 @@ class DistributedModel(nn.Module):
             compiler=Compiler(compiler) if compiler else None,
             mode=ConfiguredMode(config, bound), compute=session.compute,
         )  # fmt: skip
+        self.runtime.gradients.passes_per_step = passes
         share_overflows()
         self.module = module  # last: what is set from here on is the module's own
         self.runtime.split_model.listeners.append(self._watch_clipping)
@@ -237,6 +244,19 @@ class DistributedModel(nn.Module):
                 parameter.grad = None
             elif parameter.grad is not None:
                 parameter.grad = parameter.grad.detach().zero_()
+        self.runtime.gradients.forget_held(self.local_parameters())
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """A context in which gradients of steps add up on every replica by itself; the next step outside of it sums
+        all of them over the replicas. Every rank enters it. As `DistributedDataParallel.no_sync`, but that until then
+        the gradients are not in ``.grad``, and take the memory of one more copy."""
+        gradients = self.runtime.gradients
+        before, gradients.is_held = gradients.is_held, True
+        try:
+            yield
+        finally:
+            gradients.is_held = before
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False

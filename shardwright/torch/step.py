@@ -155,7 +155,8 @@ class _Step:
         """The claims of this call that must be the same on all ranks."""
         in_full = session.compares_in_full
         fix = "Every rank runs the same script."
-        function = Claim.of("the code of the step", f"{self._name} ({self._code})", fix)
+        held = ", whose gradients are not summed" if runtime.gradients.holds_back else ""
+        function = Claim.of("the code of the step", f"{self._name} ({self._code}){held}", fix)
         form = Claim.of(
             "the form of the arguments", given.form, "Pass the same arguments on every rank of a replica.", "replica"
         )

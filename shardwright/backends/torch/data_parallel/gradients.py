@@ -1,12 +1,14 @@
 """Gradients over the data axis and over the holders of tied parameters, and the norm of all of them."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from shardwright.backends.torch.data_parallel.comm_hook import CommHook
 from shardwright.backends.torch.data_parallel.overlap import Exchange
@@ -27,11 +29,19 @@ class Gradients:
     Attributes:
         parts: the parts of parameters that this rank holds.
         data: the ranks of the data axis; those that share the shards of parameters, where these are sharded over it.
+        passes_per_step: the number of training steps after which gradients are summed over replicas; those before add
+            up on every replica by themselves.
+        is_held: whether gradients are not to be summed, whatever the number of the step.
     """
 
     def __init__(self, ownership: Ownership, bound: BoundMesh, watchdog: Watchdog, parts: Parts) -> None:
         self.ownership, self.bound, self.watchdog, self.parts = ownership, bound, watchdog, parts
         self.data: DataGroups | None = None
+        self.passes_per_step, self.is_held = 1, False
+        self._passes = 0
+        self._held: dict[str, torch.Tensor] = {}
+        """The whole gradients of this replica of the steps that were not summed, divided as they are to be."""
+        self._looks: RemovableHandle | None = None
         self._before: dict[str, torch.Tensor] = {}
         self._order: tuple[str, ...] = ()
         self._exchange: Exchange | None = None
@@ -61,9 +71,36 @@ class Gradients:
         exchange = self._exchange_of(self._trainable())
         if self.data is not None:
             self.data.tags.begin()
-        exchange.begin()
+        exchange.begin(holds_back=self.holds_back or bool(self._held))
         self._under_way = True
         return exchange
+
+    @property
+    def holds_back(self) -> bool:
+        """Whether the gradients of the next training step stay on their replicas."""
+        return self._exchanges and (self.is_held or (self._passes + 1) % self.passes_per_step > 0)
+
+    def forget_held(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Let go of what was held back for these parameters."""
+        for name in [self.ownership.name_of(parameter) for parameter in parameters] if self._held else ():
+            self._held.pop(name or "", None)
+
+    def close(self) -> None:
+        """Look at no optimizer any more."""
+        if self._looks is not None:
+            self._looks.remove()
+
+    def _require_summed(self, call: str, names: Iterable[str | None]) -> None:
+        """Raise ShardwrightError where gradients of these parameters were held back and not summed since."""
+        if any(name in self._held for name in names):
+            raise ShardwrightError(
+                f"{call} after a step whose gradients were not summed over the replicas, under no_sync or "
+                f"backward_passes_per_step={self.passes_per_step}: run a step that sums them before, or call zero_grad"
+            )
+
+    def _look_at_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self._require_summed(f"{type(optimizer).__name__}.step()", map(self.ownership.name_of, parameters))
 
     def hook(self, state: Any, hook: Callable[[Any, Any], Any]) -> None:
         """Let a hook of the user's sum gradients over the replicas.
@@ -111,20 +148,28 @@ class Gradients:
 
     def finish(self, total_weight: float | None, factor: float = 1.0) -> None:
         """Sum over dp, over the tensor axis and over the holders of tied parameters, divide by the total weight if any
-        and by the ``factor`` of losses, and add the gradients that were set aside. Every rank calls this together."""
+        and by the ``factor`` of losses, and add the gradients that were set aside; or keep them on this replica, where
+        they are held back. Every rank calls this together."""
         local = self.ownership.local_parameters()
+        divisor = factor if total_weight is None else total_weight * factor
         if self._exchanges:
             exchange = self._exchange_of(self._trainable())
             if not self._under_way:  # by messages: gradients are where autograd left them
-                exchange.begin()
+                exchange.begin(holds_back=True)
             self._under_way = False
+            held_back = self.holds_back
+            self._passes += 1
+            if held_back:
+                self._hold(exchange.take(), divisor)
+                return
+            exchange.add({name: held.mul_(divisor) for name, held in self._held.items()})
+            self._held = {}
             for name, gradient in exchange.finish().items():
                 parameter = local[name]
                 parameter.grad = None if gradient is None or not parameter.numel() else gradient.to(parameter.dtype)
         if self.parts.tensor is not None:
             self.parts.tensor.sum_gradients(self._trainable())
         self._sum_ties()
-        divisor = factor if total_weight is None else total_weight * factor
         if divisor == 1.0 and not self._before:
             return
         for name, parameter in local.items():
@@ -133,6 +178,17 @@ class Gradients:
             before = self._before.get(name)
             if before is not None:
                 parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
+        self._before = {}
+
+    def _hold(self, gradients: dict[str, torch.Tensor], divisor: float) -> None:
+        """Add the gradients of this replica to those held back, and put back those that were set aside."""
+        if self._looks is None:
+            self._looks = register_optimizer_step_pre_hook(self._look_at_optimizer)
+        for name, gradient in gradients.items():
+            gradient.div_(divisor)
+            self._held[name] = self._held[name].add_(gradient) if name in self._held else gradient
+        for name, parameter in self.ownership.local_parameters().items():
+            parameter.grad = self._before.get(name)
         self._before = {}
 
     def abandon(self) -> None:
@@ -187,6 +243,7 @@ class Gradients:
 
         Raises ShardwrightError for a norm that is not finite, if asked to.
         """
+        self._require_summed("clip_grad_norm_", self._held)
         norm = self.norm(norm_type)
         if error_if_nonfinite and not bool(torch.isfinite(norm)):
             raise ShardwrightError(f"the norm of the gradients is {float(norm)}: expected a finite number")

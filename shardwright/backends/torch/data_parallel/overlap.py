@@ -106,6 +106,17 @@ class Bucket:
         self.present |= filled
         return flat
 
+    def add(self, index: int, gradient: torch.Tensor) -> None:
+        """Add a whole gradient of one of the parameters."""
+        self._sums.add(index, gradient)
+
+    def take(self) -> dict[str, torch.Tensor]:
+        """The whole gradients of this replica alone, of those parameters that have any."""
+        flat, self.present = self._collect(), self.present
+        found = {self.names[index]: flat.as_strided(*self._places[index]) for index in sorted(self.present)}
+        self.abandon()
+        return found
+
     def receive(self) -> None:
         """Wait for the sum that is under way, if any."""
         if self._waits is None:
@@ -175,7 +186,7 @@ class Exchange:
             for index, parameter in enumerate(bucket.parameters.values())
             if parameter.requires_grad
         ]
-        self._under_way = False
+        self._under_way = self._holds_back = False
         self._sent: Bucket | None = None
         """The sharded bucket whose sum is under way."""
         self._queue: list[tuple[Bucket, set[str]]] = []
@@ -185,13 +196,14 @@ class Exchange:
     def _is_active(self) -> bool:
         return self._under_way
 
-    def begin(self) -> None:
-        """Begin a step: gradients are collected from now on."""
+    def begin(self, *, holds_back: bool = False) -> None:
+        """Begin a step: gradients are collected from now on. ``holds_back``: none leaves before the end."""
         for bucket in self._buckets:
             bucket.abandon()
             bucket.present.clear()
-        self._queue = [] if self.each_microbatch else [(bucket, set(bucket.names)) for bucket in self._buckets]
-        self._under_way, self._sent = True, None
+        at_once = self.each_microbatch or holds_back
+        self._queue = [] if at_once else [(bucket, set(bucket.names)) for bucket in self._buckets]
+        self._under_way, self._holds_back, self._sent = True, holds_back, None
 
     def _tell(self, name: str) -> None:
         self.told(name)
@@ -228,7 +240,7 @@ class Exchange:
         """A context in which an action runs after which the gradients of these parameters are to leave. ``hooked``: the
         action is a whole backward, in which the accumulation of each parameter's gradient tells that it is whole."""
         closed = [name for name in names if name in self._bucket_of]
-        if self.each_microbatch:
+        if self.each_microbatch and not self._holds_back:
             wanted = {id(self._bucket_of[name]) for name in closed}
             self._queue = [
                 (b, set(b.names) & set(closed)) for b in self._buckets if id(b) in wanted and b.group is not None
@@ -245,10 +257,9 @@ class Exchange:
         """Wait for all sums; gradients that were never reported ready are sent now. Returns the gradients, or this
         rank's pieces of them; None for a parameter that has a gradient on no replica."""
         self._watchdog.doing("reducing gradients over dp")
-        if self.each_microbatch:
-            self._queue = [(bucket, set()) for bucket in self._buckets if not bucket.is_sent]
-        for bucket, _ in self._queue:
-            self._send(bucket)
+        for bucket in self._buckets:
+            if not bucket.is_sent:
+                self._send(bucket)
         self._queue = []
         flags = torch.tensor(
             [float(i in b.present) for b in self._buckets for i in range(len(b.names))],
@@ -263,6 +274,17 @@ class Exchange:
         found = {name: g if some else None for (name, g), some in zip(found.items(), there, strict=True)}
         self._under_way = False
         return found
+
+    def add(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Add whole gradients of this replica, in a step that holds all of them back."""
+        for name, gradient in gradients.items():
+            bucket = self._bucket_of[name]
+            bucket.add(bucket.names.index(name), gradient)
+
+    def take(self) -> dict[str, torch.Tensor]:
+        """End a step without any sum: the whole gradients of this replica alone."""
+        self._under_way = False
+        return {name: gradient for bucket in self._buckets for name, gradient in bucket.take().items()}
 
     def abandon(self) -> None:
         """Forget the step, which has failed."""

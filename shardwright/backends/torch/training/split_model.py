@@ -255,5 +255,6 @@ class SplitModel:
         """Undo the changes to the model that were made for its training."""
         if self._undo_norms is not None:
             self._undo_norms()
+        self.gradients.close()
         for handle in self._handles:
             handle.remove()

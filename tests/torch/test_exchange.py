@@ -1,4 +1,4 @@
-"""Communication hooks in the place of the sums over replicas: torch's own beside DDP, and hooks that are refused."""
+"""The sums over replicas: communication hooks in their place, and steps that put them off."""
 
 import re
 from pathlib import Path
@@ -7,13 +7,13 @@ import pytest
 
 from tests.torch.launch import WORKERS, Outcome, torchrun
 
-CHECKS = re.search(r"CHECKS.*?= \((.*?)\n\)", Path(WORKERS / "comm_hooks.py").read_text(), re.DOTALL)
+CHECKS = re.search(r"CHECKS.*?= \((.*?)\n\)", Path(WORKERS / "exchange.py").read_text(), re.DOTALL)
 NAMES = re.findall(r"(\w+),", CHECKS[1]) if CHECKS else []
 
 
 @pytest.fixture(scope="module")
 def outcome() -> Outcome:
-    return torchrun("comm_hooks.py", 2, timeout_s=200)
+    return torchrun("exchange.py", 2, timeout_s=200)
 
 
 @pytest.mark.parametrize("check", NAMES)

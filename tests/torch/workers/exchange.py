@@ -1,5 +1,9 @@
-"""Checks of communication hooks, on two ranks in one launch. Prints `ok NAME` for each; a failure ends the launch."""
+"""Checks of hooks in the place of sums over replicas, and of sums that are put off, on two ranks in one launch.
 
+Prints `ok NAME` for each; a failure ends the launch.
+"""
+
+import contextlib
 import copy
 import sys
 from collections.abc import Callable
@@ -15,7 +19,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 
 import shardwright.torch as sw
-from shardwright.core.errors import ShardwrightError
+from shardwright.core.errors import DisagreementError, ShardwrightError
 from tests.comparison import Comparison
 
 Hook = Callable[[Any, Any], Any]
@@ -32,10 +36,10 @@ def own_batch(step: int) -> dict[str, torch.Tensor]:
     return {key: t.chunk(2)[dist.get_rank()].clone() for key, t in batch("gpt2", step).items()}
 
 
-def start(**given: Any) -> tuple[Any, torch.nn.Module]:
+def start(passes: int = 1, **given: Any) -> tuple[Any, torch.nn.Module]:
     sw.init({"microbatches": 1, "ddp": True, "wait_timeout_s": 60.0} | given)
     plain = build("gpt2")
-    return sw.DistributedModel(copy.deepcopy(plain)), plain
+    return sw.DistributedModel(copy.deepcopy(plain), backward_passes_per_step=passes), plain
 
 
 def torchs_own_hooks_do_what_they_do_in_ddp() -> None:
@@ -132,11 +136,68 @@ def hooks_that_cannot_be_are_refused() -> None:
     sw.shutdown()
 
 
+def several_steps_are_summed_at_once() -> None:
+    """By backward_passes_per_step and by no_sync, whatever is sharded: as torch alone over the same batches."""
+    for given in ({}, {"shard": 2, "microbatches": 2}, {"shard": 3}, {"shard": 1, "bf16": True}, {"bf16": True}):
+        for passes in (1, 3):
+            model, plain = start(passes=passes, **given)
+            optimizer = sw.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+            peer = torch.optim.SGD(plain.parameters(), lr=0.1)
+            near = {"relative": 5e-2, "absolute": 5e-3} if "bf16" in given else {"relative": 1e-4, "absolute": 1e-5}
+            for update in range(2):
+                optimizer.zero_grad()
+                peer.zero_grad()
+                for number in range(3):
+                    step = 3 * update + number
+                    with contextlib.nullcontext() if passes > 1 or number == 2 else model.no_sync():
+                        train_step(model, own_batch(step))
+                    if number < 2:
+                        assert all(p.grad is None for p in model.local_parameters())
+                        with pytest.raises(ShardwrightError, match="run a step that sums them before"):
+                            optimizer.step()
+                        with pytest.raises(ShardwrightError, match="clip_grad_norm_ after a step whose gradients"):
+                            model.clip_grad_norm_(1.0)
+                    for half in range(2):
+                        part = {key: t.chunk(2)[half] for key, t in batch("gpt2", step).items()}
+                        (plain(**part).loss / 2).backward()
+                optimizer.step()
+                peer.step()
+            same = Comparison(f"{given}, {passes}")
+            same.values(model.state_dict(), plain.state_dict(), **near, what="weights").require()
+            sw.shutdown()
+
+
+def what_is_held_back_goes_with_zero_grad_and_ranks_agree_on_it() -> None:
+    model, plain = start()
+    optimizer = sw.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    for reset in (model.zero_grad, optimizer.zero_grad):
+        with model.no_sync():
+            train_step(model, own_batch(0))
+        reset()
+        optimizer.step()
+    train_step(model, own_batch(1))
+    for half in range(2):
+        (plain(**{key: t.chunk(2)[half] for key, t in batch("gpt2", 1).items()}).loss / 2).backward()
+    same = Comparison("after zero_grad")
+    same.gradients({n: p.grad for n, p in model.local_named_parameters()},
+                   {n: p.grad for n, p in plain.named_parameters()}).require()  # fmt: skip
+    of_rank = contextlib.nullcontext() if dist.get_rank() else model.no_sync()
+    with of_rank, pytest.raises(DisagreementError, match="whose gradients are not summed on rank 0"):
+        train_step(model, own_batch(2))
+    sw.shutdown()
+    for bad in (0, 1.5, True):
+        with pytest.raises(ShardwrightError, match="expected a whole number of 1 or more"):
+            start(passes=bad)
+        sw.shutdown()
+
+
 CHECKS: tuple[Callable[[], None], ...] = (
     torchs_own_hooks_do_what_they_do_in_ddp,
     a_hook_is_asked_for_every_bucket_once,
     what_a_hook_gives_is_looked_at,
     hooks_that_cannot_be_are_refused,
+    several_steps_are_summed_at_once,
+    what_is_held_back_goes_with_zero_grad_and_ranks_agree_on_it,
 )
 
 
