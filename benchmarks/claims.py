@@ -127,6 +127,17 @@ def tensor_parallel_zoo(results: Sequence[Mapping[str, Any]], asked: Sequence[st
     return claims
 
 
+def sharded_zoo(results: Sequence[Mapping[str, Any]], asked: Sequence[str], is_whole: bool) -> Claims:
+    """Every class equal to the plain model, of all 60 or more."""
+    claims = Claims()
+    off = sorted(set(asked) - {result["class"] for result in results if result["equal"]})
+    claims.holds("classes were asked for", bool(asked))
+    claims.at_least(f"classes that are the plain model {', '.join(off)}".strip(), len(asked) - len(off), len(asked))
+    if is_whole:
+        claims.at_least("classes", len(results), 60)
+    return claims
+
+
 def zoo(found: Mapping[int, Mapping[str, bool]], is_whole: bool) -> Claims:
     """By ranks and class, whether it trains as the plain model: of all classes all but one, of a few all."""
     claims = Claims()

@@ -102,6 +102,15 @@ JUDGED: dict[str, tuple[Callable[[], Claims], list[Callable[[], Claims]]]] = {
             lambda: claims.tensor_parallel_zoo([], [], False),
         ],
     ),
+    "sharded_zoo": (
+        lambda: claims.sharded_zoo([CLASS], ["A"], False),
+        [
+            lambda: claims.sharded_zoo([CLASS | {"equal": False}], ["A"], False),
+            lambda: claims.sharded_zoo([CLASS], ["A", "B"], False),
+            lambda: claims.sharded_zoo([CLASS], ["A"], True),
+            lambda: claims.sharded_zoo([], [], False),
+        ],
+    ),
     "zoo": (
         lambda: claims.zoo({2: {"A": True}, 4: {"A": True}}, False),
         [

@@ -138,10 +138,14 @@ class Gradients:
         if self._exchange is None or self._exchanged != made_for:
             if self._exchange is not None:
                 self._exchange.close()
-            names = dict.fromkeys((*self._order, *reversed(trainable)))
-            chosen = {name: trainable[name] for name in names if name in trainable}
             if self.data is None:
                 self.data = DataGroups.bind(self.bound, self.bound.size("dp"))
+            if not self.data.have_alike(
+                "; ".join(self._order), self.bound.device, self.watchdog
+            ):  # as where layers are dropped on some
+                self._order = ()
+            names = dict.fromkeys((*self._order, *reversed(trainable)))
+            chosen = {name: trainable[name] for name in names if name in trainable}
             self._exchange = Exchange(chosen, self.data, self.watchdog, self.parts.flat, self.comm_hook)
             self._exchanged = made_for
         return self._exchange

@@ -79,7 +79,7 @@ class Bucket:
         self.receive()
         self._flat = self._collect()
         if self.group is not None:
-            self._waits = self.groups.sum_shards(self._flat)
+            self._waits = self.groups.sum_shards(self._flat, self.group.number)
         elif self.comm_hook is None:
             self._waits = self.groups.begin(self._flat)
         else:
@@ -211,11 +211,18 @@ class Exchange:
             return
         if name in self._came:
             raise ShardwrightError(
-                f"the gradient of {name} was added to twice in one backward pass, as by reentrant checkpoints that "
-                f"share it: call torch.utils.checkpoint with use_reentrant=False"
+                f"the gradient of {name} was added to twice in one backward pass, or after the module that it belongs "
+                f"to had given its own gradients, as by reentrant checkpoints that share it: call "
+                f"torch.utils.checkpoint with use_reentrant=False"
             )
         self._came.add(name)
         self._ready(name)
+
+    def miss(self, name: str) -> None:
+        """Note that a parameter gets no gradient in the backward pass that runs, so that none is waited for."""
+        if name in self._expected and name not in self._came:
+            self._came.add(name)
+            self._ready(name)
 
     def _ready(self, name: str) -> None:
         """Note that the gradient of a parameter is whole, for now."""

@@ -10,15 +10,18 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, Work
 
 from shardwright.backends.torch.compat import all_gather_single, reduce_scatter_single
+from shardwright.backends.torch.machine.digests import digest_of
 from shardwright.backends.torch.machine.mesh import BoundMesh, process_group
+from shardwright.backends.torch.machine.watchdog import Watchdog
 
 _PIECE_BYTES, _MOST_PIECES = 2**21, 4
 _FIRST_TAG, _TAGS_OF_A_STEP, _STEPS = 25_000, 4096, 100_000
 
 
 class Tags:
-    """The tags of messages between the ranks of a shard group: each step has its own, so that what a step that failed
-    has sent is never taken for a message of a later one.
+    """The tags of messages between the ranks of a shard group: by step, so that what a step that failed has sent is
+    never taken for a message of a later one; and by what is sent, so that ranks that send in another order wait for
+    each other, and take nothing for something else.
 
     Attributes:
         under_way: the messages of this step. They are kept while it lasts, as are those of a step that failed: torch
@@ -27,19 +30,18 @@ class Tags:
 
     def __init__(self) -> None:
         self.under_way: list[Work | None] = []
-        self._step = self._number = 0
+        self._step = 0
 
     def begin(self, *, failed: bool = False) -> None:
         """Begin a step; every rank calls this. ``failed``: the messages of the one before may never arrive."""
         if failed:
             _LOST.extend(self.under_way)
         self.under_way = []
-        self._step, self._number = (self._step + 1) % _STEPS, 0
+        self._step = (self._step + 1) % _STEPS
 
-    def following(self) -> int:
-        """The tag of the next message to each peer."""
-        self._number += 1
-        return _FIRST_TAG + self._step * _TAGS_OF_A_STEP + self._number % _TAGS_OF_A_STEP
+    def of(self, number: int, *, is_sum: bool) -> int:
+        """The tag of the sums, or of the shards, of a group of parameters."""
+        return _FIRST_TAG + self._step * _TAGS_OF_A_STEP + 2 * (number % (_TAGS_OF_A_STEP // 2)) + is_sum
 
 
 _LOST: list[Work | None] = []
@@ -54,6 +56,7 @@ class DataGroups:
         ways: the number of ranks that share the shards.
         coordinate: the number of this rank among them, and of its shard.
         group: their process group; None where there is one rank.
+        gathers: another of the same ranks, for gathers: their order among the sums is not that of every rank.
         ranks: their global ranks.
         replicas: the process group of the ranks with the same shard, one in each group; None where there is one group.
         replica_ranks: their global ranks.
@@ -62,6 +65,7 @@ class DataGroups:
     ways: int
     coordinate: int
     group: ProcessGroup | None
+    gathers: ProcessGroup | None
     ranks: tuple[int, ...]
     replicas: ProcessGroup | None
     replica_ranks: tuple[int, ...]
@@ -74,28 +78,44 @@ class DataGroups:
         for ranks in bound.mesh.groups("dp"):
             groups = [ranks[first : first + ways] for first in range(0, len(ranks), ways)]
             handles = [process_group(group) if ways > 1 else None for group in groups]
+            use = "" if bound.device.type == "cpu" else "gathers"  # messages are matched by tags there
+            gathers = [process_group(group, use) if ways > 1 else None for group in groups]
             shards = [ranks[first::ways] for first in range(ways)]
             replicas = [process_group(ranks) if len(groups) > 1 else None for ranks in shards]
             if bound.rank in ranks:
                 number, coordinate = divmod(ranks.index(bound.rank), ways)
-                found = cls(ways, coordinate, handles[number], groups[number], replicas[coordinate], shards[coordinate])
+                of_group = handles[number], gathers[number], groups[number]
+                found = cls(ways, coordinate, *of_group, replicas[coordinate], shards[coordinate])
         assert found is not None
         return found
+
+    def have_alike(self, text: str, device: torch.device, watchdog: Watchdog) -> bool:
+        """Whether all replicas give the same text; every rank calls this at the same time."""
+        own = digest_of(text) >> 1
+        ends = torch.tensor([own, -own], dtype=torch.int64)
+        if self.ways > 1 or self.replicas is not None:
+            with watchdog.waiting(self.said()):
+                ends = self.begin(ends.to(device), dist.ReduceOp.MAX)().cpu()
+        return int(ends[0]) == -int(ends[1])
 
     def said(self) -> str:
         """The ranks that this one waits for, in words."""
         more = f" and of ranks {list(self.replica_ranks)}" if self.replicas is not None else ""
         return f"dp peers, ranks {list(self.ranks)}{more}"
 
-    def gather(self, whole: torch.Tensor, shard: torch.Tensor) -> Callable[[], None]:
-        """Begin to fill ``whole`` with the shards of all ranks; the result waits for the end."""
+    def gather(self, whole: torch.Tensor, shard: torch.Tensor, number: int) -> Callable[[], None]:
+        """Begin to fill ``whole`` with the shards of all ranks; the result waits for the end. ``number`` is that of the
+        group of parameters, as in `sum_shards`."""
         parts = real_entries(whole).view(self.ways, -1)
         own = real_entries(shard)
         if self.ways == 1 or whole.device.type == "cpu":
             if parts[self.coordinate].data_ptr() != own.data_ptr():
                 parts[self.coordinate].copy_(own)
-            return partial(self._finish, self._exchange([parts[self.coordinate]] * self.ways, list(parts)))
-        work = all_gather_single(parts.view(-1), own, group=self.group, async_op=True)
+            return partial(
+                self._finish,
+                self._exchange([parts[self.coordinate]] * self.ways, list(parts), self.tags.of(number, is_sum=False)),
+            )
+        work = all_gather_single(parts.view(-1), own, group=self.gathers, async_op=True)
         return partial(self._finish, [work])
 
     def begin(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> Callable[[], torch.Tensor]:
@@ -113,10 +133,10 @@ class DataGroups:
 
         return wait
 
-    def sum_shards(self, flat: torch.Tensor) -> Callable[[], torch.Tensor]:
+    def sum_shards(self, flat: torch.Tensor, number: int) -> Callable[[], torch.Tensor]:
         """Begin the sum of a flat buffer over the group; the result waits, and gives this rank's shard of the sum over
         all replicas. The buffer is this function's from now on."""
-        begun = self._begin_sum(flat)
+        begun = self._begin_sum(flat, number)
 
         def wait() -> torch.Tensor:
             shard = begun()
@@ -126,7 +146,7 @@ class DataGroups:
 
         return wait
 
-    def _begin_sum(self, flat: torch.Tensor) -> Callable[[], torch.Tensor]:
+    def _begin_sum(self, flat: torch.Tensor, number: int) -> Callable[[], torch.Tensor]:
         parts = list(flat.view(self.ways, -1))
         if self.ways > 1 and flat.device.type != "cpu":
             shard = torch.empty_like(parts[0])
@@ -141,7 +161,8 @@ class DataGroups:
         # Gloo has no reduce-scatter of its own: it sums everything on every rank. Each rank is sent its shards, and
         # sums them in the order of ranks.
         received = [part if r == self.coordinate else torch.empty_like(part) for r, part in enumerate(parts)]
-        works = self._exchange([real_entries(part) for part in parts], [real_entries(part) for part in received])
+        sent, taken = [real_entries(part) for part in parts], [real_entries(part) for part in received]
+        works = self._exchange(sent, taken, self.tags.of(number, is_sum=True))
 
         def wait() -> torch.Tensor:
             self._finish(works)
@@ -152,10 +173,9 @@ class DataGroups:
 
         return wait
 
-    def _exchange(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> list[Work | None]:
+    def _exchange(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], tag: int) -> list[Work | None]:
         """Begin to send one tensor to every other rank of the group, and to receive one from each."""
         works: list[Work | None] = []
-        tag = self.tags.following()
         for rank in self.ranks:
             other = self.ranks.index(rank)
             if other != self.coordinate:

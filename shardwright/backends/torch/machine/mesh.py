@@ -64,17 +64,18 @@ def bind(mesh: Mesh, device: torch.device | None = None) -> BoundMesh:
     return BoundMesh(mesh, rank, device or torch.device("cpu"), groups, handles)
 
 
-_made: WeakValueDictionary[tuple[int, ...], ProcessGroup] = WeakValueDictionary()
+_Key = tuple[tuple[int, ...], str]
+_made: WeakValueDictionary[_Key, ProcessGroup] = WeakValueDictionary()
 """The groups made within the default process group. Each has threads and sockets of its own, so meshes share them. They
 belong to torch, and go with the default group."""
-_of_others: set[tuple[int, ...]] = set()
+_of_others: set[_Key] = set()
 """Groups that this rank took part in making and is not in."""
 _made_within: ReferenceType[ProcessGroup] | None = None
 
 
-def process_group(ranks: tuple[int, ...]) -> ProcessGroup | None:
+def process_group(ranks: tuple[int, ...], use: str = "") -> ProcessGroup | None:
     """The process group of these ranks; None when this rank is not in it. Every rank takes part in making every group,
-    in the same order, because torch asks for that."""
+    in the same order, because torch asks for that. With a ``use``, a group of its own for it."""
     global _made_within
     whole = dist.group.WORLD
     assert whole is not None
@@ -82,13 +83,14 @@ def process_group(ranks: tuple[int, ...]) -> ProcessGroup | None:
         _made.clear()
         _of_others.clear()
         _made_within = ref(whole)
-    if len(ranks) == dist.get_world_size():
+    if len(ranks) == dist.get_world_size() and not use:
         return whole
-    found = _made.get(ranks)
-    if found is None and ranks not in _of_others:
+    key = (ranks, use)
+    found = _made.get(key)
+    if found is None and key not in _of_others:
         made = dist.new_group(list(ranks))
         if isinstance(made, ProcessGroup):
-            found = _made[ranks] = made
+            found = _made[key] = made
         else:
-            _of_others.add(ranks)
+            _of_others.add(key)
     return found

@@ -4,9 +4,13 @@ A stage is replayed call by call, so that it is known beforehand what each needs
 the next call are gathered while one runs. A backward pass goes the other way: the gradient of what a call made is the
 sign that its parameters are needed again, and they are freed when the gradients of its parameters and of what it was
 given are there.
+
+All ranks that share shards gather the same in the same order, whatever gradients come on each: a layer that one replica
+drops, or an expert that none of its tokens chose, has none there. So calls are reached in the reverse of their order in
+the forward pass, those without gradients too, and what several use stays whole from the first to the last of them.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -47,8 +51,12 @@ class Residency:
         self.flat: FlatShards | None = None
         self._users: dict[FlatGroup, int] = {}
         """The number of calls under way that need each group."""
+        self.missed: Callable[[str], None] = lambda name: None
+        """Called with every parameter whose gradient a call should have made, and did not."""
         self._backward: list[Call] = []
         """The calls of the backward pass that runs, as far as it has come."""
+        self._following: Call | None = None
+        """The call that it comes to next."""
 
     def groups_of(self, names: Iterable[str]) -> tuple[FlatGroup, ...]:
         """The groups that some parameters lie in, by first name."""
@@ -102,16 +110,24 @@ class Residency:
                 self._end_if_done(call)
 
     @contextmanager
-    def backward(self) -> Iterator[None]:
-        """A context in which a backward pass runs. At its end nothing stays whole that it gathered."""
-        self._backward = []
+    def backward(self, last: Call | None) -> Iterator[None]:
+        """A context in which the backward pass of a microbatch runs, whose last call is ``last``. At its end nothing
+        stays whole that it gathered."""
+        self._backward, self._following = [], last
+        call = last
+        while call is not None:
+            for group in call.groups:
+                self._users[group] = self._users.get(group, 0) + 1
+            call = call.before
         try:
             yield
+            while self._following is not None:  # which no gradient came to
+                self._begin(self._following)
         finally:
             for call in self._backward:
                 if not call.done:
                     self._end(call)
-            self._backward = []
+            self._backward, self._following = [], None
             if self.frees and self.flat is not None:
                 for group in self.flat.groups:
                     if not self._users.get(group):
@@ -120,17 +136,33 @@ class Residency:
     def reset(self) -> None:
         """Forget what a step that failed has begun."""
         self._users.clear()
-        self._backward = []
+        self._backward, self._following = [], None
 
     def _reach(self, call: Call, _: torch.Tensor) -> None:
-        if call.begun:
-            return
-        call.begun = True
+        while not call.begun and self._following is not None:
+            self._begin(self._following)
+
+    def _begin(self, call: Call) -> None:
+        """Make the parameters of the next call whole, and begin to gather those of the one after it."""
+        call.begun, self._following = True, call.before
         self._backward.append(call)
-        self.enter(call.groups, call.before.groups if call.before is not None else ())
+        for group in call.groups:
+            group.gather(self._watchdog)
+        for group in call.before.groups if call.before is not None else ():
+            group.begin_gather()
 
     def _gave_back(self, call: Call, _: torch.Tensor) -> None:
         call.inputs -= 1
+        if call.inputs <= 0 and call.begun:  # whatever of it has a gradient has it now
+            others = [c.gradients for c in self._backward if c is not call and not c.done]
+            following = self._following
+            while following is not None:
+                others.append(following.gradients)
+                following = following.before
+            lacking = [name for name in call.gradients if not any(name in wanted for wanted in others)]
+            call.gradients.clear()
+            for name in lacking:
+                self.missed(name)
         self._end_if_done(call)
 
     def _end_if_done(self, call: Call) -> None:

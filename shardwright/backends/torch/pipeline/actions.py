@@ -154,7 +154,7 @@ class Pipeline:
         transport.expect(self.traffic.incoming, self.traffic.taken)
         streams.enabled = streams.active
         if exchange is not None:
-            exchange.told = self.residency.told
+            exchange.told, self.residency.missed = self.residency.told, exchange.miss
         ops = sentinel.ops if sentinel is not None else None
         looking = _NOTHING if ops is None else ops.watching(self.modules)
         try:

@@ -50,6 +50,8 @@ class Kept:
     kept."""
     roots: list[tuple[int, torch.Tensor, torch.Tensor | float | None]] = field(default_factory=list)
     """Losses with their places among those of the step, and their weights."""
+    last_call: Call | None = None
+    """The last call of the forward pass that used sharded parameters, where these are freed behind it."""
     deferred: Deferred | None = None
     """The weight gradients that an I left to its W."""
 
@@ -163,6 +165,7 @@ class Replay:
         except BaseException as error:
             self.means.watchdog.note(error, f"in {running.name}" if running is not None else "")
             raise
+        kept.last_call = env.call
         for edge in part.sends:
             tensors = [copies[v] if v in copies else values[v] for v in edge.values]
             depart(edge, [tensor.detach() for tensor in tensors])
@@ -224,9 +227,8 @@ class Replay:
         edges.clear()
         kept.sent.clear()
         kept.roots.clear()
-        if roots:
-            # torch takes tensors beside edges, which its annotation leaves out.
-            with self.means.residency.backward():
+        with self.means.residency.backward(kept.last_call):
+            if roots:  # torch takes tensors beside edges, which its annotation leaves out
                 torch.autograd.backward(cast("list[GradientEdge]", roots), root_gradients)
         roots.clear()
         for edge in self.part.receives:

@@ -45,6 +45,7 @@ class FlatGroup:
         frees: whether the gathered buffer has memory only while it is used.
         compute: the dtype of the gathered buffer, in which steps compute.
         dtype: the dtype of the shard.
+        number: the number of the group on this rank, which is that of every rank that shares it.
 
     Attributes:
         gathered: the buffer of the whole data.
@@ -54,8 +55,9 @@ class FlatGroup:
 
     def __init__(
         self, parameters: Mapping[str, nn.Parameter], layout: FlatLayout, groups: DataGroups, frees: bool,
-        compute: torch.dtype, dtype: torch.dtype,
+        compute: torch.dtype, dtype: torch.dtype, number: int,
     ) -> None:  # fmt: skip
+        self.number = number
         self.parameters, self.layout, self.groups, self.frees = dict(parameters), layout, groups, frees
         some = next(iter(self.parameters.values()))
         self.names, self.device = tuple(self.parameters), some.device
@@ -119,7 +121,7 @@ class FlatGroup:
         if self.frees:
             storage = self.gathered.untyped_storage()
             storage.resize_(self.layout.entries * self.gathered.element_size())
-        self._gathering = self.groups.gather(self.gathered, self.shard.to(self.compute))
+        self._gathering = self.groups.gather(self.gathered, self.shard.to(self.compute), self.number)
 
     def gather(self, watchdog: Watchdog) -> None:
         """Make the whole data whole."""
@@ -256,7 +258,9 @@ class FlatShards:
             inside = step_dtype(own, compute)
             trains = next(iter(members.values())).requires_grad
             between = torch.float32 if compute is not None and inside is compute and trains else own
-            group = FlatGroup(members, layout(sizes, groups.ways), groups, level == PARAMETERS, inside, between)
+            group = FlatGroup(
+                members, layout(sizes, groups.ways), groups, level == PARAMETERS, inside, between, len(self.groups)
+            )
             self.groups.append(group)
             self.group_of |= dict.fromkeys(names, group)
 

@@ -10,6 +10,7 @@ import torch
 
 from shardwright.backends.torch.machine.agreement import Claim
 from shardwright.backends.torch.machine.digests import digest_of
+from shardwright.backends.torch.program.program import ParameterRef
 from shardwright.backends.torch.program.python_places import Holder
 from shardwright.backends.torch.program.randomness import Moment
 from shardwright.backends.torch.program.recording_cache import Recordings
@@ -17,9 +18,11 @@ from shardwright.backends.torch.program.recording_check import Varying
 from shardwright.backends.torch.program.stage_map import StageMap
 from shardwright.backends.torch.program.stages import Division
 from shardwright.backends.torch.program.value_names import text_of
+from shardwright.backends.torch.state.flat_shards import PARAMETERS
 from shardwright.backends.torch.training.call import StepBody, StepCall, shapes_of
 from shardwright.backends.torch.training.recording import Recording
 from shardwright.backends.torch.training.split_model import SplitModel
+from shardwright.core.errors import DisagreementError
 
 DIGESTS = 1024
 """The number of recordings whose digests are kept."""
@@ -70,6 +73,8 @@ class StepRecordings:
         self.cache = Recordings(type(split_model.model).__name__)
         self._digests: dict[int, tuple[Division, int]] = {}
         """The digests of recordings, by id: the same on all ranks that recorded the same."""
+        self._called: dict[int, tuple[Division, int]] = {}
+        """Those of the modules that are called."""
 
     def of(
         self, call: StepCall, stage_map: StageMap, is_ready: Callable[[Sequence[Division]], bool]
@@ -155,9 +160,19 @@ class StepRecordings:
                 lambda: numbers, "Set attributes, globals and variables that a step reads alike.", "replica",
             ),
         ]  # fmt: skip
-        notes = (int(found is not None), int(ready))
+        calls = 0
+        if found is not None and self._split_model.shard_level == PARAMETERS:
+            calls = digest_of(*map(self._calls, found.divisions))
+        notes = (int(found is not None), int(ready), calls)
         told = self._split_model.agreement.meet(call, claims, failure=failure, notes=notes).values()
-        return found if all(has for has, *_ in told) else None, all(ready for _, ready, *_ in told)
+        all_have = all(has for has, *_ in told)
+        if all_have and len({calls for _, _, calls, *_ in told}) > 1:
+            raise DisagreementError(
+                "the replicas call different modules in this step, or are given different numbers of microbatches; "
+                "with shard=3 they gather parameters together, call by call. Leave out what calls other modules on "
+                "each, as layers that are dropped at random, give all as many microbatches, or plan with shard=2"
+            )
+        return found if all_have else None, all(ready for _, ready, *_ in told)
 
     def _digest(self, division: Division) -> int:
         known = self._digests.get(id(division))
@@ -165,4 +180,16 @@ class StepRecordings:
             if len(self._digests) >= DIGESTS:
                 self._digests.clear()
             known = self._digests[id(division)] = (division, digest_of(text_of(division.program)))
+        return known[1]
+
+    def _calls(self, division: Division) -> int:
+        """The digest of what a microbatch calls on all stages, in order, and of the parameters that are given."""
+        known = self._called.get(id(division))
+        if known is None:
+            if len(self._called) >= DIGESTS:
+                self._called.clear()
+            steps = [step for part in division.parts for step in part.steps]
+            given = [[x.name for x in step.arguments.leaves if isinstance(x, ParameterRef)] for step in steps]
+            text = "; ".join(f"{step.path} {names}" for step, names in zip(steps, given, strict=True))
+            known = self._called[id(division)] = (division, digest_of(text))
         return known[1]

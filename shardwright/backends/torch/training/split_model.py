@@ -198,6 +198,13 @@ class SplitModel:
         asked = [needs_whole() for needs_whole in self.before_sharding] if ways > 1 else []
         self.watchdog.doing("sharding the parameters over dp")
         data = DataGroups.bind(self.bound, ways)
+        if not data.have_alike(
+            "; ".join(map(str, calls)), self.bound.device, self.watchdog
+        ):  # layers are dropped on some replicas only
+            calls = [
+                tuple(f"{path}.{name}" if path else name for name, _ in module.named_parameters(recurse=False))
+                for path, module in self.model.named_modules()
+            ]
         apart = frozenset(name for name, _ in self.ownership.ties)
         flat = FlatShards(self.ownership, data, self.watchdog, level, calls, apart, any(asked), self.parts.compute)
         self.parts.flat = self.residency.flat = flat
