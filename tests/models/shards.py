@@ -13,9 +13,16 @@ MORE = (
     "OlmoForCausalLM", "CohereForCausalLM", "GPTJForCausalLM", "GPTBigCodeForCausalLM", "CodeGenForCausalLM",
     "ElectraForMaskedLM", "CamembertForMaskedLM", "MPNetForMaskedLM", "MobileBertForMaskedLM",
     "PegasusForConditionalGeneration", "MBartForConditionalGeneration", "LEDForConditionalGeneration",
-    "DeiTForImageClassification", "BeitForImageClassification", "HubertForCTC",
+    "DeiTForImageClassification", "BeitForImageClassification",
+    "GPTNeoForCausalLM", "PersimmonForCausalLM", "SqueezeBertForMaskedLM", "ConvBertForMaskedLM", 
 )  # fmt: skip
-SHARDED = (*CLASSES, *MORE)
+REFUSED = (
+    # by messages, which do not shard
+    "SwitchTransformersForConditionalGeneration", "Qwen3VLForConditionalGeneration",
+    # layers are dropped at random, others on each replica
+    "Wav2Vec2ForCTC",
+)  # fmt: skip
+SHARDED = tuple(name for name in (*CLASSES, *MORE) if name not in REFUSED)
 """The classes of the tensor axis, and more."""
 STAGES, REPLICAS, LEVEL = 2, 2, 3
 

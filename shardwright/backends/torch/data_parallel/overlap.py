@@ -20,7 +20,7 @@ from shardwright.backends.torch.data_parallel.comm_hook import CommHook, Gradien
 from shardwright.backends.torch.machine.data_groups import DataGroups
 from shardwright.backends.torch.machine.watchdog import Watchdog
 from shardwright.backends.torch.state.flat_layout import FlatLayout
-from shardwright.backends.torch.state.flat_shards import FlatGroup, FlatShards
+from shardwright.backends.torch.state.flat_shards import GRADIENTS, FlatGroup, FlatShards
 from shardwright.backends.torch.state.gradient_hook import GradientHook, GradientSums, dense_strides
 from shardwright.core.errors import ShardwrightError
 
@@ -165,7 +165,7 @@ class Exchange:
         flat: FlatShards | None = None, comm_hook: CommHook | None = None,
     ) -> None:  # fmt: skip
         self._groups, self._watchdog = groups, watchdog
-        self.each_microbatch = flat is not None and flat.level >= 2
+        self.each_microbatch = flat is not None and flat.level >= GRADIENTS
         self.told: Callable[[str], None] = lambda name: None
         group_of = flat.group_of if flat is not None and flat.is_shared else {}
         sharded = dict.fromkeys(group_of[name] for name in order if name in group_of)
@@ -260,14 +260,21 @@ class Exchange:
         for name in closed:
             self._ready(name)
 
+    def send_rest(self) -> None:
+        """Begin the sums that no backward pass began, as of a parameter that this replica did not use: every rank calls
+        this before it goes on to other collectives, so that they come in one order on all."""
+        if self._under_way and not self._holds_back:
+            self._watchdog.doing("reducing gradients over dp")
+            for bucket in self._buckets:
+                if not bucket.is_sent:
+                    self._send(bucket)
+            self._queue = []
+
     def finish(self) -> dict[str, torch.Tensor | None]:
         """Wait for all sums; gradients that were never reported ready are sent now. Returns the gradients, or this
         rank's pieces of them; None for a parameter that has a gradient on no replica."""
-        self._watchdog.doing("reducing gradients over dp")
-        for bucket in self._buckets:
-            if not bucket.is_sent:
-                self._send(bucket)
-        self._queue = []
+        self._holds_back = False
+        self.send_rest()
         flags = torch.tensor(
             [float(i in b.present) for b in self._buckets for i in range(len(b.names))],
             device=self._buckets[0].device if self._buckets else "cpu",

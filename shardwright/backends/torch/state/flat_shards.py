@@ -24,8 +24,8 @@ LEAST_GROUP_BYTES = 16 * 1024
 """The size from which the parameters of a module call are a group of their own."""
 LOOKED_AT_FIRST, LOOKED_AT_EVERY = 6, 100
 """The number of times, and then every how many times, that whole data is compared with the shard when it is freed."""
-PARAMETERS = 3
-"""The stage of ZeRO at which parameters are sharded in the step too."""
+GRADIENTS, PARAMETERS = 2, 3
+"""The stages of ZeRO from which on gradients, and parameters, are sharded in the step too."""
 
 
 _SINGLE_AND_HALF = (torch.float32, torch.float16, torch.bfloat16)

@@ -18,7 +18,7 @@ from shardwright.backends.torch.program.recording_check import Varying
 from shardwright.backends.torch.program.stage_map import StageMap
 from shardwright.backends.torch.program.stages import Division
 from shardwright.backends.torch.program.value_names import text_of
-from shardwright.backends.torch.state.flat_shards import PARAMETERS
+from shardwright.backends.torch.state.flat_shards import GRADIENTS
 from shardwright.backends.torch.training.call import StepBody, StepCall, shapes_of
 from shardwright.backends.torch.training.recording import Recording
 from shardwright.backends.torch.training.split_model import SplitModel
@@ -161,7 +161,7 @@ class StepRecordings:
             ),
         ]  # fmt: skip
         calls = 0
-        if found is not None and self._split_model.shard_level == PARAMETERS:
+        if found is not None and self._split_model.shard_level >= GRADIENTS:
             calls = digest_of(*map(self._calls, found.divisions))
         notes = (int(found is not None), int(ready), calls)
         told = self._split_model.agreement.meet(call, claims, failure=failure, notes=notes).values()
@@ -169,8 +169,9 @@ class StepRecordings:
         if all_have and len({calls for _, _, calls, *_ in told}) > 1:
             raise DisagreementError(
                 "the replicas call different modules in this step, or are given different numbers of microbatches; "
-                "with shard=3 they gather parameters together, call by call. Leave out what calls other modules on "
-                "each, as layers that are dropped at random, give all as many microbatches, or plan with shard=2"
+                "with shard=2 and 3 they sum gradients, and gather parameters, together, microbatch by microbatch. "
+                "Leave out what calls other modules on each, as layers that are dropped at random, give all as many "
+                "microbatches, or plan with shard=1"
             )
         return found if all_have else None, all(ready for _, ready, *_ in told)
 

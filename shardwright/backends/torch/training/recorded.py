@@ -133,6 +133,8 @@ class PreparedRecordedStep:
                 split_model.loss_scale.scale,
             )  # fmt: skip
             split_model.end_step()
+            if exchange is not None:
+                exchange.send_rest()
             if split_model.statistics is not None:
                 split_model.statistics.finish()
             watchdog.doing("the end of the step")
