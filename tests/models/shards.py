@@ -14,7 +14,7 @@ MORE = (
     "ElectraForMaskedLM", "CamembertForMaskedLM", "MPNetForMaskedLM", "MobileBertForMaskedLM",
     "PegasusForConditionalGeneration", "MBartForConditionalGeneration", "LEDForConditionalGeneration",
     "DeiTForImageClassification", "BeitForImageClassification",
-    "GPTNeoForCausalLM", "PersimmonForCausalLM", "SqueezeBertForMaskedLM", "ConvBertForMaskedLM", 
+    "GPTNeoForCausalLM", "PersimmonForCausalLM", "SqueezeBertForMaskedLM", "ConvBertForMaskedLM",
 )  # fmt: skip
 REFUSED = (
     # by messages, which do not shard

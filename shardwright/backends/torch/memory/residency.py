@@ -144,6 +144,7 @@ class Residency:
 
     def _begin(self, call: Call) -> None:
         """Make the parameters of the next call whole, and begin to gather those of the one after it."""
+        self._miss()
         call.begun, self._following = True, call.before
         self._backward.append(call)
         for group in call.groups:
@@ -153,17 +154,22 @@ class Residency:
 
     def _gave_back(self, call: Call, _: torch.Tensor) -> None:
         call.inputs -= 1
-        if call.inputs <= 0 and call.begun:  # whatever of it has a gradient has it now
-            others = [c.gradients for c in self._backward if c is not call and not c.done]
+        self._end_if_done(call)
+
+    def _miss(self) -> None:
+        """End the calls that have given all gradients of what they were given. Autograd accumulates the gradients of
+        their parameters before it goes on to other calls: what has none by then gets none."""
+        for call in [call for call in self._backward if not call.done and call.inputs <= 0]:
+            others = [other.gradients for other in self._backward if other is not call and not other.done]
             following = self._following
             while following is not None:
                 others.append(following.gradients)
                 following = following.before
             lacking = [name for name in call.gradients if not any(name in wanted for wanted in others)]
             call.gradients.clear()
+            self._end(call)
             for name in lacking:
                 self.missed(name)
-        self._end_if_done(call)
 
     def _end_if_done(self, call: Call) -> None:
         if call.begun and not call.done and not call.gradients and call.inputs <= 0:
