@@ -239,6 +239,8 @@ class DistributedModel(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients: those of the parameters that this rank holds."""
+        if self.session.log is not None:
+            self.session.log.restart()
         for parameter in self.local_parameters():
             if set_to_none:
                 parameter.grad = None

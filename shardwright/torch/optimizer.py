@@ -91,6 +91,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._note_groups()
         self._rebind()
         self._steps = 0
+        self._log = session.log
         self.overflow = False
         asked = {**(dynamic_loss_args or {}), **more_dynamic_loss_args}
         self._scaling = _loss_scale(static_loss_scale, dynamic_loss_scale, asked)
@@ -121,9 +122,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise ShardwrightError("a closure would run part of a model only: call the step function, then step()")
         self._steps += 1
         self._cut_states()
-        if self._scaling is not None and self._scaling.is_dynamic and self._overflows(self._scaling):
-            return None
-        return self.optimizer.step()
+        skipped = self._scaling is not None and self._scaling.is_dynamic and self._overflows(self._scaling)
+        found = None if skipped else self.optimizer.step()
+        if self._log is not None:
+            self._log.updated(self, self._split_model.gradients.last_norm, skipped=skipped)
+        return found
 
     @property
     def loss_scale(self) -> float:
@@ -162,6 +165,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return found
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        if self._log is not None:
+            self._log.restart()
         self.optimizer.zero_grad(set_to_none)
         self._split_model.gradients.forget_held(p for group in self.param_groups for p in group["params"])
 

@@ -23,6 +23,7 @@ from shardwright.backends.torch.capture.fake_state import (
 )
 from shardwright.backends.torch.capture.host_draws import generator_state, host_state, patched_functions
 from shardwright.backends.torch.capture.loss_scaler import real_scales
+from shardwright.backends.torch.capture.product_flops import ProductFlops
 from shardwright.backends.torch.capture.remembered_results import memory_of
 from shardwright.backends.torch.capture.stand_in import no_remembered_results
 from shardwright.backends.torch.capture.value_reads import READING, masks_of, require_room_for_values
@@ -108,6 +109,7 @@ class StepRecorder:
         self.losses: list[Loss] = []
         self.guards: list[Guard] = []
         self.effects: list[Effect] = []
+        self.flops = ProductFlops()
         self._host_state = host_state()
         self._draws = RecordedDraws(self, self.moment, [])
         self.drafts = StepDrafts(self.ledger, self.tape, device, self._draws.require_known)
@@ -362,6 +364,8 @@ class StepRecorder:
                 self.clocks.readings,
                 tuple(self.clocks.sources),
             ),
+            None if self.flops.unknown else self.flops.by_precision,
+            self.flops.unknown,
         )
 
     def _constants(self, result: Iterable[Leaf]) -> set[int]:
