@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.nn.utils import clip_grad
 
-from shardwright.backends.torch.capture.replaced import replaced
 from shardwright.backends.torch.compat import IncompatibleKeys, pytree
 from shardwright.backends.torch.machine.agreement import Claim
 from shardwright.backends.torch.pipeline.compiling import Compiler
@@ -19,6 +18,7 @@ from shardwright.backends.torch.pipeline.sentinels import Sentinel
 from shardwright.backends.torch.program.stage_map import StageMap
 from shardwright.backends.torch.runtime import Runtime
 from shardwright.backends.torch.state import checkpoint
+from shardwright.backends.torch.state.deferred_init import DeferredInit
 from shardwright.backends.torch.state.flat_shards import step_dtype
 from shardwright.backends.torch.state.model_agreement import digest_of_state, model_claims, source_claim, values_digest
 from shardwright.backends.torch.state.parts import Parts
@@ -78,7 +78,7 @@ class DistributedModel(nn.Module):
         self.runtime.split_model.listeners.append(self._watch_clipping)
         self.runtime.split_model.after_sharding.append(self._refuse_plain_clipping)
         session.runtime = self.runtime
-        self._agree(module, weights)
+        self._agree(module)
         if session.plan is not None:
             self._warn_of_precision(session.plan.decision.precision)
             self.runtime.split(StageMap.of_plan(session.plan))
@@ -93,7 +93,7 @@ class DistributedModel(nn.Module):
                 )
             )
 
-    def _agree(self, module: nn.Module, weights: Weights | None) -> None:
+    def _agree(self, module: nn.Module) -> None:
         """Go on when all ranks wrap the same model. Take the values of rank 0 where peers begin with others."""
         session = self.session
         claims: list[Claim] = []
@@ -104,7 +104,7 @@ class DistributedModel(nn.Module):
                 names = tuple(name for name, _ in module.named_parameters())
                 session.plan.require_model("torch", names, type(module).__name__)
             if session.bound.mesh.size > 1:
-                claims = [*model_claims(module), source_claim(weights)]
+                claims = [*model_claims(module), source_claim(self.runtime.split_model.weights)]
                 values = values_digest(module)
         except Exception as error:
             failure = error
@@ -137,6 +137,8 @@ class DistributedModel(nn.Module):
                 "a model that is split over pipeline stages or the tensor axis runs inside a function decorated with "
                 "@sw.step; for evaluation call such a function, without model.backward, under torch.no_grad()"
             )
+        if not self.runtime.in_step_body:
+            self.runtime.split_model.fill_awaited()
         parts = self.runtime.split_model.parts
         if parts.compute is not None:
             args, kwargs = pytree.tree_map(partial(_computed_in, parts.compute), (args, kwargs))
@@ -227,11 +229,13 @@ class DistributedModel(nn.Module):
 
     def local_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters that this rank holds, by original names."""
+        self.runtime.split_model.fill_awaited()
         yield from self.runtime.ownership.local_parameters().items()
 
     def local_parameters(self) -> Iterator[nn.Parameter]:
         """The parameters that this rank holds."""
-        yield from self.runtime.ownership.local_parameters().values()
+        for _, parameter in self.local_named_parameters():
+            yield parameter
 
     def local_named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The buffers that this rank holds, by original names."""
@@ -241,7 +245,7 @@ class DistributedModel(nn.Module):
         """Reset the gradients: those of the parameters that this rank holds."""
         if self.session.log is not None:
             self.session.log.restart()
-        for parameter in self.local_parameters():
+        for parameter in self.runtime.ownership.local_parameters().values():
             if set_to_none:
                 parameter.grad = None
             elif parameter.grad is not None:
@@ -298,6 +302,7 @@ class DistributedModel(nn.Module):
         if max(self.session.bound.size("pp"), self.session.bound.size("tp")) > 1:
             claims = [optimizers_claim(self.session)]
             self.session.agreement.meet(f"model.state_dict({rank0_only=})", claims, in_replica=True)
+        self.runtime.split_model.fill_awaited()
         return checkpoint.gather(
             self.runtime.ownership,
             self.session.bound,
@@ -308,6 +313,7 @@ class DistributedModel(nn.Module):
 
     def local_state_dict(self) -> dict[str, Any]:
         """The part of the state dict that this rank holds."""
+        self.runtime.split_model.fill_awaited()
         ownership = self.runtime.ownership
         return {
             key: entry
@@ -319,6 +325,7 @@ class DistributedModel(nn.Module):
         """Load this rank's share of a whole state dict. Raises PlanError for names and shapes that do not fit."""
         if assign:
             raise ShardwrightError("assign=True would replace the parameters that optimizers know: leave it False")
+        self.runtime.split_model.fill_awaited()
         missing, unexpected = checkpoint.load(
             self.runtime.ownership, state_dict, strict=strict, parts=self.runtime.split_model.parts
         )
@@ -360,7 +367,7 @@ class DistributedModel(nn.Module):
 
     def _watch_clipping(self) -> None:
         if self.session.bound.size("pp") > 1:
-            warn_of_plain_clipping(self.local_parameters())
+            warn_of_plain_clipping(iter(self.runtime.ownership.local_parameters().values()))
 
     def _refuse_plain_clipping(self, parts: Parts) -> None:
         if parts.flat is not None and parts.flat.is_shared:
@@ -415,19 +422,17 @@ def _one_loss(tensors: Any, grad_tensors: Any) -> Any:
 
 @contextmanager
 def delay_param_initialization() -> Iterator[None]:
-    """Build a model without memory for its parameters: they go to the meta device as soon as a module has them.
+    """Build a model without memory for its parameters: they have values for a moment, while they are initialised.
 
-    Buffers (masks, rotary frequencies) are made as usual, since checkpoints often do not hold them. Wrap such a model
-    by ``DistributedModel(model, weights=...)``.
+    Wrapped by ``DistributedModel(model)`` each rank makes the values of the parameters that it holds, or of its pieces
+    of them: those that the same code makes outside of this context after the same ``torch.manual_seed``, which is to be
+    called on every rank. Random numbers that are drawn later are the same too. With ``weights=`` the values come from
+    there. Buffers (masks, rotary frequencies) are made as usual.
+
+    In between, what asks for the values of parameters is refused; inside of the context it is not. Parameters whose
+    memory is NumPy's keep it.
     """
-    original = nn.Module.register_parameter
-
-    def register(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if param is not None and not param.is_meta:
-            param = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
-        original(module, name, param)
-
-    with replaced(nn.Module, "register_parameter", register):
+    with DeferredInit().noting():
         yield
 
 

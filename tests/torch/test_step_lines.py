@@ -8,7 +8,8 @@ import pytest
 from tests.torch.launch import on_ranks
 
 ALONE = (
-    "plain", "accumulated", "uneven", "frozen", "sum", "silent", "scaled", "two optimizers", "overflowing", "bf16", "off",
+    "plain", "accumulated", "uneven", "frozen", "sum", "silent", "scaled", "two optimizers", "overflowing", "bf16",
+    "off",
 )  # fmt: skip
 TOGETHER = (
     "plain", "recompute", "pp", "tp", "sharded", "messages", "sum", "uneven", "accumulated", "overflowing", "scaled",

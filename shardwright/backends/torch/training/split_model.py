@@ -1,6 +1,7 @@
 """A model split over this run's ranks: this rank's part of it, and the state of its training."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,8 +21,10 @@ from shardwright.backends.torch.pipeline.sentinels import Sentinel
 from shardwright.backends.torch.program.early_checks import ModuleTree
 from shardwright.backends.torch.program.stage_map import StageMap
 from shardwright.backends.torch.program.stages import Division
+from shardwright.backends.torch.state.awaited_weights import AwaitedWeights
+from shardwright.backends.torch.state.deferred_init import DeferredValues
 from shardwright.backends.torch.state.elementwise import is_elementwise, require_no_hooks
-from shardwright.backends.torch.state.flat_shards import FlatShards
+from shardwright.backends.torch.state.flat_shards import PARAMETERS, FlatShards
 from shardwright.backends.torch.state.model_agreement import LiveFlags, module_claim, parameters_claim
 from shardwright.backends.torch.state.ownership import Ownership, Placement, place
 from shardwright.backends.torch.state.parameter_shards import Shards
@@ -62,6 +65,8 @@ class SplitModel:
             needs whole matrices.
         parts: the parts of parameters that this rank holds.
         residency: gathers sharded parameters in steps.
+        weights: the source of the values of parameters on the meta device, until they are made.
+        awaited: the parameters that get their memory once they are cut into pieces.
     """
 
     def __init__(
@@ -88,7 +93,11 @@ class SplitModel:
         self.before_whole: list[Callable[[Parts], None]] = []
         self.before_sharding: list[Callable[[], bool]] = []
         self.after_sharding: list[Callable[[Parts], None]] = []
-        self._weights = weights
+        deferred = DeferredValues.of(model)
+        self.weights = weights if weights is not None else deferred
+        for name in deferred or ():
+            self.ownership.drop(name)
+        self.awaited: AwaitedWeights | None = None
         self._undo_norms: Callable[[], None] | None = None
         self._synchronized = False
         self._handles: list[RemovableHandle] = []
@@ -132,12 +141,22 @@ class SplitModel:
             self.statistics = RunningStatistics(self.model, self.bound, self.watchdog)
 
     def _hold(self, placement: Placement) -> None:
-        wanting = self.ownership.split(placement)
+        wanting, weights = self.ownership.split(placement), self.weights
+        if self.shard_level == PARAMETERS and (isinstance(weights, (str, Path, Mapping))):
+            cut_later = [name for name in wanting if name in self.ownership.parameter_names]
+            wanting = [name for name in wanting if name not in self.ownership.parameter_names]
+            self.awaited = AwaitedWeights(self.ownership, self.parts, cut_later, weights, self.bound.device)
         cutter = self.tensor.shards if self.tensor is not None else None
-        materialize(self.ownership, wanting, self._weights, self.bound.device, self.seed, cutter)
-        self._weights = None
+        materialize(self.ownership, wanting, weights, self.bound.device, self.seed, cutter)
+        self.weights = None
         self.ownership.to(self.bound.device)
         self._tell_of_change()
+
+    def fill_awaited(self) -> None:
+        """Give memory to the parameters that wait for it: somebody asks for them before they are cut."""
+        if self.awaited is not None:
+            self.awaited.fill()
+            self.awaited = None
 
     def _tell_of_change(self) -> None:
         for listener in self.listeners:
@@ -162,6 +181,7 @@ class SplitModel:
                 f"this step uses {names[0]} on pp rank {rank}, which has no copy of it, and training has begun: run "
                 f"every kind of step once before the first optimizer step"
             )
+        self.fill_awaited()
         if add_holders(self.ownership, lacking, self.bound, self.watchdog):
             self._tell_of_change()
 
@@ -199,7 +219,11 @@ class SplitModel:
         self.watchdog.doing("sharding the parameters over dp")
         data = DataGroups.bind(self.bound, ways)
         apart = frozenset(name for name, _ in self.ownership.ties)
-        flat = FlatShards(self.ownership, data, self.watchdog, level, calls, apart, any(asked), self.parts.compute)
+        values = (lambda _, parameter: parameter) if self.awaited is None else self.awaited.value
+        flat = FlatShards(
+            self.ownership, data, self.watchdog, level, calls, apart, any(asked), self.parts.compute, values
+        )
+        self.awaited = None
         self.parts.flat = self.residency.flat = flat
         if flat.is_shared:
             self._handles.append(register_optimizer_step_pre_hook(self._look_at_optimizer))
@@ -237,7 +261,8 @@ class SplitModel:
     def synchronize(self, axes: Sequence[str] = ("dp",)) -> None:
         """Start all peers on ``axes``, and all holders of a tied parameter, from the same numbers: once."""
         if not self._synchronized:
-            synchronize(self.ownership, self.bound, self.watchdog, axes)
+            awaited = () if self.awaited is None else self.awaited.names
+            synchronize(self.ownership, self.bound, self.watchdog, axes, awaited)
             self._synchronized = True
 
     def claims_in_full(self) -> list[Claim]:
