@@ -138,7 +138,7 @@ class DistributedModel(nn.Module):
                 "@sw.step; for evaluation call such a function, without model.backward, under torch.no_grad()"
             )
         if not self.runtime.in_step_body:
-            self.runtime.split_model.fill_awaited()
+            self.runtime.split_model.make_values()
         parts = self.runtime.split_model.parts
         if parts.compute is not None:
             args, kwargs = pytree.tree_map(partial(_computed_in, parts.compute), (args, kwargs))
@@ -229,7 +229,7 @@ class DistributedModel(nn.Module):
 
     def local_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters that this rank holds, by original names."""
-        self.runtime.split_model.fill_awaited()
+        self.runtime.split_model.make_values()
         yield from self.runtime.ownership.local_parameters().items()
 
     def local_parameters(self) -> Iterator[nn.Parameter]:
@@ -302,7 +302,7 @@ class DistributedModel(nn.Module):
         if max(self.session.bound.size("pp"), self.session.bound.size("tp")) > 1:
             claims = [optimizers_claim(self.session)]
             self.session.agreement.meet(f"model.state_dict({rank0_only=})", claims, in_replica=True)
-        self.runtime.split_model.fill_awaited()
+        self.runtime.split_model.make_values()
         return checkpoint.gather(
             self.runtime.ownership,
             self.session.bound,
@@ -313,7 +313,7 @@ class DistributedModel(nn.Module):
 
     def local_state_dict(self) -> dict[str, Any]:
         """The part of the state dict that this rank holds."""
-        self.runtime.split_model.fill_awaited()
+        self.runtime.split_model.make_values()
         ownership = self.runtime.ownership
         return {
             key: entry
@@ -325,7 +325,7 @@ class DistributedModel(nn.Module):
         """Load this rank's share of a whole state dict. Raises PlanError for names and shapes that do not fit."""
         if assign:
             raise ShardwrightError("assign=True would replace the parameters that optimizers know: leave it False")
-        self.runtime.split_model.fill_awaited()
+        self.runtime.split_model.make_values()
         missing, unexpected = checkpoint.load(
             self.runtime.ownership, state_dict, strict=strict, parts=self.runtime.split_model.parts
         )

@@ -62,6 +62,7 @@ from shardwright.backends.torch.program.refusals import (
     said,
     shares_a_value,
     takes_a_gradient,
+    writes_a_buffer,
 )
 from shardwright.backends.torch.program.step_drafts import StepDrafts
 from shardwright.backends.torch.program.value_guards import what_was_read
@@ -241,6 +242,8 @@ class StepRecorder:
         if begins_gradients:
             versions[0] -= 1  # from here on it is another value, through which gradients flow
         changed = any(tensor._version != version for tensor, version in zip(given, versions, strict=True))
+        if changed and (lost := self.ledger.lost_write(given, versions, made)) is not None:
+            raise writes_a_buffer(self.model, self.stack.path, lost)
         for read, tensors in ((torch.Tensor.item, probe.scalars), (_count, probe.masks)):
             for tensor in tensors:
                 asked = self.drafts.make(None, 0, read, ((tensor,), {}), None, kept=False)

@@ -1,5 +1,6 @@
 """A model split over this run's ranks: this rank's part of it, and the state of its training."""
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -152,11 +153,24 @@ class SplitModel:
         self.ownership.to(self.bound.device)
         self._tell_of_change()
 
-    def fill_awaited(self) -> None:
-        """Give memory to the parameters that wait for it: somebody asks for them before they are cut."""
+    def make_values(self) -> None:
+        """Make the values that parameters do not have yet: somebody asks for them before the first step has cut them.
+        Before the model is split they are whole on this rank until then."""
         if self.awaited is not None:
             self.awaited.fill()
             self.awaited = None
+        if self.ownership.placement is None and self.weights is not None:
+            known = (*sorted(self.ownership.parameter_names), *sorted(self.ownership.buffer_names))
+            wanting = [name for name in known if self.ownership.tensor(name).is_meta]
+            if wanting and self.bound.rank == 0:
+                warnings.warn(
+                    "the values of a model without memory are asked for before its first step: every rank makes the "
+                    "whole model for that; ask for them after the first step",
+                    stacklevel=4,
+                )
+            materialize(self.ownership, wanting, self.weights, self.bound.device, self.seed)
+            self.weights = None
+            self._tell_of_change()
 
     def _tell_of_change(self) -> None:
         for listener in self.listeners:
@@ -181,7 +195,7 @@ class SplitModel:
                 f"this step uses {names[0]} on pp rank {rank}, which has no copy of it, and training has begun: run "
                 f"every kind of step once before the first optimizer step"
             )
-        self.fill_awaited()
+        self.make_values()
         if add_holders(self.ownership, lacking, self.bound, self.watchdog):
             self._tell_of_change()
 
