@@ -29,7 +29,7 @@ from shardwright.core.errors import ShardwrightError
 from shardwright.core.schedule import Schedule, StageCosts
 from shardwright.torch import session as sessions
 from shardwright.torch.run_agreement import optimizers_claim
-from shardwright.torch.scaler import share_overflows
+from shardwright.torch.scaler import require_unscaled, share_overflows
 from shardwright.torch.step_mode import ConfiguredMode
 
 
@@ -268,6 +268,7 @@ class DistributedModel(nn.Module):
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
         """Clip the gradients by the norm of the unsplit model's gradients; every rank calls this. Returns that norm."""
+        require_unscaled(self.session.scalers)
         call = f"model.clip_grad_norm_({float(max_norm)}, {float(norm_type)})"
         self.session.agreement.meet(call)
         return self.runtime.gradients.clip_norm(float(max_norm), float(norm_type), error_if_nonfinite)

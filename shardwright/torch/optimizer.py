@@ -22,6 +22,7 @@ from shardwright.core.errors import MissingCapabilityError, ShardwrightError, ne
 from shardwright.core.model.loss.scaling import LossScale
 from shardwright.torch import session as sessions
 from shardwright.torch.run_agreement import optimizers_claim
+from shardwright.torch.scaler import require_unscaled
 
 log = logging.getLogger("shardwright")
 LOSS_SCALE = "loss_scale"
@@ -135,6 +136,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """SageMaker's name for `DistributedModel.clip_grad_norm_`."""
+        require_unscaled(sessions.current().scalers)
         sessions.current().agreement.meet(f"optimizer.clip_master_grads({float(max_norm)}, {float(norm_type)})")
         return self._split_model.gradients.clip_norm(float(max_norm), float(norm_type), False)
 

@@ -4,6 +4,7 @@ model."""
 import atexit
 import gc
 import sys
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -64,6 +65,8 @@ class Session:
         """The runtime of the model that was wrapped."""
         self.steps_begun = 0
         """The number of steps that were called, evaluation among them."""
+        self.scalers: weakref.WeakSet[Any] = weakref.WeakSet()
+        """The gradient scalers that scaled the loss of the last training step."""
         self.loaded = "nothing"
         """The state dicts that were loaded, in words."""
         self.optimizers: list[Callable[[], OptimizerSettings | None]] = []

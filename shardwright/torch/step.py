@@ -4,6 +4,7 @@ import copy
 import functools
 import inspect
 import warnings
+import weakref
 from collections import UserDict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,6 +27,7 @@ from shardwright.torch.model import DistributedModel
 from shardwright.torch.output import StepOutput
 from shardwright.torch.peers import of_all_peers, of_this_rank
 from shardwright.torch.run_agreement import batch_claims, mode_claim, session_claims
+from shardwright.torch.scaler import Scalers, noting_scalers
 
 StepFunction = Callable[..., Any]
 
@@ -88,6 +90,8 @@ class _Step:
         self._name = getattr(function, "__qualname__", type(function).__name__)
         self._code = f"{digest_of(code_of(function), sorted(whole), sorted(axes.items())) & 0xFFFFFFFF:08x}"
         self._said: set[int] = set()
+        self._scalers: Scalers = weakref.WeakSet()
+        """The scalers that the body has scaled its loss by."""
         self._numbers: dict[str, dict[tuple[str, int], float]] = {}
         """The numbers among the arguments, by the form of the arguments and (name, position): a recording is given them
         anew."""
@@ -211,7 +215,10 @@ class _Step:
         key = self._key(runtime, call.form, literals, microbatches[0])
         if session.log is not None:
             session.log.begin()
-        tree, returned, trained = runtime.run(StepCall(key, body, microbatches, shares, axes))
+        with noting_scalers(self._scalers):
+            tree, returned, trained = runtime.run(StepCall(key, body, microbatches, shares, axes))
+        if trained is not None:
+            session.scalers = self._scalers
         if session.log is not None and trained is not None:
             session.log.worked(trained, sum(batch.samples), call.sized)
         if own and batch.whole_axis:

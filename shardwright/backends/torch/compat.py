@@ -68,6 +68,7 @@ __all__ = [
     "current_fake_mode",
     "current_node",
     "default_store",
+    "device_types",
     "dispatch_depth",
     "functional_collectives",
     "has_memory_of_its_own",
@@ -84,6 +85,11 @@ __all__ = [
     "transforms_are_active",
     "without_dispatch_modes",
 ]
+
+
+def device_types(group: Any) -> list[str]:
+    """The types of devices whose tensors a process group carries; none where torch does not say."""
+    return [device.type for device in getattr(group, "_device_types", [])]
 
 
 all_gather_single: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)

@@ -1,6 +1,7 @@
 """A model split over this run's ranks: this rank's part of it, and the state of its training."""
 
 import warnings
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ from shardwright.backends.torch.state.weight_transfer import add_holders, synchr
 from shardwright.backends.torch.state.weights import Weights, materialize
 from shardwright.backends.torch.tensor_parallel.engine import TensorParallel
 from shardwright.backends.torch.training.step_body import StepBodies
-from shardwright.core.errors import MissingCapabilityError, PlanError
+from shardwright.core.errors import MissingCapabilityError, PlanError, ShardwrightError
 from shardwright.core.model.loss.scaling import LossScale
 from shardwright.core.schedule import Schedule
 
@@ -101,7 +102,9 @@ class SplitModel:
         self.awaited: AwaitedWeights | None = None
         self._undo_norms: Callable[[], None] | None = None
         self._synchronized = False
-        self._handles: list[RemovableHandle] = []
+        self._looked_at: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
+        """Whether optimizers, as far as they were looked at, train pieces of parameters."""
+        self._handles: list[RemovableHandle] = [register_optimizer_step_pre_hook(self._look_at_optimizer)]
 
     def split(self, stage_map: StageMap) -> None:
         """Keep this rank's parameters and drop the others; give data to those on the meta device."""
@@ -173,6 +176,7 @@ class SplitModel:
             self._tell_of_change()
 
     def _tell_of_change(self) -> None:
+        self._looked_at.clear()
         for listener in self.listeners:
             listener()
 
@@ -239,21 +243,21 @@ class SplitModel:
         )
         self.awaited = None
         self.parts.flat = self.residency.flat = flat
-        if flat.is_shared:
-            self._handles.append(register_optimizer_step_pre_hook(self._look_at_optimizer))
         if level:
             self.gradients.data = data
+        self._looked_at.clear()
         for listener in self.after_sharding:
             listener(self.parts)
         self.watchdog.doing("between steps")
 
     def _look_at_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Raise MissingCapabilityError before the step of an optimizer that pieces of parameters will not do for,
-        wrapped or not."""
+        """Raise an error before the step of an optimizer, wrapped or not, that pieces of parameters will not do for, or
+        that holds parameters as they were before they had values."""
+        known = self._looked_at.get(optimizer)
+        if known is None:
+            known = self._looked_at[optimizer] = self._trains_pieces(optimizer)
         flat = self.parts.flat
-        if flat is None or not any(
-            self.ownership.name_of(p) in flat.group_of for group in optimizer.param_groups for p in group["params"]
-        ):
+        if not known or flat is None:
             return
         require_no_hooks(optimizer)
         if not flat.holds_whole_parameters and not is_elementwise(optimizer):
@@ -261,6 +265,20 @@ class SplitModel:
                 f"{type(optimizer).__name__} may need whole parameters, and those of this model were cut into pieces "
                 f"by its first step: wrap it by sw.DistributedOptimizer before the first step"
             )
+
+    def _trains_pieces(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether an optimizer trains pieces of parameters. Raises ShardwrightError where it holds parameters that are
+        others by now."""
+        held = [(self.ownership.name_of(p), p) for group in optimizer.param_groups for p in group["params"]]
+        for name, parameter in held:
+            if name is not None and self.ownership.holds(name) and self.ownership.tensor(name) is not parameter:
+                raise ShardwrightError(
+                    f"{type(optimizer).__name__} was made before sw.DistributedModel gave {name} its values, and would "
+                    f"train what is no longer part of the model: wrap it, sw.DistributedOptimizer(optimizer), or make "
+                    f"it after the first step"
+                )
+        flat = self.parts.flat
+        return flat is not None and flat.is_shared and any(name in flat.group_of for name, _ in held if name)
 
     def begin_step(self) -> None:
         """Begin a step: parameters that are sharded between steps alone are gathered for it."""
