@@ -19,7 +19,7 @@ SHAPE = "changed the size of value"
 REFUSED = {
     "clipped": UNSCALE, "clipped, pp": UNSCALE, "clipped, shard 3": UNSCALE, "clipped masters": UNSCALE,
     "before": WRAP, "before, shard 3": WRAP, "before, pp": WRAP, "before, plain": "trained 6 of 6 parameters",
-    "hook": SHAPE,
+    "hook": SHAPE, "hook, bf16": SHAPE, "module hook": SHAPE, "hook, pp": SHAPE,
 }  # fmt: skip
 
 
