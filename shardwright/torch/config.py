@@ -25,7 +25,7 @@ _LATER: dict[str, tuple[Any, str]] = {
     "auto_partition": (True, "stages are cut by the planner"),
     "offload_activations": (False, "activations stay on the device"),
     "fp16_params": (False, "use torch.autocast around the step"),
-    "delayed_parameter_initialization": (False, "build the model on the meta device and pass weights="),
+    "delayed_parameter_initialization": (False, "build the model under sw.delay_param_initialization()"),
 }
 """Keys of features that this version lacks: the value that asks for nothing, and the alternative."""
 

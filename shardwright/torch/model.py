@@ -3,7 +3,7 @@
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal
 
@@ -18,7 +18,7 @@ from shardwright.backends.torch.pipeline.sentinels import Sentinel
 from shardwright.backends.torch.program.stage_map import StageMap
 from shardwright.backends.torch.runtime import Runtime
 from shardwright.backends.torch.state import checkpoint
-from shardwright.backends.torch.state.deferred_init import DeferredInit
+from shardwright.backends.torch.state.deferred_init import DeferredInit, require_built
 from shardwright.backends.torch.state.flat_shards import step_dtype
 from shardwright.backends.torch.state.model_agreement import digest_of_state, model_claims, source_claim, values_digest
 from shardwright.backends.torch.state.parts import Parts
@@ -57,6 +57,7 @@ class DistributedModel(nn.Module):
         passes = backward_passes_per_step
         if type(passes) is not int or passes < 1:
             raise ShardwrightError(f"backward_passes_per_step={passes!r}: expected a whole number of 1 or more")
+        require_built()
         session = sessions.current()
         if session.runtime is not None:
             raise ShardwrightError("this version runs one DistributedModel per process: put both into one module")
@@ -422,7 +423,7 @@ def _one_loss(tensors: Any, grad_tensors: Any) -> Any:
 
 
 @contextmanager
-def delay_param_initialization() -> Iterator[None]:
+def delay_param_initialization(enabled: bool = True) -> Iterator[None]:
     """Build a model without memory for its parameters: they have values for a moment, while they are initialised.
 
     Wrapped by ``DistributedModel(model)`` each rank makes the values of the parameters that it holds, or of its pieces
@@ -432,8 +433,11 @@ def delay_param_initialization() -> Iterator[None]:
 
     In between, what asks for the values of parameters is refused; inside of the context it is not. Parameters whose
     memory is NumPy's keep it.
+
+    Args:
+        enabled: False builds the model plainly.
     """
-    with DeferredInit().noting():
+    with DeferredInit().noting() if enabled else nullcontext():
         yield
 
 

@@ -1,14 +1,14 @@
 """The lines of training steps: rank 0 says each once its values are there, without waiting for the device."""
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
 import torch
 
-from shardwright.backends.torch.training.call import Trained
+from shardwright.backends.torch.training.call import LossOfBatch, Trained
 from shardwright.core.values.step_line import Argument, StepLines, Work, process_memory, tokens_in
 
 
@@ -67,8 +67,8 @@ class StepLog:
         self._lines = StepLines(every, peaks)
         self._device, self._sharing = device, sharing
         self._begun: _Moment | None = None
-        self._losses: list[torch.Tensor | None] = []
-        """The losses of the calls whose gradients add up; None for one that is not known."""
+        self._losses: list[Sequence[LossOfBatch] | None] = []
+        """The losses of the calls whose gradients add up; None for those that are not known."""
         self._is_updated = False
         """Whether an optimizer has used these gradients."""
         self._counted: weakref.ref[Any] | None = None
@@ -84,7 +84,7 @@ class StepLog:
         """Note a training step of this replica, with its samples and the tensors of its whole batch."""
         if self._is_updated:
             self._losses, self._is_updated = [], False
-        self._losses.append(None if trained.losses is None else _added(loss.total() for loss in trained.losses))
+        self._losses.append(trained.losses)
         found = tokens_in(batch)
         count = None if found is None else found.shape[0] * found.shape[1]
         work = Work(samples, count, trained.flops, self._sharing)
@@ -125,12 +125,12 @@ class StepLog:
         self._lines.look(wait=True)
 
 
-def _added(losses: Iterable[torch.Tensor | None]) -> torch.Tensor | None:
-    """The sum of losses; None where one is not known, or there are none."""
-    known = list(losses)
-    if not known or any(loss is None for loss in known):
+def _added(calls: Sequence[Sequence[LossOfBatch] | None]) -> torch.Tensor | None:
+    """The sum of the losses of calls; None where one is not known, or there are none."""
+    totals = [loss.total().detach() for losses in calls for loss in losses or ()]
+    if not totals or any(losses is None for losses in calls):
         return None
-    return torch.stack([loss.detach().double() for loss in known if loss is not None]).sum()
+    return torch.stack([total.float() for total in totals]).sum()
 
 
 def _to_host(value: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 import shardwright.torch as sw
 from shardwright.backends.torch.state import deferred_init
@@ -72,6 +73,26 @@ def convolutions() -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 4, 1), nn.Flatten(), nn.Linear(4, 2))
 
 
+def in_double() -> nn.Module:
+    torch.set_default_dtype(torch.float64)
+    try:
+        return nn.Sequential(nn.Linear(4, 8), nn.Embedding(5, 3), nn.Linear(8, 4))
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+class FromSparse(nn.Module):
+    """Written by an op on a tensor that is not strided."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+        self.other = nn.Parameter(self.weight.detach() * 2)
+        with torch.no_grad():
+            self.weight.add_(torch.eye(4).to_sparse())
+        self.last = nn.Parameter(self.weight.detach() * 3)
+
+
 def half() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4)).bfloat16()
 
@@ -98,6 +119,7 @@ def hugging_face(name: str) -> Callable[[], nn.Module]:
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "odd": Odd, "weight norm": normed, "clones": cloned, "convolutions": convolutions, "half": half,
+    "double": in_double, "sparse": FromSparse, "lazy": lambda: nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 2)),
     "lstm": lambda: nn.LSTM(4, 5, 2),
     "orthogonal": lambda: nn.utils.parametrizations.orthogonal(nn.Linear(4, 4)),
     **{name: hugging_face(name) for name in ("gpt2", "llama", "bert", "t5", "mixtral", "vit")},
@@ -124,6 +146,8 @@ def test_values_have_the_bits_of_a_plain_initialisation(
     kept = 0
     for (path, expected), (other, parameter) in zip(plain.named_parameters(), late.named_parameters(), strict=True):
         assert path == other
+        if is_lazy(parameter):
+            continue
         recipe = recipe_of(parameter)
         assert recipe is not None or path in KEPT, path
         values = parameter.detach() if recipe is None else recipe.make()
@@ -152,6 +176,30 @@ def test_what_asks_for_values_too_early_is_refused(ask: Callable[[nn.Module], An
     assert not model.requires_grad_(False).weight.requires_grad
     with pytest.raises((sw.ShardwrightError, RuntimeError), match=f"{said}.*sw.delay_param_initialization"):
         ask(model)
+
+
+class SharesMemory(nn.Module):
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(4, 4))
+        if what == "parameter":
+            self.rows = nn.Parameter(self.weight.data[1:])
+        else:
+            self.register_buffer("seen", self.weight.data)
+
+
+@pytest.mark.parametrize(("what", "said"), [("parameter", "parameters weight and rows lie in the same memory"),
+                                            ("buffer", "buffer seen lies in the memory of a parameter")])  # fmt: skip
+def test_what_shares_the_memory_of_a_parameter_is_refused(what: str, said: str) -> None:
+    with sw.delay_param_initialization():
+        model = SharesMemory(what)
+    with pytest.raises(sw.ShardwrightError, match=said):
+        deferred_init.DeferredValues.of(model)
+
+
+def test_wrapping_inside_of_the_context_is_refused() -> None:
+    with sw.delay_param_initialization(), pytest.raises(sw.ShardwrightError, match="wrap it after that block"):
+        sw.DistributedModel(nn.Linear(2, 2))
 
 
 def test_a_model_without_values_can_be_captured_and_planned() -> None:

@@ -82,9 +82,16 @@ __all__ = [
     "sequence_number",
     "set_mkldnn_enabled",
     "set_timeout",
+    "storage_of",
     "transforms_are_active",
     "without_dispatch_modes",
 ]
+
+
+def storage_of(reference: Any) -> torch.UntypedStorage | None:
+    """The storage that a weak reference (`StorageWeakRef`) is to; None once it is gone."""
+    found: Any = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+    return found if isinstance(found, torch.UntypedStorage) else None
 
 
 def device_types(group: Any) -> list[str]:

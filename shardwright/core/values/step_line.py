@@ -220,15 +220,17 @@ def _show_lines() -> None:
     """Let the lines appear: on standard error, where the program has no logging of its own."""
     if LINES.level == logging.NOTSET:
         LINES.setLevel(logging.INFO)
-    if not LINES.hasHandlers():
+    if not any(isinstance(handler, _ToStandardError) for handler in LINES.handlers):
         LINES.addHandler(_ToStandardError())
 
 
 class _ToStandardError(logging.Handler):
-    """A handler that writes to what is standard error now."""
+    """A handler that writes to what is standard error now, unless others handle the lines."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        print(self.format(record), file=sys.stderr, flush=True)
+        parents = (LINES, logging.getLogger("shardwright"), logging.getLogger())
+        if all(handler is self for logger in parents for handler in logger.handlers):
+            print(self.format(record), file=sys.stderr, flush=True)
 
 
 def require_every(log_every: object) -> None:

@@ -68,7 +68,12 @@ class ProductFlops:
         if packet in _OPERANDS:
             operands = _OPERANDS[packet](args, kwargs)
             trained = sum(bool(t.requires_grad) for t in operands)
-            self._add(operands[0].dtype, _forward(packet, operands, args, kwargs, result), 1 + trained)
+            try:
+                flops = _forward(packet, operands, args, kwargs, result)
+            except Exception:  # torch's formula does not take these operands
+                self.unknown = self.unknown or str(op)
+                return
+            self._add(operands[0].dtype, flops, 1 + trained)
         elif packet in _ATTENTION:
             query, key, value = args[:3]
             flops = 2 * math.prod(query.shape[:-1]) * key.shape[-2] * (query.shape[-1] + value.shape[-1])

@@ -35,12 +35,26 @@ from shardwright.backends.torch.state.noted_ops import (
     overwritten,
     run_again,
     viewed,
+    with_dtype,
     written_views,
 )
 from shardwright.core.errors import ShardwrightError
 
 LIVE_BYTES = 16 * 2**20
 """The bytes of parameters that stay in memory between ops, beside the parameter that was used last."""
+
+
+_building = 0
+"""The number of contexts in which models are built now."""
+
+
+def require_built() -> None:
+    """Raise ShardwrightError inside of a context in which models are built."""
+    if _building:
+        raise ShardwrightError(
+            "sw.DistributedModel is called inside of sw.delay_param_initialization(): build the model there, and wrap "
+            "it after that block"
+        )
 
 
 class DeferredInit:
@@ -70,6 +84,17 @@ class DeferredInit:
             self.defer(made)
             return made
 
+        global _building
+        _building += 1
+        try:
+            with self._in_place(register_noted, copy_noted):
+                yield
+        finally:
+            _building -= 1
+        self._leave()
+
+    @contextmanager
+    def _in_place(self, register_noted: Any, copy_noted: Any) -> Iterator[None]:
         with (
             replaced(nn.Module, "register_parameter", register_noted),
             replaced(nn.Parameter, "__deepcopy__", copy_noted),
@@ -77,11 +102,10 @@ class DeferredInit:
             _Ops(self),
         ):
             yield
-        self._leave()
 
     def defer(self, parameter: nn.Parameter) -> None:
         """Note that a tensor is a parameter of a module: its memory may be given back."""
-        if parameter.is_meta or parameter.layout is not torch.strided:
+        if not _has_memory(parameter):
             return
         self._parameters[id(parameter)] = weakref.ref(parameter)
         self._use(self.memory_of(parameter))
@@ -104,7 +128,7 @@ class DeferredInit:
         """Run an op, and note it where it makes or writes memory."""
         given = [t for t in pytree.tree_leaves((args, dict(kwargs))) if isinstance(t, torch.Tensor)]
         if not all(_has_memory(tensor) for tensor in given):
-            return function(*args, **kwargs)
+            return self._run_unnoted(function, args, kwargs, [t for t in given if _has_memory(t)])
         arguments = viewed((args, dict(kwargs)), self.memory_of)
         writes = written_views(function, arguments)
         overwrites = overwritten(function, writes, arguments)
@@ -116,7 +140,7 @@ class DeferredInit:
         draws = None if generator is None else (generator, generator.get_state())
         result = function(*args, **kwargs)
         memories = tuple(dict.fromkeys(view.memory for view in writes))
-        op = NotedOp(self.count, function, arguments, memories, overwrites, draws)
+        op = NotedOp(self.count, function, with_dtype(function, arguments, result), memories, overwrites, draws)
         for place, leaf in enumerate(pytree.tree_leaves(result)):
             if isinstance(leaf, torch.Tensor) and _has_memory(leaf):
                 storage = leaf.untyped_storage()
@@ -127,6 +151,29 @@ class DeferredInit:
             for memory in (*op.made.values(), *memories):
                 memory.history.append(op)
         self._make_room({self.memory_of(tensor) for tensor in given})
+        return result
+
+    def _run_unnoted(
+        self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], given: list[torch.Tensor]
+    ) -> Any:
+        """Run an op on tensors of other kinds too. What it may have written to is noted as a copy of what is there."""
+        for tensor in given:
+            self.bring_back(self.memory_of(tensor))
+            self._keep_base(self.memory_of(tensor))
+        result = function(*args, **kwargs)
+        arguments = pytree.tree_map_only(
+            torch.Tensor, lambda t: View.of(t, self.memory_of(t)) if _has_memory(t) else t, (args, dict(kwargs))
+        )
+        for memory in dict.fromkeys(view.memory for view in written_views(function, arguments)):
+            storage = memory.storage()
+            assert storage is not None
+            copied = storage.clone()
+            source = Memory.of(copied, copied)
+            whole = (memory.size_bytes,), (1,), 0, torch.uint8
+            both = (View(memory, *whole), View(source, *whole)), dict[str, Any]()
+            op = NotedOp(self.count, torch.ops.aten.copy_.default, both, (memory,), memory)
+            memory.history.append(op)
+            self.count += 1
         return result
 
     def _keep_base(self, memory: Memory) -> None:
@@ -180,7 +227,7 @@ class DeferredInit:
             parameter = reference()
             if parameter is not None and self.memory_of(parameter) in self._away:
                 view = View.of(parameter, self.memory_of(parameter))
-                _recipes[id(parameter)] = weakref.ref(parameter), Recipe(view, self.count)
+                _remember(parameter, Recipe(view, self.count))
                 if type(parameter) is nn.Parameter:
                     parameter.__class__ = DeferredParameter
         self._memories, self._parameters = {}, {}
@@ -215,9 +262,24 @@ class DeferredValues(Mapping[str, torch.Tensor]):
 
     @classmethod
     def of(cls, model: nn.Module) -> "DeferredValues | None":
-        """Those of a model; None where all its parameters have values, or come from elsewhere."""
+        """Those of a model; None where all its parameters have values, or come from elsewhere. Raises ShardwrightError
+        for tensors that share the memory of a parameter."""
         found = {name: recipe_of(parameter) for name, parameter in model.named_parameters()}
         recipes = {name: recipe for name, recipe in found.items() if recipe is not None}
+        first: dict[Memory, str] = {}
+        for name, recipe in recipes.items():
+            other = first.setdefault(recipe.view.memory, name)
+            if other != name:
+                raise ShardwrightError(
+                    f"parameters {other} and {name} lie in the same memory, which a deferred initialisation does not "
+                    f"keep: register one parameter, and take views of it in forward"
+                )
+        for name, buffer in model.named_buffers() if recipes else ():
+            if not buffer.is_meta and buffer.numel() and not buffer.untyped_storage().nbytes():
+                raise ShardwrightError(
+                    f"buffer {name} lies in the memory of a parameter, whose values are made later: register a copy of "
+                    f"it, parameter.detach().clone()"
+                )
         return cls(recipes) if recipes else None
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -236,6 +298,11 @@ class DeferredValues(Mapping[str, torch.Tensor]):
 
 _recipes: dict[int, tuple["weakref.ref[nn.Parameter]", Recipe]] = {}
 """The recipe of each parameter without values, by the id of the parameter."""
+
+
+def _remember(parameter: nn.Parameter, recipe: Recipe) -> None:
+    key = id(parameter)
+    _recipes[key] = weakref.ref(parameter, lambda _: _recipes.pop(key, None)), recipe
 
 
 def recipe_of(parameter: torch.Tensor) -> Recipe | None:

@@ -67,12 +67,15 @@ class FlatGroup:
             (p.shape, dense_strides(p), offset)
             for p, offset in zip(self.parameters.values(), layout.offsets, strict=True)
         ]
-        self.gathered = torch.zeros(layout.entries, dtype=compute, device=self.device)
+        make = torch.empty if frees else torch.zeros
+        self.gathered = make(layout.entries, dtype=compute, device=self.device)
         self._views = [self.gathered.as_strided(*place) for place in self.places]
         own = self._own_part()
         apart = frees or self.dtype is not compute
         self.shard = torch.zeros_like(own, dtype=self.dtype) if apart else own
         self._pieces = self.cut(self.shard)
+        if frees:  # before the first parameter is made
+            self.gathered.untyped_storage().resize_(0)
         for index, (name, parameter) in enumerate(self.parameters.items()):
             begin, end = layout.span(index, groups.coordinate)
             piece = self._pieces[index]

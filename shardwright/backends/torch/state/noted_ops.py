@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from shardwright.backends.torch.compat import DisableTorchFunction, pytree, without_dispatch_modes
+from shardwright.backends.torch.compat import DisableTorchFunction, pytree, storage_of, without_dispatch_modes
 
 Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
 """(args, kwargs)."""
@@ -38,8 +38,7 @@ class Memory:
 
     def storage(self) -> torch.UntypedStorage | None:
         """The storage, while somebody holds it."""
-        found: Any = torch.UntypedStorage._new_with_weak_ptr(self.reference.cdata)
-        return found if isinstance(found, torch.UntypedStorage) else None
+        return storage_of(self.reference)
 
     def since_overwritten(self, end: int) -> "list[NotedOp]":
         """The ops before number ``end`` from the last one on that wrote all of it without reading it."""
@@ -118,6 +117,16 @@ def _is_view(item: Any) -> bool:
 def viewed(arguments: Any, memory_of: Any) -> Any:
     """Arguments with views in place of tensors."""
     return pytree.tree_map_only(torch.Tensor, lambda t: View.of(t, memory_of(t)), arguments)
+
+
+def with_dtype(function: Any, arguments: Arguments, result: Any) -> Arguments:
+    """Arguments with the dtype of the result, where an op would take torch's default dtype of the moment."""
+    args, kwargs = arguments
+    if isinstance(result, torch.Tensor) and kwargs.get("dtype") is None:
+        known = [argument for argument in function._schema.arguments if argument.name == "dtype"]
+        if known and known[0].kwarg_only:
+            return args, {**kwargs, "dtype": result.dtype}
+    return arguments
 
 
 def written_views(function: Any, arguments: Arguments) -> list[View]:
