@@ -1,7 +1,6 @@
 """The model as the user sees it: whole in name, split in memory."""
 
 import warnings
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -9,7 +8,6 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.nn.utils import clip_grad
 
 from shardwright.backends.torch.compat import IncompatibleKeys, pytree
 from shardwright.backends.torch.machine.agreement import Claim
@@ -28,6 +26,7 @@ from shardwright.backends.torch.tensor_parallel.registry import replace_register
 from shardwright.core.errors import ShardwrightError
 from shardwright.core.schedule import Schedule, StageCosts
 from shardwright.torch import session as sessions
+from shardwright.torch.plain_clipping import refuse_plain_clipping, warn_of_plain_clipping
 from shardwright.torch.run_agreement import optimizers_claim
 from shardwright.torch.scaler import require_unscaled, share_overflows
 from shardwright.torch.step_mode import ConfiguredMode
@@ -374,8 +373,7 @@ class DistributedModel(nn.Module):
     def _refuse_plain_clipping(self, parts: Parts) -> None:
         if parts.flat is not None and parts.flat.is_shared:
             shared = [p for group in parts.flat.groups for p in group.parameters.values()]
-            _in_pieces.update((id(p), weakref.ref(p)) for p in shared)
-            warn_of_plain_clipping(iter(shared))
+            refuse_plain_clipping(shared)
 
 
 _NO_COPY = (
@@ -439,41 +437,3 @@ def delay_param_initialization(enabled: bool = True) -> Iterator[None]:
     """
     with DeferredInit().noting() if enabled else nullcontext():
         yield
-
-
-_in_pieces: dict[int, weakref.ref[nn.Parameter]] = {}
-"""The parameters of which ranks hold pieces, by id; ids are given again once a tensor is gone."""
-_plain_clip: Callable[..., Any] | None = None
-
-
-def warn_of_plain_clipping(parameters: Iterator[nn.Parameter]) -> None:
-    """Let torch's clip_grad_norm_ warn, from now on, when it is given one of these parameters.
-
-    Its inner function is replaced, since user code may have imported the outer one already.
-    """
-    global _plain_clip
-    _marked.update(id(p) for p in parameters)
-    if _plain_clip is not None:
-        return
-    _plain_clip = clip_grad._clip_grads_with_norm_
-
-    def clip(given: Any, *args: Any, **kwargs: Any) -> Any:
-        tensors = [given] if isinstance(given, torch.Tensor) else list(given)
-        if any((known := _in_pieces.get(id(p))) is not None and known() is p for p in tensors):
-            raise ShardwrightError(
-                "torch.nn.utils.clip_grad_norm_ would clip this rank's pieces of the gradients by the norm of these "
-                "alone: call model.clip_grad_norm_(max_norm), which takes the norm of the whole model"
-            )
-        if any(id(p) in _marked for p in tensors):
-            warnings.warn(
-                "torch.nn.utils.clip_grad_norm_ sees only the parameters of this rank, and clips by their norm alone: "
-                "call model.clip_grad_norm_(max_norm), which takes the norm of the whole model",
-                stacklevel=4,
-            )
-        assert _plain_clip is not None
-        return _plain_clip(tensors, *args, **kwargs)
-
-    clip_grad._clip_grads_with_norm_ = clip  # type: ignore[assignment]
-
-
-_marked: set[int] = set()
