@@ -13,6 +13,7 @@ from shardwright.core.layout.mesh import Mesh
 from shardwright.core.plan.decision import LossScope
 from shardwright.core.schedule import AUTO, Schedule, StageCosts, schedule_names
 from shardwright.core.schedule.checks import require_runnable
+from shardwright.core.values.step_line import require_every
 
 _ALIASES = {"partitions": "pipeline_parallel_degree"}
 _AXIS_LETTERS = {"P": "pp", "D": "dp", "T": "tp"}
@@ -24,7 +25,7 @@ _LATER: dict[str, tuple[Any, str]] = {
     "auto_partition": (True, "stages are cut by the planner"),
     "offload_activations": (False, "activations stay on the device"),
     "fp16_params": (False, "use torch.autocast around the step"),
-    "delayed_parameter_initialization": (False, "build the model on the meta device and pass weights="),
+    "delayed_parameter_initialization": (False, "build the model under sw.delay_param_initialization()"),
 }
 """Keys of features that this version lacks: the value that asks for nothing, and the alternative."""
 
@@ -87,6 +88,7 @@ class Config:
         sharded_data_parallel_degree: SageMaker's name for ``shard=3`` with this ``shard_group``.
         bf16: compute in bfloat16: steps run on 16-bit copies of parameters that are in float32 between steps, where the
             optimizer updates them; gradients add up in float32.
+        log_every: rank 0 says a line of figures after the first update and after every so many; 0: none.
         fp16: the same in float16; see `DistributedOptimizer` for the scaling of losses.
     """
 
@@ -118,6 +120,7 @@ class Config:
     sharded_data_parallel_degree: int = 1
     bf16: bool = False
     fp16: bool = False
+    log_every: int = 10
 
     def __post_init__(self) -> None:
         for name in _COUNTS:
@@ -168,6 +171,7 @@ class Config:
         timeout = self.wait_timeout_s
         if not isinstance(timeout, int | float) or isinstance(timeout, bool) or not 0 < timeout < math.inf:
             raise ShardwrightError(f"wait_timeout_s={timeout!r}: expected a number of seconds above 0")
+        require_every(self.log_every)
         if self.active_microbatches is not None and type(self.active_microbatches) is not int:
             raise ShardwrightError(f"active_microbatches={self.active_microbatches!r}: expected a whole number")
         for name in ("placement_strategy", "pipeline_mode", "ddp_dist_backend"):

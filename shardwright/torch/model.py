@@ -1,17 +1,14 @@
 """The model as the user sees it: whole in name, split in memory."""
 
 import warnings
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.nn.utils import clip_grad
 
-from shardwright.backends.torch.capture.replaced import replaced
 from shardwright.backends.torch.compat import IncompatibleKeys, pytree
 from shardwright.backends.torch.machine.agreement import Claim
 from shardwright.backends.torch.pipeline.compiling import Compiler
@@ -19,6 +16,7 @@ from shardwright.backends.torch.pipeline.sentinels import Sentinel
 from shardwright.backends.torch.program.stage_map import StageMap
 from shardwright.backends.torch.runtime import Runtime
 from shardwright.backends.torch.state import checkpoint
+from shardwright.backends.torch.state.deferred_init import DeferredInit, require_built
 from shardwright.backends.torch.state.flat_shards import step_dtype
 from shardwright.backends.torch.state.model_agreement import digest_of_state, model_claims, source_claim, values_digest
 from shardwright.backends.torch.state.parts import Parts
@@ -28,8 +26,9 @@ from shardwright.backends.torch.tensor_parallel.registry import replace_register
 from shardwright.core.errors import ShardwrightError
 from shardwright.core.schedule import Schedule, StageCosts
 from shardwright.torch import session as sessions
+from shardwright.torch.plain_clipping import refuse_plain_clipping, warn_of_plain_clipping
 from shardwright.torch.run_agreement import optimizers_claim
-from shardwright.torch.scaler import share_overflows
+from shardwright.torch.scaler import require_unscaled, share_overflows
 from shardwright.torch.step_mode import ConfiguredMode
 
 
@@ -57,6 +56,7 @@ class DistributedModel(nn.Module):
         passes = backward_passes_per_step
         if type(passes) is not int or passes < 1:
             raise ShardwrightError(f"backward_passes_per_step={passes!r}: expected a whole number of 1 or more")
+        require_built()
         session = sessions.current()
         if session.runtime is not None:
             raise ShardwrightError("this version runs one DistributedModel per process: put both into one module")
@@ -78,7 +78,7 @@ class DistributedModel(nn.Module):
         self.runtime.split_model.listeners.append(self._watch_clipping)
         self.runtime.split_model.after_sharding.append(self._refuse_plain_clipping)
         session.runtime = self.runtime
-        self._agree(module, weights)
+        self._agree(module)
         if session.plan is not None:
             self._warn_of_precision(session.plan.decision.precision)
             self.runtime.split(StageMap.of_plan(session.plan))
@@ -93,7 +93,7 @@ class DistributedModel(nn.Module):
                 )
             )
 
-    def _agree(self, module: nn.Module, weights: Weights | None) -> None:
+    def _agree(self, module: nn.Module) -> None:
         """Go on when all ranks wrap the same model. Take the values of rank 0 where peers begin with others."""
         session = self.session
         claims: list[Claim] = []
@@ -104,7 +104,7 @@ class DistributedModel(nn.Module):
                 names = tuple(name for name, _ in module.named_parameters())
                 session.plan.require_model("torch", names, type(module).__name__)
             if session.bound.mesh.size > 1:
-                claims = [*model_claims(module), source_claim(weights)]
+                claims = [*model_claims(module), source_claim(self.runtime.split_model.weights)]
                 values = values_digest(module)
         except Exception as error:
             failure = error
@@ -137,6 +137,8 @@ class DistributedModel(nn.Module):
                 "a model that is split over pipeline stages or the tensor axis runs inside a function decorated with "
                 "@sw.step; for evaluation call such a function, without model.backward, under torch.no_grad()"
             )
+        if not self.runtime.in_step_body:
+            self.runtime.split_model.make_values()
         parts = self.runtime.split_model.parts
         if parts.compute is not None:
             args, kwargs = pytree.tree_map(partial(_computed_in, parts.compute), (args, kwargs))
@@ -227,11 +229,13 @@ class DistributedModel(nn.Module):
 
     def local_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters that this rank holds, by original names."""
+        self.runtime.split_model.make_values()
         yield from self.runtime.ownership.local_parameters().items()
 
     def local_parameters(self) -> Iterator[nn.Parameter]:
         """The parameters that this rank holds."""
-        yield from self.runtime.ownership.local_parameters().values()
+        for _, parameter in self.local_named_parameters():
+            yield parameter
 
     def local_named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The buffers that this rank holds, by original names."""
@@ -239,7 +243,9 @@ class DistributedModel(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients: those of the parameters that this rank holds."""
-        for parameter in self.local_parameters():
+        if self.session.log is not None:
+            self.session.log.restart()
+        for parameter in self.runtime.ownership.local_parameters().values():
             if set_to_none:
                 parameter.grad = None
             elif parameter.grad is not None:
@@ -262,6 +268,7 @@ class DistributedModel(nn.Module):
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
         """Clip the gradients by the norm of the unsplit model's gradients; every rank calls this. Returns that norm."""
+        require_unscaled(self.session.scalers)
         call = f"model.clip_grad_norm_({float(max_norm)}, {float(norm_type)})"
         self.session.agreement.meet(call)
         return self.runtime.gradients.clip_norm(float(max_norm), float(norm_type), error_if_nonfinite)
@@ -296,6 +303,7 @@ class DistributedModel(nn.Module):
         if max(self.session.bound.size("pp"), self.session.bound.size("tp")) > 1:
             claims = [optimizers_claim(self.session)]
             self.session.agreement.meet(f"model.state_dict({rank0_only=})", claims, in_replica=True)
+        self.runtime.split_model.make_values()
         return checkpoint.gather(
             self.runtime.ownership,
             self.session.bound,
@@ -306,6 +314,7 @@ class DistributedModel(nn.Module):
 
     def local_state_dict(self) -> dict[str, Any]:
         """The part of the state dict that this rank holds."""
+        self.runtime.split_model.make_values()
         ownership = self.runtime.ownership
         return {
             key: entry
@@ -317,6 +326,7 @@ class DistributedModel(nn.Module):
         """Load this rank's share of a whole state dict. Raises PlanError for names and shapes that do not fit."""
         if assign:
             raise ShardwrightError("assign=True would replace the parameters that optimizers know: leave it False")
+        self.runtime.split_model.make_values()
         missing, unexpected = checkpoint.load(
             self.runtime.ownership, state_dict, strict=strict, parts=self.runtime.split_model.parts
         )
@@ -358,13 +368,12 @@ class DistributedModel(nn.Module):
 
     def _watch_clipping(self) -> None:
         if self.session.bound.size("pp") > 1:
-            warn_of_plain_clipping(self.local_parameters())
+            warn_of_plain_clipping(iter(self.runtime.ownership.local_parameters().values()))
 
     def _refuse_plain_clipping(self, parts: Parts) -> None:
         if parts.flat is not None and parts.flat.is_shared:
             shared = [p for group in parts.flat.groups for p in group.parameters.values()]
-            _in_pieces.update((id(p), weakref.ref(p)) for p in shared)
-            warn_of_plain_clipping(iter(shared))
+            refuse_plain_clipping(shared)
 
 
 _NO_COPY = (
@@ -412,56 +421,19 @@ def _one_loss(tensors: Any, grad_tensors: Any) -> Any:
 
 
 @contextmanager
-def delay_param_initialization() -> Iterator[None]:
-    """Build a model without memory for its parameters: they go to the meta device as soon as a module has them.
+def delay_param_initialization(enabled: bool = True) -> Iterator[None]:
+    """Build a model without memory for its parameters: they have values for a moment, while they are initialised.
 
-    Buffers (masks, rotary frequencies) are made as usual, since checkpoints often do not hold them. Wrap such a model
-    by ``DistributedModel(model, weights=...)``.
+    Wrapped by ``DistributedModel(model)`` each rank makes the values of the parameters that it holds, or of its pieces
+    of them: those that the same code makes outside of this context after the same ``torch.manual_seed``, which is to be
+    called on every rank. Random numbers that are drawn later are the same too. With ``weights=`` the values come from
+    there. Buffers (masks, rotary frequencies) are made as usual.
+
+    In between, what asks for the values of parameters is refused; inside of the context it is not. Parameters whose
+    memory is NumPy's keep it.
+
+    Args:
+        enabled: False builds the model plainly.
     """
-    original = nn.Module.register_parameter
-
-    def register(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if param is not None and not param.is_meta:
-            param = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
-        original(module, name, param)
-
-    with replaced(nn.Module, "register_parameter", register):
+    with DeferredInit().noting() if enabled else nullcontext():
         yield
-
-
-_in_pieces: dict[int, weakref.ref[nn.Parameter]] = {}
-"""The parameters of which ranks hold pieces, by id; ids are given again once a tensor is gone."""
-_plain_clip: Callable[..., Any] | None = None
-
-
-def warn_of_plain_clipping(parameters: Iterator[nn.Parameter]) -> None:
-    """Let torch's clip_grad_norm_ warn, from now on, when it is given one of these parameters.
-
-    Its inner function is replaced, since user code may have imported the outer one already.
-    """
-    global _plain_clip
-    _marked.update(id(p) for p in parameters)
-    if _plain_clip is not None:
-        return
-    _plain_clip = clip_grad._clip_grads_with_norm_
-
-    def clip(given: Any, *args: Any, **kwargs: Any) -> Any:
-        tensors = [given] if isinstance(given, torch.Tensor) else list(given)
-        if any((known := _in_pieces.get(id(p))) is not None and known() is p for p in tensors):
-            raise ShardwrightError(
-                "torch.nn.utils.clip_grad_norm_ would clip this rank's pieces of the gradients by the norm of these "
-                "alone: call model.clip_grad_norm_(max_norm), which takes the norm of the whole model"
-            )
-        if any(id(p) in _marked for p in tensors):
-            warnings.warn(
-                "torch.nn.utils.clip_grad_norm_ sees only the parameters of this rank, and clips by their norm alone: "
-                "call model.clip_grad_norm_(max_norm), which takes the norm of the whole model",
-                stacklevel=4,
-            )
-        assert _plain_clip is not None
-        return _plain_clip(tensors, *args, **kwargs)
-
-    clip_grad._clip_grads_with_norm_ = clip  # type: ignore[assignment]
-
-
-_marked: set[int] = set()

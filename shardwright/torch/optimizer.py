@@ -22,6 +22,7 @@ from shardwright.core.errors import MissingCapabilityError, ShardwrightError, ne
 from shardwright.core.model.loss.scaling import LossScale
 from shardwright.torch import session as sessions
 from shardwright.torch.run_agreement import optimizers_claim
+from shardwright.torch.scaler import require_unscaled
 
 log = logging.getLogger("shardwright")
 LOSS_SCALE = "loss_scale"
@@ -91,6 +92,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._note_groups()
         self._rebind()
         self._steps = 0
+        self._log = session.log
         self.overflow = False
         asked = {**(dynamic_loss_args or {}), **more_dynamic_loss_args}
         self._scaling = _loss_scale(static_loss_scale, dynamic_loss_scale, asked)
@@ -121,9 +123,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise ShardwrightError("a closure would run part of a model only: call the step function, then step()")
         self._steps += 1
         self._cut_states()
-        if self._scaling is not None and self._scaling.is_dynamic and self._overflows(self._scaling):
-            return None
-        return self.optimizer.step()
+        skipped = self._scaling is not None and self._scaling.is_dynamic and self._overflows(self._scaling)
+        found = None if skipped else self.optimizer.step()
+        if self._log is not None:
+            self._log.updated(self, self._split_model.gradients.last_norm, skipped=skipped)
+        return found
 
     @property
     def loss_scale(self) -> float:
@@ -132,6 +136,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """SageMaker's name for `DistributedModel.clip_grad_norm_`."""
+        require_unscaled(sessions.current().scalers)
         sessions.current().agreement.meet(f"optimizer.clip_master_grads({float(max_norm)}, {float(norm_type)})")
         return self._split_model.gradients.clip_norm(float(max_norm), float(norm_type), False)
 
@@ -162,6 +167,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return found
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        if self._log is not None:
+            self._log.restart()
         self.optimizer.zero_grad(set_to_none)
         self._split_model.gradients.forget_held(p for group in self.param_groups for p in group["params"])
 

@@ -1,6 +1,7 @@
 """Planning at the first step, when `init` was given degrees and no plan: the captured model with the degrees pinned."""
 
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -53,6 +54,13 @@ def plan_at_first_step(config: Config, bound: BoundMesh, model: nn.Module, graph
         precision=config.precision or _precision(model), layouts=_layouts(config.layouts, model),
     )  # fmt: skip
     return StageMap.of_plan(plan, config.schedule(plan.stage_costs()))
+
+
+def device_peaks(config: Config, plan: Plan | None, device: torch.device) -> Mapping[str, float]:
+    """FLOPs per second of one device at best, by precision: those of the plan's devices, or of the configuration's."""
+    if plan is not None:
+        return dict(plan.provenance.peak_flops_per_s)
+    return Cluster(config.cluster or _hardware(device)).peak_flops_per_s
 
 
 def _divides_sequence(config: Config) -> bool | None:

@@ -1,5 +1,9 @@
-"""Torch's gradient scaler over the ranks of a split model: an overflow on one of them is one on all."""
+"""Torch's gradient scaler over the ranks of a split model: an overflow on one of them is one on all, and gradients are
+clipped once they are unscaled."""
 
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,13 +14,48 @@ from shardwright.torch import session as sessions
 _LOOK = "_unscale_grads_"
 """The method by which a scaler divides gradients, and looks for infinities in them."""
 _original: Any = None
+_scale: Any = None
+Scalers = weakref.WeakSet[Any]
+_used: list[Scalers] = []
+"""The scalers of the step function whose body runs, the innermost one last."""
+
+
+@contextmanager
+def noting_scalers(used: Scalers) -> Iterator[None]:
+    """A context in which the scalers that a step's body scales its loss by are added to ``used``."""
+    _used.append(used)
+    try:
+        yield
+    finally:
+        _used.pop()
+
+
+def require_unscaled(used: Scalers) -> None:
+    """Raise ShardwrightError where the gradients of a step whose loss these scalers scaled were not unscaled yet."""
+    for scaler in used:
+        states = getattr(scaler, "_per_optimizer_states", {})
+        is_unscaled = any(getattr(state.get("stage"), "name", "") != "READY" for state in states.values())
+        if scaler.is_enabled() and not is_unscaled:
+            raise ShardwrightError(
+                "the gradients are clipped while they are scaled by a torch.amp.GradScaler, so that max_norm is not "
+                "what they are compared with: call scaler.unscale_(optimizer) before model.clip_grad_norm_(max_norm)"
+            )
+
+
+def _scale_noted(scaler: Any, outputs: Any) -> Any:
+    if _used:
+        _used[-1].add(scaler)
+    return _scale(scaler, outputs)
 
 
 def share_overflows() -> None:
     """Let a ``torch.amp.GradScaler``, from now on, that finds an overflow in the gradients of this rank make all ranks
     skip the update, and shrink the scale, as the unsplit model would. The scaler's step and update stay the user's
     calls."""
-    global _original
+    global _original, _scale
+    if _scale is None:
+        _scale = torch.amp.GradScaler.scale
+        torch.amp.GradScaler.scale = _scale_noted  # type: ignore[assignment]
     if _original is None and hasattr(torch.amp.GradScaler, _LOOK):
         _original = getattr(torch.amp.GradScaler, _LOOK)
         setattr(torch.amp.GradScaler, _LOOK, _looked_at_together)

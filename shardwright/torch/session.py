@@ -4,8 +4,10 @@ model."""
 import atexit
 import gc
 import sys
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -30,7 +32,9 @@ from shardwright.core.plan.decision import LossScope
 from shardwright.core.plan.plan import Plan
 from shardwright.core.schedule import AUTO
 from shardwright.torch.config import Config, read_config
+from shardwright.torch.planning import device_peaks
 from shardwright.torch.run_agreement import said_at_start
+from shardwright.torch.step_log import StepLog
 from shardwright.torch.step_mode import require_carried_out
 
 
@@ -61,10 +65,19 @@ class Session:
         """The runtime of the model that was wrapped."""
         self.steps_begun = 0
         """The number of steps that were called, evaluation among them."""
+        self.scalers: weakref.WeakSet[Any] = weakref.WeakSet()
+        """The gradient scalers that scaled the loss of the last training step."""
         self.loaded = "nothing"
         """The state dicts that were loaded, in words."""
         self.optimizers: list[Callable[[], OptimizerSettings | None]] = []
         """References to the optimizers that were made, which give their settings in words."""
+        self.log = self._log() if config.log_every and bound.rank == 0 else None
+        """The lines of training steps, on rank 0."""
+
+    def _log(self) -> StepLog:
+        sharing = self.bound.size("pp") * self.bound.size("tp")
+        peaks = partial(device_peaks, self.config, self.plan, self.bound.device)
+        return StepLog(self.config.log_every, self.bound.device, sharing, peaks)
 
     @property
     def plan(self) -> Plan | None:
@@ -221,6 +234,8 @@ def shutdown() -> None:
     atexit.unregister(_leave_at_exit)
     if session is None:
         return
+    if session.log is not None:
+        session.log.settle()
     session.agreement.leave("it called sw.shutdown, or its script ended")
     if session.watchdog.pulse is not None:
         session.watchdog.pulse.stop(Fault(session.bound.rank, "left", f"{session.watchdog.who} left"))

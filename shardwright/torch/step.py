@@ -4,6 +4,7 @@ import copy
 import functools
 import inspect
 import warnings
+import weakref
 from collections import UserDict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,12 +20,14 @@ from shardwright.backends.torch.program.program import tensors_in
 from shardwright.backends.torch.runtime import Runtime
 from shardwright.backends.torch.training.call import StepCall
 from shardwright.core.errors import ShardwrightError
+from shardwright.core.values.step_line import Argument
 from shardwright.torch import session as sessions
 from shardwright.torch.batch import Batch
 from shardwright.torch.model import DistributedModel
 from shardwright.torch.output import StepOutput
 from shardwright.torch.peers import of_all_peers, of_this_rank
 from shardwright.torch.run_agreement import batch_claims, mode_claim, session_claims
+from shardwright.torch.scaler import Scalers, noting_scalers
 
 StepFunction = Callable[..., Any]
 
@@ -75,6 +78,8 @@ class _Given:
     names: list[str]
     """The argument that each leaf belongs to."""
     batch: Batch
+    sized: list[Argument]
+    """The tensors of the batch, whole."""
 
 
 class _Step:
@@ -85,6 +90,8 @@ class _Step:
         self._name = getattr(function, "__qualname__", type(function).__name__)
         self._code = f"{digest_of(code_of(function), sorted(whole), sorted(axes.items())) & 0xFFFFFFFF:08x}"
         self._said: set[int] = set()
+        self._scalers: Scalers = weakref.WeakSet()
+        """The scalers that the body has scaled its loss by."""
         self._numbers: dict[str, dict[tuple[str, int], float]] = {}
         """The numbers among the arguments, by the form of the arguments and (name, position): a recording is given them
         anew."""
@@ -149,7 +156,9 @@ class _Step:
                     whole = leaf.new_empty(shape, device="meta")
                 sized[f"{name} (number {position})"] = (whole, axis)
         batch = Batch.of(sized, session.microbatches)
-        return _Given(bound, leaves, spec, form, names, batch)
+        labels = [self._labels[form][p] for p, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        tensors = [_argument(name, *given) for name, given in zip(labels, sized.values(), strict=True)]
+        return _Given(bound, leaves, spec, form, names, batch, tensors)
 
     def _claims(self, given: "_Given", session: sessions.Session, runtime: Runtime) -> list[Claim]:
         """The claims of this call that must be the same on all ranks."""
@@ -204,7 +213,14 @@ class _Step:
         axes = [self._axis(leaves[p], names[p]) for p in positions]
         body.axes = tuple(axes)  # type: ignore[attr-defined]
         key = self._key(runtime, call.form, literals, microbatches[0])
-        tree, returned = runtime.run(StepCall(key, body, microbatches, shares, axes))
+        if session.log is not None:
+            session.log.begin()
+        with noting_scalers(self._scalers):
+            tree, returned, trained = runtime.run(StepCall(key, body, microbatches, shares, axes))
+        if trained is not None:
+            session.scalers = self._scalers
+        if session.log is not None and trained is not None:
+            session.log.worked(trained, sum(batch.samples), call.sized)
         if own and batch.whole_axis:
             returned = {
                 position: replace(found, outputs=of_this_rank(found.outputs, batch.samples, session.bound))
@@ -253,6 +269,11 @@ class _Step:
         shapes = tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in inputs)
         # The function itself: an id could become another one's.
         return (self, form, tuple(map(hashable, literals)), shapes, modes, torch.is_grad_enabled(), autocast)
+
+
+def _argument(name: str, tensor: torch.Tensor, axis: int | None) -> Argument:
+    is_integer = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool)
+    return Argument(name, tuple(tensor.shape), is_integer, axis)
 
 
 def _is_model(item: Any) -> bool:

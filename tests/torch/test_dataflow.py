@@ -76,7 +76,7 @@ def compare(
         runtime.backward(loss)
         return loss
 
-    _, returned = run_step(runtime, body, [[t.clone() for t in m] for m in microbatches])
+    _, returned, _ = run_step(runtime, body, [[t.clone() for t in m] for m in microbatches])
     same = Comparison().values(returned[0].outputs, losses, relative=1e-5, absolute=1e-5, what="losses")
     same.gradients(gradients(split), gradients(plain), none_is_zero=True).require()
     return runtime
@@ -320,7 +320,7 @@ def test_several_losses_and_a_loss_of_an_early_stage() -> None:
         runtime.backward(early)
         return {"main": main, "early": [early, "text"], "twice": main * 2}
 
-    tree, returned = run_step(runtime, body, microbatches)
+    tree, returned, _ = run_step(runtime, body, microbatches)
     assert len(returned) == 3
     assert len(tree.leaves) == 4
     Comparison().gradients(gradients(split), gradients(plain)).require()
@@ -447,3 +447,80 @@ def test_stages_against_the_order_of_the_model_are_refused() -> None:
 
     with pytest.raises(PlanError, match="do not follow the order"):
         run_step(runtime, body, [[samples(WIDTH)[:2]] for _ in range(MICROBATCHES)])
+
+
+class Writing(nn.Module):
+    """Writes between its units to what it holds."""
+
+    def __init__(self, write: Callable[["Writing"], Any]) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.register_buffer("seen", torch.zeros(WIDTH))
+        self.register_buffer("spread", torch.ones(WIDTH))
+        self._write = write
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.a(x)
+        self._write(self)
+        return self.b(x * self.scale) + self.seen
+
+
+def _scaled(model: Writing) -> None:
+    with torch.no_grad():
+        model.scale.mul_(0.9)
+
+
+def _moved(model: Writing) -> None:
+    model.scale.data = model.scale.data * 0.9
+
+
+WRITES: dict[str, tuple[Callable[[Writing], Any], str]] = {
+    "data": (lambda model: model.scale.data.mul_(0.9), "parameter scale is changed in place"),
+    "detached": (lambda model: model.scale.detach().mul_(0.9), "parameter scale is changed in place"),
+    "a view of it": (lambda model: model.scale.data[2:].zero_(), "parameter scale is changed in place"),
+    "of a unit": (lambda model: model.b.weight.data.mul_(0.9), "parameter b.weight is changed in place"),
+    "of a unit that is over": (lambda model: model.a.bias.data.fill_(1), "parameter a.bias is changed in place"),
+    "copied": (lambda model: model.b.weight.data.copy_(model.a.weight), "parameter b.weight is changed in place"),
+    "no_grad": (_scaled, "parameter scale is changed in place"),
+    "set": (_moved, r"data is assigned to a tensor of shape"),
+    "a buffer": (lambda model: model.seen.add_(1), "writes to buffer 'seen'.*let the model run by message passing"),
+    "a buffer's data": (lambda model: model.seen.data.add_(1), "writes to buffer 'seen'"),
+    "a part of a buffer": (lambda model: model.seen[1:].add_(1), "writes to buffer 'seen'"),
+}
+
+
+@pytest.mark.parametrize("how", list(WRITES))
+def test_writes_between_units_to_what_the_model_holds_are_refused(how: str) -> None:
+    """They were lost, or done on a rank that does not hold it."""
+    write, said = WRITES[how]
+    runtime = make_runtime(Writing(write), [[("a", 0)], [("b", 0)]], {"scale": (1,)})
+
+    def body(given: list[torch.Tensor]) -> Any:
+        runtime.backward(runtime.model(given[0]).mean())
+
+    with pytest.raises(CaptureError, match=said):
+        run_step(runtime, body, [[samples(WIDTH)[:2]] for _ in range(MICROBATCHES)])
+
+
+def test_statistics_and_values_are_written_between_units() -> None:
+    def write(model: Writing) -> None:
+        torch.zeros(3).data.add_(1)
+
+    class Normed(Writing):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = nn.functional.batch_norm(self.a(x), self.seen, self.spread, training=True)
+            self._write(self)
+            return self.b(x)
+
+    runtime = make_runtime(Normed(write), [[("a", 0)], [("b", 0)]], {"scale": (1,)})
+
+    def body(given: list[torch.Tensor]) -> Any:
+        runtime.backward(runtime.model(given[0]).mean())
+
+    given = [samples(WIDTH)[:2] for _ in range(MICROBATCHES)]
+    run_step(runtime, body, [[t] for t in given])
+    expected = torch.zeros(WIDTH)
+    for tensor in given:
+        nn.functional.batch_norm(runtime.model.a(tensor), expected, torch.ones(WIDTH), training=True)
+    assert torch.allclose(runtime.model.seen, expected)

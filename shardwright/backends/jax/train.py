@@ -12,7 +12,7 @@ import optax
 from flax import nnx
 
 from shardwright.backends.jax.capture.samples import batch_size, of_no_mesh, resolve_batch_dims
-from shardwright.backends.jax.capture.tree import is_function, put_together, take_apart
+from shardwright.backends.jax.capture.tree import abstract, is_function, put_together, take_apart
 from shardwright.backends.jax.loss.microbatches import LossFunction
 from shardwright.backends.jax.machine.mesh import no_mesh, require_devices
 from shardwright.backends.jax.pipeline.actions import Pipeline, StepCounts
@@ -33,8 +33,10 @@ from shardwright.backends.jax.training.arguments import (
 from shardwright.backends.jax.training.compiled_steps import CompiledSteps
 from shardwright.backends.jax.training.form import Form, form_of
 from shardwright.backends.jax.training.protocol import CompiledStep, Training
+from shardwright.backends.jax.training.step_log import StepLog
 from shardwright.core.errors import PlanError, ShardwrightError
 from shardwright.core.plan.plan import Plan
+from shardwright.core.values.step_line import require_every
 
 
 def train_step(
@@ -50,6 +52,7 @@ def train_step(
     reduction: str | None = None,
     nonfinite: Answer = "warn",
     debug: Literal["numerics"] | None = None,
+    log_every: int = 10,
 ) -> "TrainStep":
     """A training step under a plan.
 
@@ -81,6 +84,9 @@ def train_step(
         are not finite; the state given to the call that raises is not used up.
     debug: "numerics" runs every microbatch beforehand on one device, looks at every op, and names the first that makes
         a NaN or an infinity; slow.
+    log_every: the first process says a line after the first update and after every so many: loss, norm of the
+        gradients, memory, tokens, FLOPs (`core.values.step_line`); 0: none. It is said in a later call, once its values
+        are there, in `TrainStep.settle`, or at the end.
 
     Raises MissingCapabilityError for what this runtime does not do, ClusterError when the number of devices is not the
     plan's.
@@ -97,6 +103,7 @@ def train_step(
         reduction=reduction,
         nonfinite=nonfinite,
         debug=debug,
+        log_every=log_every,
     )
 
 
@@ -118,8 +125,10 @@ class TrainStep:
         reduction: str | None = None,
         nonfinite: Answer = "warn",
         debug: Literal["numerics"] | None = None,
+        log_every: int = 10,
     ) -> None:
         require_supported(plan)
+        require_every(log_every)
         require_settings(nonfinite, debug)
         warn_of_precision(plan)
         require_functions(loss_fn, optimizer, reduction)
@@ -141,6 +150,8 @@ class TrainStep:
         self._op_checks: dict[int, OpChecks] = {}
         """The checks of compiled steps, by the identity of the step."""
         self._sentinel = Sentinel(nonfinite, self._agreement.alone, debug is not None)
+        says = log_every and jax.process_index() == 0
+        self._log = StepLog(log_every, plan, self._loss, self._devices[: plan.mesh.size]) if says else None
 
     def _training(self, *, is_module: bool) -> Training:
         """The form of training for the kind of model that is trained."""
@@ -176,6 +187,8 @@ class TrainStep:
             if init is None:
                 self._agreement.note_given(given)
             require_model(self.plan, given)
+            if self._log is not None:
+                self._log.model = jax.tree.map(abstract, given)
             make = None if init is None else lambda: take_apart(init(), seed, state)
             return self._training(is_module=given.graphdef is not None).init(given, make)
 
@@ -192,10 +205,15 @@ class TrainStep:
     def _run(self, state: TrainState, batch: Any) -> Any:
         """The results of one call of the step."""
         self._sentinel.look()
+        if self._log is not None:
+            self._log.begin()
         with self._step(state, batch) as (step, leaves):
             if self._sentinel.debugged:
                 self._look_at_ops(step, state, leaves)
             made = step(state, leaves)
+        if self._log is not None:
+            given = with_values(batch, resolve_batch_dims(batch, self.batch_dims), [])
+            self._log.updated(step, given, made)
         return self._returned(made, step)
 
     def _look_at_ops(self, step: CompiledStep, state: TrainState, leaves: tuple[Any, ...]) -> None:
@@ -212,6 +230,8 @@ class TrainStep:
         """Wait for all steps so far, and report the losses and gradients that are not finite. Raises NonFiniteError
         where ``nonfinite`` says so."""
         self._sentinel.look(0)
+        if self._log is not None:
+            self._log.settle()
 
     def _returned(self, made: StepResult, step: CompiledStep) -> tuple[Any, ...]:
         """The results of a step as the caller gets them."""

@@ -68,6 +68,7 @@ __all__ = [
     "current_fake_mode",
     "current_node",
     "default_store",
+    "device_types",
     "dispatch_depth",
     "functional_collectives",
     "has_memory_of_its_own",
@@ -81,9 +82,21 @@ __all__ = [
     "sequence_number",
     "set_mkldnn_enabled",
     "set_timeout",
+    "storage_of",
     "transforms_are_active",
     "without_dispatch_modes",
 ]
+
+
+def storage_of(reference: Any) -> torch.UntypedStorage | None:
+    """The storage that a weak reference (`StorageWeakRef`) is to; None once it is gone."""
+    found: Any = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+    return found if isinstance(found, torch.UntypedStorage) else None
+
+
+def device_types(group: Any) -> list[str]:
+    """The types of devices whose tensors a process group carries; none where torch does not say."""
+    return [device.type for device in getattr(group, "_device_types", [])]
 
 
 all_gather_single: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)

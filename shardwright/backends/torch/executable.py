@@ -81,15 +81,13 @@ class TorchExecutable:
             except LossError as error:
                 error.add_note("The executable of a plan takes compile(..., reduction='mean') or 'sum' for that.")
                 raise
-            _, returned = prepared.run()
+            trained = prepared.run().trained
         if self._optimizer is None:
             self._optimizer = self._make_optimizer(list(runtime.ownership.local_parameters().values()))
         self._optimizer.step()
-        assert isinstance(prepared.losses, tuple)
-        every, (each,) = returned[0].everywhere, prepared.losses
-        assert every is not None
-        assert each is not None
-        return sum(float(loss) * scale for loss, scale in zip(every, each, strict=True) if scale)
+        assert trained is not None
+        assert trained.losses is not None
+        return float(trained.losses[0].total())
 
     def _needs_whole_matrices(self) -> bool:
         """Whether pieces of parameters will not do for the optimizer. Raises MissingCapabilityError where whole ones do

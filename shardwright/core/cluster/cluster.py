@@ -183,6 +183,13 @@ class Cluster:
         """The device of ``rank``. Raises ClusterError when there is no such rank."""
         return self.groups[self._place(rank)[0]].device
 
+    @property
+    def peak_flops_per_s(self) -> dict[str, float]:
+        """The peak of matrix products of one device, the mean over all, in each precision that all of them have."""
+        peaks = [(group.devices, group.device.peak_flops_per_s) for group in self.groups]
+        common = [p for p in peaks[0][1] if all(p in each for _, each in peaks)]
+        return {p: sum(count * each[p] for count, each in peaks) / self.world_size for p in common}
+
     def memory_bytes(self, rank: int) -> int:
         """The memory that a model may use on ``rank``: the device's memory less what driver and runtime keep."""
         return self.device(rank).usable_memory_bytes

@@ -11,7 +11,7 @@ from shardwright.core.plan.decision import Decision
 from shardwright.core.plan.program import Program
 from shardwright.core.solver.op_layouts import Rates, SlotAlternatives
 from shardwright.core.tables.memory import MemoryUse
-from shardwright.core.values.fields import Amount, Count, Seconds, Share
+from shardwright.core.values.fields import Amount, Count, Rate, Seconds, Share
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +120,8 @@ class Provenance:
     cluster: str
     world_size: Count
     device_memory_bytes: Annotated[int, Ge(1), Le(1 << 62)]
+    peak_flops_per_s: tuple[tuple[str, Rate], ...]
+    """The peak of matrix products of one device in each precision, the mean over the devices."""
     pinned: tuple[str, ...]
     pinned_layouts: tuple[tuple[str, str], ...] = ()
     """The ``class/role`` of every slot with a pinned layout, and the source of its pin."""

@@ -171,7 +171,10 @@ class _Session:
 
     def has_values(self) -> bool:
         """Whether the model and the sample have values, so that the model could run for real."""
-        return not any(tensor.is_meta or isinstance(tensor, FakeTensor) for tensor in self._held())
+        return not any(
+            tensor.is_meta or isinstance(tensor, FakeTensor) or hasattr(type(tensor), "has_no_values")
+            for tensor in self._held()
+        )
 
     def _fake_leaf(self, leaf: Leaf, size: int) -> torch.Tensor:
         shape = list(leaf.tensor.shape)

@@ -13,6 +13,7 @@ from shardwright.backends.torch.compat import all_gather_single, reduce_scatter_
 from shardwright.backends.torch.machine.digests import digest_of
 from shardwright.backends.torch.machine.mesh import BoundMesh, process_group
 from shardwright.backends.torch.machine.watchdog import Watchdog
+from shardwright.core.errors import MissingCapabilityError
 
 _PIECE_BYTES, _MOST_PIECES = 2**21, 4
 _FIRST_TAG, _TAGS_OF_A_STEP, _STEPS = 25_000, 4096, 100_000
@@ -87,6 +88,8 @@ class DataGroups:
                 of_group = handles[number], gathers[number], groups[number]
                 found = cls(ways, coordinate, *of_group, replicas[coordinate], shards[coordinate])
         assert found is not None
+        if found.group is not None and bound.device.type != "cpu":
+            require_reduce_scatter(found.group, bound.device)
         return found
 
     def have_alike(self, text: str, device: torch.device, watchdog: Watchdog) -> bool:
@@ -197,6 +200,20 @@ def _pieces(tensor: torch.Tensor) -> int:
     """The number of pieces that a tensor is summed in. Gloo has two threads, and one that receives a piece leaves the
     sum of another to the other."""
     return 1 if tensor.device.type != "cpu" else min(_MOST_PIECES, max(1, tensor.nbytes // _PIECE_BYTES))
+
+
+def require_reduce_scatter(group: ProcessGroup, device: torch.device) -> None:
+    """Raise MissingCapabilityError where the backend of a group has no reduce-scatter. Every rank of it calls this."""
+    try:
+        ways = dist.get_world_size(group)
+        given = torch.zeros(ways, device=device)
+        reduce_scatter_single(torch.zeros(1, device=device), given, op=dist.ReduceOp.SUM, group=group)
+    except (RuntimeError, NotImplementedError) as error:
+        raise MissingCapabilityError(
+            f"the process group of backend {dist.get_backend(group)!r} has no reduce-scatter for {device.type} "
+            f"tensors, by which replicas sum their gradients ({str(error).splitlines()[0]}): use "
+            f"ddp_dist_backend='nccl', or call sw.init without a process group of your own"
+        ) from error
 
 
 def real_entries(tensor: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from shardwright.backends.torch.compat import HashStore, PrefixStore, Store, default_store, set_timeout
+from shardwright.backends.torch.compat import HashStore, PrefixStore, Store, default_store, device_types, set_timeout
 from shardwright.backends.torch.machine.heartbeat import Pulse
 from shardwright.backends.torch.machine.mesh import BoundMesh, bind
 from shardwright.backends.torch.machine.rendezvous import LOOPBACK, Meeting, meet
@@ -151,6 +151,7 @@ def start(
             raise ClusterError(
                 f"torch.distributed has {dist.get_world_size()} ranks, {launch.launcher} started {launch.world_size}"
             )
+        _require_carries(device)
         if dist.get_world_size() == 1:
             return None
         handshake(default_store(), dist.get_rank(), dist.get_world_size())
@@ -190,6 +191,17 @@ def start(
         ) from error
     wait_longer(dist.group.WORLD)
     return Joined(PrefixStore("pulse", common), meeting.host, None if meeting.by_agent else 0)
+
+
+def _require_carries(device: torch.device) -> None:
+    """Raise ClusterError where the process group that somebody else made carries no tensors of this device."""
+    carried = device_types(dist.group.WORLD)
+    if carried and device.type not in carried:
+        raise ClusterError(
+            f"the process group that exists (backend {dist.get_backend()!r}) carries tensors of {', '.join(carried)} "
+            f"alone, and this rank computes on {device.type}: make it with backend 'cpu:gloo,cuda:nccl', or let "
+            f"sw.init make it"
+        )
 
 
 def _meeting(launch: Launch, address: str, timeout_s: float) -> Meeting:

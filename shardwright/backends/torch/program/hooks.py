@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from shardwright.backends.torch.capture.product_flops import ProductFlops
 from shardwright.backends.torch.capture.remembered_results import ASKS_DEVICE, Inferred, memory_of, unwatched
 from shardwright.backends.torch.capture.replaced import replaced
 from shardwright.backends.torch.compat import FakeTensor, TorchDispatchMode, pytree
@@ -30,6 +31,7 @@ class OpHooks(Protocol):
 
     real: bool
     ledger: Ledger
+    flops: ProductFlops
 
     def function_call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any: ...
 
@@ -62,6 +64,11 @@ class Ops(TorchDispatchMode):
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         self.recorder.observe(func, args, kwargs)
+        result = self._result(func, args, kwargs)
+        self.recorder.flops.note(func, args, kwargs, result)
+        return result
+
+    def _result(self, func: Any, args: Any, kwargs: Any) -> Any:
         if self.recorder.real:
             result = func(*args, **kwargs)
             given = {memory_of(t) for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}

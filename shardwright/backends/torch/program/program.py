@@ -8,7 +8,7 @@ import copy
 import enum
 import functools
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -229,6 +229,10 @@ class Program:
     draws_on_host: bool = False
     """Whether units draw from Python's or NumPy's generator too."""
     python: PythonValues = field(repr=False, default_factory=PythonValues)
+    flops: Mapping[str, int] | None = field(repr=False, default=None)
+    """FLOPs of the products of one microbatch, forward and backward, by precision; None where they are not known."""
+    unknown_flops: str = field(repr=False, default="")
+    """An op whose FLOPs are not known."""
 
     @property
     def rests_on_clocks(self) -> bool:

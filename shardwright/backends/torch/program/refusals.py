@@ -25,6 +25,11 @@ _HERE = str(Path(shardwright.__file__).parent)
 def refuse_function(function: Callable[..., Any], args: Any) -> None:
     """Raise CaptureError for a method of tensors that means nothing in a step that is replayed."""
     name = getattr(function, "__name__", "")
+    if name == "__set__" and getattr(function, "__self__", None) is torch.Tensor.data:
+        raise CaptureError(
+            f"data is assigned to a tensor of shape {tuple(args[0].shape)} inside the step ({where()}), which is not "
+            f"replayed: do it between steps, or inside a module that one stage holds whole"
+        )
     if name in _FUNCTIONS and args and isinstance(args[0], torch.Tensor):
         raise CaptureError(f"Tensor.{name} inside a step ({where()}): {_FUNCTIONS[name]}")
 
@@ -92,6 +97,15 @@ def draws_by_itself(model: nn.Module, path: str | None) -> CaptureError:
     return _refused(
         model, path, what, f"{why}: draw from torch's own generator",
         f"{why}: draw before the step and pass the numbers in the batch, or draw from torch's own generator",
+    )  # fmt: skip
+
+
+def writes_a_buffer(model: nn.Module, path: str | None, name: str) -> CaptureError:
+    """The error for a write to a buffer between units that no later step is computed from: replay leaves it out."""
+    what = f"writes to buffer {name!r} at {where()}, which a recorded step would leave out"
+    return _refused(
+        model, path, what, ": write to it inside a module that one stage holds whole",
+        ": write to it between steps, or inside a module that one stage holds whole",
     )  # fmt: skip
 
 

@@ -23,6 +23,7 @@ from shardwright.backends.torch.capture.fake_state import (
 )
 from shardwright.backends.torch.capture.host_draws import generator_state, host_state, patched_functions
 from shardwright.backends.torch.capture.loss_scaler import real_scales
+from shardwright.backends.torch.capture.product_flops import ProductFlops
 from shardwright.backends.torch.capture.remembered_results import memory_of
 from shardwright.backends.torch.capture.stand_in import no_remembered_results
 from shardwright.backends.torch.capture.value_reads import READING, masks_of, require_room_for_values
@@ -61,6 +62,7 @@ from shardwright.backends.torch.program.refusals import (
     said,
     shares_a_value,
     takes_a_gradient,
+    writes_a_buffer,
 )
 from shardwright.backends.torch.program.step_drafts import StepDrafts
 from shardwright.backends.torch.program.value_guards import what_was_read
@@ -108,6 +110,7 @@ class StepRecorder:
         self.losses: list[Loss] = []
         self.guards: list[Guard] = []
         self.effects: list[Effect] = []
+        self.flops = ProductFlops()
         self._host_state = host_state()
         self._draws = RecordedDraws(self, self.moment, [])
         self.drafts = StepDrafts(self.ledger, self.tape, device, self._draws.require_known)
@@ -239,6 +242,8 @@ class StepRecorder:
         if begins_gradients:
             versions[0] -= 1  # from here on it is another value, through which gradients flow
         changed = any(tensor._version != version for tensor, version in zip(given, versions, strict=True))
+        if changed and (lost := self.ledger.lost_write(given, versions, made)) is not None:
+            raise writes_a_buffer(self.model, self.stack.path, lost)
         for read, tensors in ((torch.Tensor.item, probe.scalars), (_count, probe.masks)):
             for tensor in tensors:
                 asked = self.drafts.make(None, 0, read, ((tensor,), {}), None, kept=False)
@@ -362,6 +367,8 @@ class StepRecorder:
                 self.clocks.readings,
                 tuple(self.clocks.sources),
             ),
+            None if self.flops.unknown else self.flops.by_precision,
+            self.flops.unknown,
         )
 
     def _constants(self, result: Iterable[Leaf]) -> set[int]:

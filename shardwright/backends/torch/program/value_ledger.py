@@ -9,7 +9,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from shardwright.backends.torch.capture.remembered_results import memory_of
 from shardwright.backends.torch.compat import FakeTensor
 from shardwright.backends.torch.program.draft_steps import Draft
-from shardwright.backends.torch.program.program import ConstantRef, Leaf, ObjectRef, ParameterRef, Value, ValueRef
+from shardwright.backends.torch.program.program import (
+    BufferRef,
+    ConstantRef,
+    Leaf,
+    ObjectRef,
+    ParameterRef,
+    Value,
+    ValueRef,
+)
 from shardwright.backends.torch.program.refusals import said, where
 from shardwright.core.errors import CaptureError
 
@@ -34,10 +42,14 @@ class Ledger:
         self._drawn: set[int] = set()
         self._mutations: defaultdict[int, list[int]] = defaultdict(list)
         self._renewed: dict[tuple[int, int], int] = {}
+        self._held: dict[int, ParameterRef | BufferRef] = {}
+        """The parameters and buffers, by their memory."""
 
     def know(self, tensor: torch.Tensor, ref: Leaf) -> None:
         self._known[id(tensor)] = ref
         self._keep.append(tensor)
+        if isinstance(ref, ParameterRef | BufferRef):
+            self._held[memory_of(tensor)] = ref
         if not isinstance(tensor, FakeTensor):
             self.note_made(tensor)
 
@@ -120,9 +132,10 @@ class Ledger:
             if tensor._version == version:
                 continue
             ref = self._known.get(id(tensor))
-            if isinstance(ref, ParameterRef):
+            held = self._held.get(memory_of(tensor))
+            if isinstance(held, ParameterRef):
                 raise CaptureError(
-                    f"parameter {ref.name} is changed in place inside the step ({where()}): do it outside"
+                    f"parameter {held.name} is changed in place inside the step ({where()}): do it outside"
                 )
             if isinstance(ref, ValueRef):
                 # Read as it was before this write: the step itself is the next writer.
@@ -132,6 +145,18 @@ class Ledger:
         draft.memories |= memories
         for memory in memories:
             self._mutations[memory].append(draft.index)
+
+    def lost_write(self, given: list[torch.Tensor], versions: list[int], made: list[torch.Tensor]) -> str | None:
+        """The buffer that a function wrote to, where replay would lose that: it makes nothing else that a later step
+        needs, or it sees the buffer through a view."""
+        own = {memory_of(tensor) for tensor in given}
+        makes = any(memory_of(tensor) not in own for tensor in made)
+        for tensor, version in zip(given, versions, strict=True):
+            held = self._held.get(memory_of(tensor))
+            is_itself = isinstance(self._known.get(id(tensor)), BufferRef)
+            if tensor._version != version and isinstance(held, BufferRef) and not (is_itself and makes):
+                return held.name
+        return None
 
     def _version(self, value: int, writes: int) -> int:
         """The value ``value`` after the first ``writes`` writes to its memory."""

@@ -28,6 +28,8 @@ GRADIENTS, PARAMETERS = 2, 3
 """The stages of ZeRO from which on gradients, and parameters, are sharded in the step too."""
 
 
+Values = Callable[[str, torch.Tensor], torch.Tensor]
+"""A function of a name and of the parameter, which gives the whole of it."""
 _SINGLE_AND_HALF = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -46,6 +48,7 @@ class FlatGroup:
         compute: the dtype of the gathered buffer, in which steps compute.
         dtype: the dtype of the shard.
         number: the number of the group on this rank, which is that of every rank that shares it.
+        values: gives the whole of a parameter by name, where it has no memory yet.
 
     Attributes:
         gathered: the buffer of the whole data.
@@ -55,7 +58,7 @@ class FlatGroup:
 
     def __init__(
         self, parameters: Mapping[str, nn.Parameter], layout: FlatLayout, groups: DataGroups, frees: bool,
-        compute: torch.dtype, dtype: torch.dtype, number: int,
+        compute: torch.dtype, dtype: torch.dtype, number: int, values: Values,
     ) -> None:  # fmt: skip
         self.number = number
         self.parameters, self.layout, self.groups, self.frees = dict(parameters), layout, groups, frees
@@ -66,19 +69,25 @@ class FlatGroup:
             (p.shape, dense_strides(p), offset)
             for p, offset in zip(self.parameters.values(), layout.offsets, strict=True)
         ]
-        self.gathered = torch.zeros(layout.entries, dtype=compute, device=self.device)
+        make = torch.empty if frees else torch.zeros
+        self.gathered = make(layout.entries, dtype=compute, device=self.device)
         self._views = [self.gathered.as_strided(*place) for place in self.places]
         own = self._own_part()
         apart = frees or self.dtype is not compute
         self.shard = torch.zeros_like(own, dtype=self.dtype) if apart else own
         self._pieces = self.cut(self.shard)
-        for index, parameter in enumerate(self.parameters.values()):
+        if frees:  # before the first parameter is made
+            self.gathered.untyped_storage().resize_(0)
+        for index, (name, parameter) in enumerate(self.parameters.items()):
             begin, end = layout.span(index, groups.coordinate)
             piece = self._pieces[index]
-            if 0 < end - begin == parameter.numel():
-                piece.copy_(parameter.detach())
+            if begin == end:
+                continue
+            whole = values(name, parameter)
+            if end - begin == parameter.numel():
+                piece.copy_(whole.detach())
             else:
-                piece.copy_(entries_of(parameter, self.places[index][1])[begin:end])
+                piece.copy_(entries_of(whole, self.places[index][1])[begin:end])
         self.is_whole = False
         self._gathering: Callable[[], None] | None = None
         self._versions: list[int] = []
@@ -238,11 +247,13 @@ class FlatShards:
         apart: names that are groups of their own, which other pipeline ranks shard alike.
         whole: whether each parameter is to lie whole on one rank, for the sake of the optimizer.
         compute: the dtype in which steps compute with parameters of floating point; None: their own.
+        values: gives the whole of a parameter, which may have no memory yet.
     """
 
     def __init__(
         self, ownership: Ownership, groups: DataGroups, watchdog: Watchdog, level: int,
         calls: Sequence[Sequence[str]], apart: frozenset[str], whole: bool, compute: torch.dtype | None,
+        values: Values = lambda _, parameter: parameter,
     ) -> None:  # fmt: skip
         self.ownership, self.data, self.watchdog, self.level = ownership, groups, watchdog, level
         self.holds_whole_parameters, self.compute = whole, compute
@@ -258,9 +269,8 @@ class FlatShards:
             inside = step_dtype(own, compute)
             trains = next(iter(members.values())).requires_grad
             between = torch.float32 if compute is not None and inside is compute and trains else own
-            group = FlatGroup(
-                members, layout(sizes, groups.ways), groups, level == PARAMETERS, inside, between, len(self.groups)
-            )
+            number, frees = len(self.groups), level == PARAMETERS
+            group = FlatGroup(members, layout(sizes, groups.ways), groups, frees, inside, between, number, values)
             self.groups.append(group)
             self.group_of |= dict.fromkeys(names, group)
 

@@ -9,6 +9,7 @@ from torch import nn
 
 from shardwright.backends.torch.machine.agreement import Claim
 from shardwright.backends.torch.machine.digests import code_of, digest_of, digest_of_file, fingerprint
+from shardwright.backends.torch.state.deferred_init import DeferredValues
 from shardwright.backends.torch.state.ownership import buffer_names, parameter_names
 
 _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype)
@@ -77,7 +78,11 @@ def values_digest(model: nn.Module) -> int:
 def source_claim(weights: Any) -> Claim:
     """The claim of the source of a model's data, for one on the meta device. Raises OSError for a file that cannot be
     read."""
-    if isinstance(weights, (str, Path)):
+    fix = "Give every rank the same weights."
+    if isinstance(weights, DeferredValues):
+        said = f"an initialisation that draws {_short(weights.digest())}"
+        fix = "Call torch.manual_seed with the same number on every rank before the model is built."
+    elif isinstance(weights, (str, Path)):
         said = f"a file of content {_short(digest_of_file(Path(weights)))}"
     elif isinstance(weights, Mapping):
         said = f"a state dict of content {digest_of_state(weights)}"
@@ -86,7 +91,7 @@ def source_claim(weights: Any) -> Claim:
         said = f"the function {name} ({_short(digest_of(code_of(weights)))})"
     else:
         said = "not given"
-    return Claim.of("the weights", said, "Give every rank the same weights.")
+    return Claim.of("the weights", said, fix)
 
 
 def digest_of_state(state: Mapping[str, Any]) -> str:

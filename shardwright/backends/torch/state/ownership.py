@@ -92,6 +92,18 @@ def _names(items: Iterable[tuple[str, torch.Tensor]]) -> dict[str, tuple[str, ..
     return {name: tuple(names) for name, names in found.items()}
 
 
+def is_hollow(tensor: torch.Tensor) -> bool:
+    """Whether a tensor on a device has entries and no memory for them."""
+    return not tensor.is_meta and bool(tensor.numel()) and not tensor.untyped_storage().nbytes()
+
+
+def hollow_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of the same shape, without memory."""
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    made.untyped_storage().resize_(0)
+    return made
+
+
 class Ownership:
     """The tensors of a model on one rank.
 

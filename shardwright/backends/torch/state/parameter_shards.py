@@ -11,7 +11,7 @@ from shardwright.backends.torch.machine.pipeline_messages import as_carried
 from shardwright.backends.torch.machine.tensor_axis import Axis
 from shardwright.backends.torch.machine.tensor_shards import piece_of, whole_of
 from shardwright.backends.torch.machine.watchdog import Watchdog
-from shardwright.backends.torch.state.ownership import Ownership
+from shardwright.backends.torch.state.ownership import Ownership, hollow_like, is_hollow
 from shardwright.core.errors import PlanError
 from shardwright.core.layout.placements import Placement, Split
 
@@ -86,13 +86,17 @@ class Shards:
                 if self.places[name] == wanted.get(name):
                     continue
                 tensor.data = self.whole(name, tensor)
-            elif self.ownership.holds(name) and not tensor.is_meta:
+            elif self.ownership.holds(name) and not (tensor.is_meta or is_hollow(tensor)):
                 carried = as_carried(tensor.detach())
                 with self.watchdog.waiting(f"tp peers, ranks {list(self.axis.ranks)}"):
                     dist.broadcast(carried, self.axis.ranks[0], group=self.axis.group)
                 if carried.data_ptr() != tensor.data_ptr():
                     tensor.detach().copy_(carried.view_as(tensor))
-            if name in wanted:
+            if name in wanted and is_hollow(tensor):
+                shape = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+                piece = piece_of(shape, wanted[name], self.axis.size, self.axis.coordinate)
+                tensor.data = hollow_like(piece.contiguous(), tensor.device)
+            elif name in wanted:
                 piece = piece_of(tensor.detach(), wanted[name], self.axis.size, self.axis.coordinate)
                 tensor.data = piece.clone(memory_format=torch.contiguous_format)
         self.places, self._is_cut = wanted, True

@@ -1,6 +1,6 @@
 """Weights on their way between ranks before training begins."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -63,12 +63,16 @@ def take_values(model: nn.Module, source: int, bound: BoundMesh, watchdog: Watch
     watchdog.doing("between steps")
 
 
-def synchronize(ownership: Ownership, bound: BoundMesh, watchdog: Watchdog, axes: Sequence[str] = ("dp",)) -> None:
-    """Start all peers on ``axes``, and all holders of a tied parameter, from the same numbers: those of the first."""
+def synchronize(
+    ownership: Ownership, bound: BoundMesh, watchdog: Watchdog, axes: Sequence[str] = ("dp",),
+    left_out: Collection[str] = (),
+) -> None:  # fmt: skip
+    """Start all peers on ``axes``, and all holders of a tied parameter, from the same numbers: those of the first.
+    ``left_out`` are names of tensors that all of them are yet to get from the same source."""
     placement = ownership.placement
     assert placement is not None
     watchdog.doing("bringing initial weights in line")
-    for name in sorted((*ownership.local_parameters(), *ownership.local_buffers())):
+    for name in sorted({*ownership.local_parameters(), *ownership.local_buffers()} - set(left_out)):
         tensor = ownership.tensor(name).detach()
         holders = placement.holders(name)
         me, home = ownership.rank, holders[0]

@@ -109,27 +109,46 @@ def materialize(
             for name in wanting:
                 ownership.put(name, cutter.keep(name, ownership.tensor(name).detach()))
         return
-    source = _open(weights)
-    known = set(source.names())
-    aliases = parameter_names(ownership.model) | buffer_names(ownership.model)
+    source = NamedWeights(ownership, weights)
     persistent = set(ownership.model.state_dict(keep_vars=True))
     left = []
     for name in wanting:
-        given = next((alias for alias in aliases[name] if alias in known), None)
-        if given is None and name in ownership.buffer_names and name not in persistent:
+        if name in ownership.buffer_names and name not in persistent and name not in source:
             left.append(name)
             continue
-        if given is None:
-            raise PlanError(f"the weights have no {name!r}: {_few(nearest(name, known))}")
-        tensor, expected = source.read(given), ownership.tensor(name)
-        if tensor.shape != expected.shape:
-            raise PlanError(
-                f"the weights have {given!r} of shape {tuple(tensor.shape)}: expected {tuple(expected.shape)}"
-            )
+        tensor, expected = source.read(name), ownership.tensor(name)
         # A copy: the tensor may be a view of a mapped file or belong to the caller.
         copied = tensor.detach().to(device=device, dtype=expected.dtype, copy=True)
         ownership.put(name, copied if cutter is None else cutter.keep(name, copied))
     _rebuild_buffers(ownership, left, device)
+
+
+class NamedWeights:
+    """Weights that can be read one by one: those of a file, of a state dict, or of a deferred initialisation."""
+
+    def __init__(self, ownership: Ownership, weights: str | Path | Mapping[str, torch.Tensor]) -> None:
+        self._source = _open(weights)
+        self._known = set(self._source.names())
+        self._aliases = parameter_names(ownership.model) | buffer_names(ownership.model)
+        self._shapes = {name: ownership.tensor(name).shape for name in self._aliases}
+
+    def __contains__(self, name: str) -> bool:
+        return any(alias in self._known for alias in self._aliases[name])
+
+    def require(self, name: str) -> str:
+        """The weights' own name for a first name. Raises PlanError where they lack it; the nearest is named."""
+        given = next((alias for alias in self._aliases[name] if alias in self._known), None)
+        if given is None:
+            raise PlanError(f"the weights have no {name!r}: {_few(nearest(name, self._known))}")
+        return given
+
+    def read(self, name: str) -> torch.Tensor:
+        """The tensor of a first name. Raises PlanError as `require`, and where its shape differs."""
+        given = self.require(name)
+        tensor, expected = self._source.read(given), self._shapes[name]
+        if tensor.shape != expected:
+            raise PlanError(f"the weights have {given!r} of shape {tuple(tensor.shape)}: expected {tuple(expected)}")
+        return tensor
 
 
 def _initialize(

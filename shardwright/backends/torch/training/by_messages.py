@@ -68,18 +68,18 @@ class PreparedMessageStep:
             split_model.statistics.begin()
         split_model.sentinel.begin(split_model.steps_run)
         with split_model.bodies.heard_by(engine):
-            tree, returned, trained = engine.step(
+            result = engine.step(
                 call.body, call.microbatches, call.shares, self.losses, seed=split_model.seed,
                 step=split_model.steps_run,
             )  # fmt: skip
         if split_model.statistics is not None:
             split_model.statistics.finish()
-        split_model.steps_run += int(trained)
+        split_model.steps_run += int(result.trained is not None)
         for text, loss in engine.losses:
             split_model.sentinel.loss(text, loss)
-        if trained:
+        if result.trained is not None:
             split_model.sentinel.finish(split_model.ownership.local_parameters())
-        return tree, returned
+        return result
 
 
 def owners_of_stages(stage_map: StageMap) -> dict[str, int]:

@@ -1,8 +1,8 @@
 """One call of a training step, and the interface that every form of steps has."""
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -14,8 +14,70 @@ from shardwright.core.errors import LossError
 StepBody = Callable[[list[torch.Tensor]], Any]
 """The user's step as a function of stand-ins for the tensors of one microbatch."""
 
-Result = tuple[Tree, dict[int, Returned]]
-"""The result of the body as a tree, and its tensors by their position among the leaves."""
+
+@dataclass(frozen=True, slots=True)
+class LossOfBatch:
+    """One loss of a step, of the batch of all replicas.
+
+    Attributes:
+        values: the loss in every microbatch of every replica.
+        shares: the share of each of them.
+    """
+
+    values: torch.Tensor
+    shares: torch.Tensor
+
+    def total(self) -> torch.Tensor:
+        """The loss of the whole batch. A microbatch without a share, such as the mean over nothing, does not count."""
+        shares = self.shares.to(self.values)
+        return torch.where(shares == 0, torch.zeros_like(self.values), self.values * shares).sum()
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """What a training step did.
+
+    Attributes:
+        losses: those that were given to ``model.backward``; None unless the step returns all of them.
+        flops: FLOPs of products in this replica's microbatches, by precision; None where they are not known.
+        unknown_flops: the reason why not, in words.
+    """
+
+    losses: Sequence[LossOfBatch] | None
+    flops: Mapping[str, int] | None
+    unknown_flops: str = ""
+
+
+class Result(NamedTuple):
+    """The result of the body as a tree, its tensors by their position among the leaves, and what a training step did
+    (None for a step without a loss)."""
+
+    tree: Tree
+    returned: dict[int, Returned]
+    trained: Trained | None
+
+
+def losses_of_batch(
+    positions: Sequence[int | None], returned: Mapping[int, Returned], shares: LossShares, weights: torch.Tensor | None
+) -> Sequence[LossOfBatch] | None:
+    """The losses of a step, where it returns all of them.
+
+    Args:
+        positions: for each loss, its position among the leaves of the result; None where it is not returned.
+        weights: those that the step gave, of every microbatch.
+    """
+    found = []
+    for number, position in enumerate(positions):
+        everywhere = None if position is None or position not in returned else returned[position].everywhere
+        if everywhere is None:
+            return None
+        given = shares[number] if number < len(shares) else None
+        if given is None and weights is None:
+            return None
+        share = torch.tensor(given) if given is not None else weights
+        assert share is not None
+        found.append(LossOfBatch(everywhere, share if given is not None else share / share.sum()))
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Steps by recorded pipelines: the body is recorded once, and its parts run under a schedule."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,10 +11,10 @@ from shardwright.backends.torch.loss.shares import LossShares, of_own
 from shardwright.backends.torch.machine.pipeline_messages import PipelineTransport
 from shardwright.backends.torch.pipeline.action_times import Recorder
 from shardwright.backends.torch.pipeline.compiling import Compiler
-from shardwright.backends.torch.pipeline.step_results import share, total_weight
-from shardwright.backends.torch.program.program import Literal, NumberRef, Tree
+from shardwright.backends.torch.pipeline.step_results import Returned, share, total_weight
+from shardwright.backends.torch.program.program import Literal, NumberRef, Program, Tree, ValueRef
 from shardwright.backends.torch.program.stage_map import StageMap
-from shardwright.backends.torch.training.call import Result, StepCall
+from shardwright.backends.torch.training.call import Result, StepCall, Trained, losses_of_batch
 from shardwright.backends.torch.training.compiled import CompiledStep, CompiledSteps
 from shardwright.backends.torch.training.losses import StepLosses
 from shardwright.backends.torch.training.microbatches import RecordedAhead, StepRecordings
@@ -158,7 +158,18 @@ class PreparedRecordedStep:
                 split_model.sentinel.loss(text, loss)
             split_model.sentinel.finish(split_model.ownership.local_parameters())
         watchdog.doing("between steps")
-        return self.result, returned
+        return Result(self.result, returned, self._trained(returned, weights) if training else None)
+
+    def _trained(self, returned: Mapping[int, Returned], weights: torch.Tensor | None) -> Trained:
+        """What a training step did, from its results and the weights of its losses."""
+        programs = [division.program for division in self.compiled.pipeline.divisions]
+        first = programs[0]
+        at = {leaf.value: p for p, leaf in enumerate(first.result.leaves) if isinstance(leaf, ValueRef)}
+        losses = losses_of_batch([at.get(loss.value) for loss in first.losses], returned, self.losses, weights)
+        unknown = next((program.unknown_flops for program in programs if program.flops is None), "")
+        if unknown:
+            return Trained(losses, None, f"the FLOPs of {unknown} are not known")
+        return Trained(losses, _added(programs))
 
     def _require_as_many_microbatches(self, stage_map: StageMap) -> None:
         samples = self.call.shares.samples
@@ -168,3 +179,12 @@ class PreparedRecordedStep:
                 f"numbers of microbatches, and loss_scope='global' norms those of all replicas together: give each "
                 f"replica at least {stage_map.schedule.microbatches} samples"
             )
+
+
+def _added(programs: Sequence[Program]) -> dict[str, int]:
+    """The FLOPs of several microbatches, by precision."""
+    found: dict[str, int] = {}
+    for program in programs:
+        for precision, flops in (program.flops or {}).items():
+            found[precision] = found.get(precision, 0) + flops
+    return found

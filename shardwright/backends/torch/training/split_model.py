@@ -1,6 +1,9 @@
 """A model split over this run's ranks: this rank's part of it, and the state of its training."""
 
-from collections.abc import Callable, Sequence
+import warnings
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,8 +23,10 @@ from shardwright.backends.torch.pipeline.sentinels import Sentinel
 from shardwright.backends.torch.program.early_checks import ModuleTree
 from shardwright.backends.torch.program.stage_map import StageMap
 from shardwright.backends.torch.program.stages import Division
+from shardwright.backends.torch.state.awaited_weights import AwaitedWeights
+from shardwright.backends.torch.state.deferred_init import DeferredValues
 from shardwright.backends.torch.state.elementwise import is_elementwise, require_no_hooks
-from shardwright.backends.torch.state.flat_shards import FlatShards
+from shardwright.backends.torch.state.flat_shards import PARAMETERS, FlatShards
 from shardwright.backends.torch.state.model_agreement import LiveFlags, module_claim, parameters_claim
 from shardwright.backends.torch.state.ownership import Ownership, Placement, place
 from shardwright.backends.torch.state.parameter_shards import Shards
@@ -30,7 +35,7 @@ from shardwright.backends.torch.state.weight_transfer import add_holders, synchr
 from shardwright.backends.torch.state.weights import Weights, materialize
 from shardwright.backends.torch.tensor_parallel.engine import TensorParallel
 from shardwright.backends.torch.training.step_body import StepBodies
-from shardwright.core.errors import MissingCapabilityError, PlanError
+from shardwright.core.errors import MissingCapabilityError, PlanError, ShardwrightError
 from shardwright.core.model.loss.scaling import LossScale
 from shardwright.core.schedule import Schedule
 
@@ -62,6 +67,8 @@ class SplitModel:
             needs whole matrices.
         parts: the parts of parameters that this rank holds.
         residency: gathers sharded parameters in steps.
+        weights: the source of the values of parameters on the meta device, until they are made.
+        awaited: the parameters that get their memory once they are cut into pieces.
     """
 
     def __init__(
@@ -88,10 +95,16 @@ class SplitModel:
         self.before_whole: list[Callable[[Parts], None]] = []
         self.before_sharding: list[Callable[[], bool]] = []
         self.after_sharding: list[Callable[[Parts], None]] = []
-        self._weights = weights
+        deferred = DeferredValues.of(model)
+        self.weights = weights if weights is not None else deferred
+        for name in deferred or ():
+            self.ownership.drop(name)
+        self.awaited: AwaitedWeights | None = None
         self._undo_norms: Callable[[], None] | None = None
         self._synchronized = False
-        self._handles: list[RemovableHandle] = []
+        self._looked_at: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
+        """Whether optimizers, as far as they were looked at, train pieces of parameters."""
+        self._handles: list[RemovableHandle] = [register_optimizer_step_pre_hook(self._look_at_optimizer)]
 
     def split(self, stage_map: StageMap) -> None:
         """Keep this rank's parameters and drop the others; give data to those on the meta device."""
@@ -132,14 +145,38 @@ class SplitModel:
             self.statistics = RunningStatistics(self.model, self.bound, self.watchdog)
 
     def _hold(self, placement: Placement) -> None:
-        wanting = self.ownership.split(placement)
+        wanting, weights = self.ownership.split(placement), self.weights
+        if self.shard_level == PARAMETERS and (isinstance(weights, (str, Path, Mapping))):
+            cut_later = [name for name in wanting if name in self.ownership.parameter_names]
+            wanting = [name for name in wanting if name not in self.ownership.parameter_names]
+            self.awaited = AwaitedWeights(self.ownership, self.parts, cut_later, weights, self.bound.device)
         cutter = self.tensor.shards if self.tensor is not None else None
-        materialize(self.ownership, wanting, self._weights, self.bound.device, self.seed, cutter)
-        self._weights = None
+        materialize(self.ownership, wanting, weights, self.bound.device, self.seed, cutter)
+        self.weights = None
         self.ownership.to(self.bound.device)
         self._tell_of_change()
 
+    def make_values(self) -> None:
+        """Make the values that parameters do not have yet: somebody asks for them before the first step has cut them.
+        Before the model is split they are whole on this rank until then."""
+        if self.awaited is not None:
+            self.awaited.fill()
+            self.awaited = None
+        if self.ownership.placement is None and self.weights is not None:
+            known = (*sorted(self.ownership.parameter_names), *sorted(self.ownership.buffer_names))
+            wanting = [name for name in known if self.ownership.tensor(name).is_meta]
+            if wanting and self.bound.rank == 0:
+                warnings.warn(
+                    "the values of a model without memory are asked for before its first step: every rank makes the "
+                    "whole model for that; ask for them after the first step",
+                    stacklevel=4,
+                )
+            materialize(self.ownership, wanting, self.weights, self.bound.device, self.seed)
+            self.weights = None
+            self._tell_of_change()
+
     def _tell_of_change(self) -> None:
+        self._looked_at.clear()
         for listener in self.listeners:
             listener()
 
@@ -162,6 +199,7 @@ class SplitModel:
                 f"this step uses {names[0]} on pp rank {rank}, which has no copy of it, and training has begun: run "
                 f"every kind of step once before the first optimizer step"
             )
+        self.make_values()
         if add_holders(self.ownership, lacking, self.bound, self.watchdog):
             self._tell_of_change()
 
@@ -206,23 +244,27 @@ class SplitModel:
                 for path, module in self.model.named_modules()
             ]
         apart = frozenset(name for name, _ in self.ownership.ties)
-        flat = FlatShards(self.ownership, data, self.watchdog, level, calls, apart, any(asked), self.parts.compute)
+        values = (lambda _, parameter: parameter) if self.awaited is None else self.awaited.value
+        flat = FlatShards(
+            self.ownership, data, self.watchdog, level, calls, apart, any(asked), self.parts.compute, values
+        )
+        self.awaited = None
         self.parts.flat = self.residency.flat = flat
-        if flat.is_shared:
-            self._handles.append(register_optimizer_step_pre_hook(self._look_at_optimizer))
         if level:
             self.gradients.data = data
+        self._looked_at.clear()
         for listener in self.after_sharding:
             listener(self.parts)
         self.watchdog.doing("between steps")
 
     def _look_at_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Raise MissingCapabilityError before the step of an optimizer that pieces of parameters will not do for,
-        wrapped or not."""
+        """Raise an error before the step of an optimizer, wrapped or not, that pieces of parameters will not do for, or
+        that holds parameters as they were before they had values."""
+        known = self._looked_at.get(optimizer)
+        if known is None:
+            known = self._looked_at[optimizer] = self._trains_pieces(optimizer)
         flat = self.parts.flat
-        if flat is None or not any(
-            self.ownership.name_of(p) in flat.group_of for group in optimizer.param_groups for p in group["params"]
-        ):
+        if not known or flat is None:
             return
         require_no_hooks(optimizer)
         if not flat.holds_whole_parameters and not is_elementwise(optimizer):
@@ -230,6 +272,20 @@ class SplitModel:
                 f"{type(optimizer).__name__} may need whole parameters, and those of this model were cut into pieces "
                 f"by its first step: wrap it by sw.DistributedOptimizer before the first step"
             )
+
+    def _trains_pieces(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether an optimizer trains pieces of parameters. Raises ShardwrightError where it holds parameters that are
+        others by now."""
+        held = [(self.ownership.name_of(p), p) for group in optimizer.param_groups for p in group["params"]]
+        for name, parameter in held:
+            if name is not None and self.ownership.holds(name) and self.ownership.tensor(name) is not parameter:
+                raise ShardwrightError(
+                    f"{type(optimizer).__name__} was made before sw.DistributedModel gave {name} its values, and would "
+                    f"train what is no longer part of the model: wrap it, sw.DistributedOptimizer(optimizer), or make "
+                    f"it after the first step"
+                )
+        flat = self.parts.flat
+        return flat is not None and flat.is_shared and any(name in flat.group_of for name, _ in held if name)
 
     def begin_step(self) -> None:
         """Begin a step: parameters that are sharded between steps alone are gathered for it."""
@@ -244,7 +300,8 @@ class SplitModel:
     def synchronize(self, axes: Sequence[str] = ("dp",)) -> None:
         """Start all peers on ``axes``, and all holders of a tied parameter, from the same numbers: once."""
         if not self._synchronized:
-            synchronize(self.ownership, self.bound, self.watchdog, axes)
+            awaited = () if self.awaited is None else self.awaited.names
+            synchronize(self.ownership, self.bound, self.watchdog, axes, awaited)
             self._synchronized = True
 
     def claims_in_full(self) -> list[Claim]:

@@ -19,11 +19,11 @@ from shardwright.backends.torch.loss.shares import LossShares
 from shardwright.backends.torch.machine.mesh import BoundMesh
 from shardwright.backends.torch.machine.process import wait_longer
 from shardwright.backends.torch.machine.watchdog import PeerError, Watchdog, report
-from shardwright.backends.torch.pipeline.step_results import Returned, Shares
-from shardwright.backends.torch.program.program import Tree
+from shardwright.backends.torch.pipeline.step_results import Shares
 from shardwright.backends.torch.program.python_reads import Reads
 from shardwright.backends.torch.program.randomness import kept_generators
 from shardwright.backends.torch.state.ownership import Ownership
+from shardwright.backends.torch.training.call import Result
 from shardwright.backends.torch.training.messages.call_patches import patched_calls
 from shardwright.backends.torch.training.messages.calls import Calls
 from shardwright.backends.torch.training.messages.microbatch_threads import (
@@ -129,7 +129,7 @@ class Messages:
         *,
         seed: int,
         step: int,
-    ) -> tuple[Tree, dict[int, Returned], bool]:
+    ) -> Result:
         """Run a step; every rank calls this at the same time.
 
         Args:
@@ -138,7 +138,7 @@ class Messages:
                 body has given a loss.
 
         Returns:
-            the result as a tree, its tensors by position, and whether a loss was given to ``backward``.
+            the result; see `Result`.
 
         Raises:
             StepFailedError: a module, or the body, failed on some rank. The next step may be run.
@@ -173,7 +173,7 @@ class Messages:
             self.gradients.finish(outcome.total_weight)
         self.watchdog.doing("between steps")
         given = loss_shares if isinstance(loss_shares, tuple) else ()
-        return *outcome.returned(given, shares), outcome.training
+        return outcome.result(given, shares)
 
     def _run(self, count: int) -> Outcome:
         versions = self._buffer_versions()

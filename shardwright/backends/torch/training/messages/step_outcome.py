@@ -13,6 +13,7 @@ from shardwright.backends.torch.machine.mesh import BoundMesh
 from shardwright.backends.torch.machine.watchdog import Watchdog
 from shardwright.backends.torch.pipeline.step_results import Returned, Shares
 from shardwright.backends.torch.program.program import Literal, Tree, tensors_in
+from shardwright.backends.torch.training.call import Result, Trained, losses_of_batch
 from shardwright.backends.torch.training.messages.serialization import pack, unpack
 from shardwright.core.errors import ShardwrightError
 
@@ -25,14 +26,14 @@ class MicrobatchResult:
 
     Attributes:
         losses: by position, the leaves that were given to ``backward``, as its first, second … loss.
-        has_loss: whether any loss was given.
+        losses_given: the number of losses that were given.
         weight: that of the microbatch; None when none was given.
     """
 
     leaves: tuple[Any, ...]
     spec: pytree.TreeSpec
     losses: dict[int, int]
-    has_loss: bool
+    losses_given: int
     weight: float | None
 
     @classmethod
@@ -56,7 +57,7 @@ class MicrobatchResult:
         positions = {i: given[id(leaf)] for i, leaf in enumerate(leaves) if id(leaf) in given}
         return cls(
             tuple(leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves),
-            spec, positions, bool(losses), weights[0] if weights else None,
+            spec, positions, len(losses), weights[0] if weights else None,
         )  # fmt: skip
 
 
@@ -75,6 +76,7 @@ class Outcome:
     tree: Any
     outputs: dict[int, list[torch.Tensor]]
     losses: dict[int, int]
+    losses_given: int
     training: bool
     weights: torch.Tensor | None = None
     everywhere: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -99,9 +101,9 @@ class Outcome:
             if isinstance(found, _Each):
                 outputs[position] = found.values
             leaves.append(None if isinstance(found, _Each) else found)
-        training = any(m.has_loss for m in microbatches)
-        weights = _weights([m for m in microbatches if m.has_loss], microbatches)
-        return cls(pytree.tree_unflatten(leaves, first.spec), outputs, first.losses, training, weights)
+        given = max(m.losses_given for m in microbatches)
+        weights = _weights([m for m in microbatches if m.losses_given], microbatches)
+        return cls(pytree.tree_unflatten(leaves, first.spec), outputs, first.losses, given, given > 0, weights)
 
     @property
     def total_weight(self) -> float | None:
@@ -158,8 +160,8 @@ class Outcome:
         given = None if self.weights is not None else loss_shares[number]
         return self.weights if given is None else torch.tensor(given, dtype=torch.float32)
 
-    def returned(self, loss_shares: LossShares, shares: Shares) -> tuple[Tree, dict[int, Returned]]:
-        """The result in the form of recorded steps: a tree, and the tensors by position."""
+    def result(self, loss_shares: LossShares, shares: Shares) -> Result:
+        """The result in the form of recorded steps."""
         leaves, spec = pytree.tree_flatten(self.tree)
         found = {
             position: Returned(
@@ -167,7 +169,13 @@ class Outcome:
             )
             for position, values in self.outputs.items()
         }
-        return Tree(tuple(Literal(leaf) for leaf in leaves), spec), found
+        tree = Tree(tuple(Literal(leaf) for leaf in leaves), spec)
+        if not self.training:
+            return Result(tree, found, None)
+        at = {number: position for position, number in self.losses.items()}
+        whole = loss_shares or (None if self.weights is not None else (1.0,),) * self.losses_given
+        losses = losses_of_batch([at.get(n) for n in range(self.losses_given)], found, whole, self.weights)
+        return Result(tree, found, Trained(losses, None, "steps by messages are not recorded"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,40 @@
+"""The FLOPs of a model's matrix products in one training step: forward and backward, without what is recomputed."""
+
+from dataclasses import dataclass
+
+from shardwright.core.cost.opaque_flops import most_flops
+from shardwright.core.cost.unit_work import PRODUCT_KINDS, WorkCounter, contraction_flops
+from shardwright.core.model.graph import Graph
+
+PRECISION_OF = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+"""The precision of products, by the name of their operands' dtype."""
+NEGLIGIBLE = 0.01
+"""The share of all FLOPs up to which ops that may have some do not matter."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingFlops:
+    """FLOPs by precision, and the ops whose FLOPs are not known and may be a part of them that matters."""
+
+    by_precision: dict[str, int]
+    unknown: tuple[str, ...]
+
+
+def training_flops(graph: Graph, batch: int) -> TrainingFlops:
+    """The FLOPs of a batch of ``batch`` samples. A product runs once more for every operand that needs a gradient; an
+    attention that trains runs twice more, without the scores that its kernel computes again."""
+    counter = WorkCounter(graph)
+    found: dict[str, int] = {}
+    opaque: dict[str, int] = {}
+    for op in graph.ops:
+        if op.kind == "opaque":
+            opaque[op.name] = opaque.get(op.name, 0) + most_flops(graph, op, batch)
+        if op.kind not in PRODUCT_KINDS:
+            continue
+        product = counter.product(op, batch, {}, 0)
+        again = min(2.0, product.backward_input + product.backward_weight)
+        dtype = graph.tensors[op.inputs[0]].dtype
+        precision = PRECISION_OF.get(dtype, dtype)
+        found[precision] = found.get(precision, 0) + int(contraction_flops(graph, op, batch) * (1 + again))
+    matters = sum(opaque.values()) > NEGLIGIBLE * max(1, sum(found.values()))
+    return TrainingFlops(found, tuple(sorted(opaque)) if matters else ())
