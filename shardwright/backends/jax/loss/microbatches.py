@@ -30,6 +30,7 @@ from shardwright.backends.jax.loss.reductions import (
     asked_scope,
     norm_of_samples,
 )
+from shardwright.backends.jax.machine.mesh import DataAxes, data_axes, mesh_of
 from shardwright.backends.jax.program.convolutions import for_cpu_loops
 from shardwright.backends.jax.program.python_values import PythonValues, WithValues
 from shardwright.backends.jax.state.shardings import axes_of
@@ -151,6 +152,8 @@ class Microbatches:
     """The reduction by which the losses of microbatches combine; None: by the weights that come with them."""
     samples: int = 1
     """The number of samples of a microbatch; with the loss scope "global" over all replicas."""
+    axes: DataAxes = "dp"
+    """The mesh axes of the replicas."""
 
     @classmethod
     def of(
@@ -168,7 +171,7 @@ class Microbatches:
         alone = decision.loss_scope != "global" and decision.dp > 1
         batch = cls(loss, parts.graphdef, given.structure, given.dims, decision.dp, plan.microbatches, alone)
         size = next(leaf.shape[dim] for leaf, dim in zip(given.leaves, given.dims, strict=True) if dim is not None)
-        batch = replace(batch, samples=size // batch.calls)
+        batch = replace(batch, samples=size // batch.calls, axes=data_axes(mesh_of(plan).names))
         lifted = loss.python is not None and loss.python.lifted
         if batch.calls == 1 and loss.reduction is None and not loss.has_aux and not lifted:
             return batch
@@ -260,7 +263,7 @@ class Microbatches:
         """The numbers of the other values that come out as they went in."""
         if self.per_replica and self.replicas > 1:
             over = [None if dim is None else 0 for dim in self.dims]
-            run = jax.vmap(one, in_axes=(0, over), spmd_axis_name="dp")
+            run = jax.vmap(one, in_axes=(0, over), spmd_axis_name=self.axes)
             losses, weights, counted, after, sums, rows = run(jnp.arange(self.replicas), list(part))
             sums = [each.sum(0) for each in sums]
             leaves, structure = jax.tree.flatten(after)
@@ -319,7 +322,7 @@ def accumulate(
     batch: Microbatches, state: TrainState, leaves: Sequence[jax.Array], *, mesh: jax.sharding.Mesh, gradients_at: Any
 ) -> Gradients:
     """The loss and gradients of a global batch, the model's other state after it, and metrics, in one program."""
-    along_dp = NamedSharding(mesh, PartitionSpec(None, "dp"))
+    along_dp = NamedSharding(mesh, PartitionSpec(None, batch.axes))
     split = [
         leaf if dim is None else jax.lax.with_sharding_constraint(batch.split(leaf, dim), along_dp)
         for leaf, dim in zip(leaves, batch.dims, strict=True)

@@ -12,6 +12,7 @@ from shardwright.backends.jax.capture.checkpoint_policies import computed_again
 from shardwright.backends.jax.capture.trace import Recorder, TracedCall
 from shardwright.backends.jax.capture.tree import Parts, abstract
 from shardwright.backends.jax.loss.microbatches import Microbatches
+from shardwright.backends.jax.machine.mesh import DataAxes
 from shardwright.backends.jax.pipeline.stage_functions import Operands
 from shardwright.backends.jax.program.cut import Cut, cut
 from shardwright.backends.jax.program.equations import FlatProgram
@@ -39,10 +40,12 @@ class CutMicrobatch:
     """A function that gives the divisor of a step's sums from its `WEIGHT`."""
     paths: tuple[str, ...]
     """The paths of the module calls in the program, by their numbers."""
+    axes: DataAxes = "dp"
+    """The mesh axes of the replicas."""
 
     def watched(self, replicas: int) -> "CutMicrobatch":
         """The same program, whose stages note which microbatches are not finite."""
-        split = {value: list(spec).index("dp") for value, spec in self.specs.items() if "dp" in spec}
+        split = {value: list(spec).index(self.axes) for value, spec in self.specs.items() if self.axes in spec}
         return replace(self, operands=replace(self.operands, watched=True, replicas=replicas, split=split))
 
 
@@ -87,7 +90,7 @@ def cut_microbatch(
             leaf if dim is None else leaf.update(shape=(leaf.shape[0], wider.replicas, *leaf.shape[2:]))
             for leaf, dim in zip(split, microbatches.dims, strict=True)
         ]
-        specs = _batch_specs(flat, _trace(plan, wider, parts, more)[0], microbatches.replicas)
+        specs = _batch_specs(flat, _trace(plan, wider, parts, more)[0], microbatches)
     specs |= _constraints(flat)
     operands = Operands(
         {value: dim is not None for value, dim in zip(batch, microbatches.dims, strict=True)},
@@ -97,7 +100,8 @@ def cut_microbatch(
         tuple(metrics[:sums]),
         tuple(metrics[sums:]),
     )
-    return CutMicrobatch(found, operands, random, step, state, batch, specs, microbatches.divisor, paths)
+    divisor, axes = microbatches.divisor, microbatches.axes
+    return CutMicrobatch(found, operands, random, step, state, batch, specs, divisor, paths, axes)
 
 
 def _trace(
@@ -170,13 +174,13 @@ def _refuse_closed_over(flat: FlatProgram, parts: Parts, weights: Sequence[int])
             )
 
 
-def _batch_specs(flat: FlatProgram, wider: FlatProgram, replicas: int) -> dict[int, PartitionSpec]:
+def _batch_specs(flat: FlatProgram, wider: FlatProgram, batch: Microbatches) -> dict[int, PartitionSpec]:
     """The spec of each value with a dim that grows with the number of replicas: that dim is split over dp."""
     specs = {}
     for value, (one, other) in enumerate(zip(flat.avals, wider.avals, strict=False)):
         dims = [d for d, (a, b) in enumerate(zip(one.shape, other.shape, strict=False)) if a != b]
-        if len(dims) == 1 and one.shape[dims[0]] % replicas == 0:
-            specs[value] = PartitionSpec(*([None] * dims[0]), "dp")
+        if len(dims) == 1 and one.shape[dims[0]] % batch.replicas == 0:
+            specs[value] = PartitionSpec(*([None] * dims[0]), batch.axes)
     return specs
 
 

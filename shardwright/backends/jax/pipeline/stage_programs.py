@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardwright.backends.jax.capture.inner_programs import Aval
+from shardwright.backends.jax.machine.mesh import data_axes
 from shardwright.backends.jax.pipeline.compilation import Compiler, lower, uncollected
 from shardwright.backends.jax.pipeline.deduplication import TracedStages
 from shardwright.backends.jax.pipeline.microbatch import CutMicrobatch
@@ -67,10 +68,11 @@ class StagePrograms:
         whole = self.meshes.whole[stage]
         if kind in ("weight", "gradient"):
             return self.meshes.at(stage, self.spots[number][kind == "gradient"])
+        replicas = data_axes(whole.mesh.axis_names)
         if kind == "batch" and self.micro.operands.batch[number]:
-            return NamedSharding(whole.mesh, PartitionSpec(None, "dp"))
+            return NamedSharding(whole.mesh, PartitionSpec(None, replicas))
         if kind in ("row", "fault"):
-            return NamedSharding(whole.mesh, PartitionSpec("dp"))
+            return NamedSharding(whole.mesh, PartitionSpec(replicas))
         if kind in ("arrival", "departure", "cotangent", "arrival_gradient"):
             return NamedSharding(whole.mesh, self.micro.specs.get(number, PartitionSpec()))
         return whole

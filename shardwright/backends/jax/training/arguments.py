@@ -22,11 +22,6 @@ def require_supported(plan: Plan) -> None:
             f"the plan has precision={decision.precision!r}, but the JAX runtime of this version trains in fp32 and "
             "bf16: plan with one of them"
         )
-    if decision.shard and decision.shard_group not in (None, decision.dp):
-        raise MissingCapabilityError(
-            f"the plan shards over groups of {decision.shard_group} of dp={decision.dp}, but the JAX runtime of this "
-            "version shards over all of dp: plan without shard_group"
-        )
 
 
 def warn_of_precision(plan: Plan) -> None:

@@ -9,14 +9,21 @@ import jax
 import jax.numpy as jnp
 
 from shardwright.backends.jax.capture.checkpoint_policies import keeping_barriers
-from shardwright.backends.jax.capture.samples import FlatBatch, batch_sharding, put
+from shardwright.backends.jax.capture.samples import FlatBatch
 from shardwright.backends.jax.capture.tree import Parts
 from shardwright.backends.jax.loss.microbatches import Microbatches, accumulate, split_squares, updated
-from shardwright.backends.jax.machine.mesh import bind
+from shardwright.backends.jax.machine.mesh import bind, mesh_of
 from shardwright.backends.jax.memory.compiled_peak import program_bytes
 from shardwright.backends.jax.pipeline.sentinels import Evidence, OneProgram, judged
 from shardwright.backends.jax.state.checks import require_like, require_model, require_places
-from shardwright.backends.jax.state.shardings import optimizer_shardings, parameter_shardings, replicated, spread_over
+from shardwright.backends.jax.state.shardings import (
+    batch_sharding,
+    optimizer_shardings,
+    parameter_shardings,
+    put,
+    replicated,
+    spread_over,
+)
 from shardwright.backends.jax.state.train_state import StepResult, TrainState, own_copy, parts_of
 from shardwright.backends.jax.tensor_parallel.constrained_loss import FusedParameters, TensorParallel
 from shardwright.backends.jax.training.protocol import OfPlan, WithoutActions
@@ -27,7 +34,7 @@ class OneProgramTraining(OfPlan):
     """The state on one mesh, and a step that is one jitted function."""
 
     def __post_init__(self) -> None:
-        self.mesh = bind(self.plan.mesh, self.devices)
+        self.mesh = bind(mesh_of(self.plan), self.devices)
 
     # --- state
 
@@ -58,7 +65,10 @@ class OneProgramTraining(OfPlan):
 
         def run() -> Parts:
             parts = make()
-            return wanted(replace(parts, params=fused.hold_made(parts.params, self.mesh)))
+            held = fused.hold_made(parts.params, self.mesh)
+            if fused:  # one step at a time: XLA has no way from one split to two others, and would make leaves whole
+                held = jax.lax.with_sharding_constraint(held, self._layouts(given))
+            return wanted(replace(parts, params=held))
 
         return jax.jit(run, out_shardings=wanted(places))
 
@@ -103,14 +113,17 @@ class OneProgramTraining(OfPlan):
         """A TrainState whose leaves are shardings. Raises PlanError unless the parameters are the plan's."""
         require_model(self.plan, parts)
         shard = self.plan.decision.shard
-        layouts = self.plan.parameter_layouts("jax")
-        params = parameter_shardings(parts.names, parts.params, layouts, self.mesh)
+        params = self._layouts(parts)
         spread = spread_over("dp", parts.params, params) if shard else params
         _, optimizer = optimizer_shardings(self.optimizer, parts.params, spread, self.mesh)
         whole: Any = replicated(self.mesh)
         random, other = jax.tree.map(lambda _: whole, (parts.random, parts.other))
         order = FusedParameters.of(self.plan, parts.names).order
         return TrainState(whole, spread if shard == 3 else params, optimizer, random, other, parts.graphdef, order)
+
+    def _layouts(self, parts: Parts) -> Any:
+        """The shardings of the parameters by their layouts, whole on every replica."""
+        return parameter_shardings(parts.names, parts.params, self.plan.parameter_layouts("jax"), self.mesh)
 
     # --- steps
 

@@ -15,16 +15,16 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import PyTreeDef
 
 from shardwright.backends.jax.capture.checkpoint_policies import keeping_barriers
-from shardwright.backends.jax.capture.samples import FlatBatch, put
+from shardwright.backends.jax.capture.samples import FlatBatch
 from shardwright.backends.jax.capture.tree import Followed, Parts, followed
 from shardwright.backends.jax.loss.metrics import Metrics
 from shardwright.backends.jax.loss.microbatches import Microbatches, split_squares, updated
-from shardwright.backends.jax.machine.mesh import bind
+from shardwright.backends.jax.machine.mesh import bind, data_axes, mesh_of
 from shardwright.backends.jax.pipeline.microbatch import CutMicrobatch, cut_microbatch
 from shardwright.backends.jax.pipeline.sentinels import Evidence, OneProgram, judged
 from shardwright.backends.jax.pipeline.spmd import SpmdLoss, block_plan
 from shardwright.backends.jax.state.ownership import holdings_of
-from shardwright.backends.jax.state.shardings import parameter_shardings, replicated
+from shardwright.backends.jax.state.shardings import parameter_shardings, put, replicated
 from shardwright.backends.jax.state.train_state import StepResult, TrainState, own_copy, parts_of
 from shardwright.backends.jax.state.trainable import replaced
 from shardwright.backends.jax.training.protocol import InStages, WithoutActions
@@ -73,7 +73,7 @@ class SpmdTraining(InStages):
 
     def __post_init__(self) -> None:
         self.blocks = block_plan(self.plan)
-        self.mesh: Mesh = bind(self.plan.mesh, self.devices)
+        self.mesh: Mesh = bind(mesh_of(self.plan), self.devices)
 
     # --- state
 
@@ -179,7 +179,9 @@ class SpmdTraining(InStages):
         stacking, states = self._stackings(parts)
         mask = self.loss.trained.mask(shapes)
         run = self._program(loss, stacking, states, micro, mask, microbatches.metrics)
-        places = [NamedSharding(self.mesh, PartitionSpec(*(() if dim is None else (None, "dp")))) for dim in batch.dims]
+        along = data_axes(self.mesh.axis_names)
+        split = NamedSharding(self.mesh, PartitionSpec(None, along))
+        places = [replicated(self.mesh) if dim is None else split for dim in batch.dims]
         firsts = [parts.names[group[0]] for group, _ in stacking.rows if mask[group[0]]]
         names = [f"{name}, or of the same of a later block," for name in firsts]
         names += [parts.names[leaf] for leaf, _ in stacking.rest if mask[leaf]]
