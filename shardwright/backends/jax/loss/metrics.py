@@ -62,9 +62,9 @@ class Metrics:
     calls: int
     """The number of calls that make the batch."""
 
-    def of_call(self, aux: Any, arrays: Any, batch: Any) -> tuple[list[jax.Array], list[jax.Array]]:
+    def of_call(self, aux: Any, batch: Any) -> tuple[list[jax.Array], list[jax.Array]]:
         """The arrays of one call of the loss function: those that add up over calls, and those that are joined, whose
-        first dim counts samples. ``arrays`` and ``batch`` are the function's arguments."""
+        first dim counts samples. ``batch`` is what the function is given."""
         sums: list[jax.Array] = []
         rows: list[jax.Array] = []
         for metric, value in zip(self.metrics, jax.tree.leaves(aux, is_leaf=is_weighted), strict=True):
@@ -74,7 +74,7 @@ class Metrics:
                 own = jnp.asarray(value.weight, jnp.float32)
                 sums += [(jnp.asarray(value.value) * own).astype(_summed_in(metric.dtype)), own]
             elif metric.reduction is not None:
-                counted = metric.reduction.counted(self.samples, arrays, batch)
+                counted = metric.reduction.counted(self.samples, batch)
                 share = metric.reduction.divisor(self.samples, counted)
                 sums += [(jnp.asarray(value) * share).astype(_summed_in(metric.dtype)), counted]
             else:

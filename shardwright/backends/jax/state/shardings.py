@@ -11,7 +11,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardwright.backends.jax.capture.tree import followed
-from shardwright.backends.jax.machine.mesh import data_axes
+from shardwright.backends.jax.machine.mesh import DataAxes, data_axes
 from shardwright.core.errors import LayoutError
 from shardwright.core.layout.placements import Layout, Partial, Split
 
@@ -91,6 +91,13 @@ def also_over(axis: str, shape: tuple[int, ...], sharding: NamedSharding) -> Nam
     before = () if held is None else (held,) if isinstance(held, str) else tuple(held)
     entries[dim] = (*before, axis) if before else axis
     return NamedSharding(sharding.mesh, PartitionSpec(*entries))
+
+
+def copies_at(at: NamedSharding, dim: int, axes: DataAxes) -> NamedSharding:
+    """The sharding of copies of an array, one for every replica along a new ``dim``, which is split over ``axes``. Each
+    copy is split as ``at`` says."""
+    entries = [*at.spec, *([None] * (dim - len(at.spec)))]
+    return NamedSharding(at.mesh, PartitionSpec(*entries[:dim], axes, *entries[dim:]))
 
 
 def spread_over(axis: str, tree: Any, shardings: Any) -> Any:
