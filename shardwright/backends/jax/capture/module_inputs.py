@@ -1,4 +1,8 @@
-"""The inputs of a model in 16 bits: floating arguments of the calls of modules that no other module makes."""
+"""The inputs of modules in the dtype that a step computes in, and what is computed in a wider one all the same.
+
+One float32 array that meets one of 16 bits makes a float32 one in JAX, and so on to the end of the model. So the
+floating arguments of every call of a module are cast.
+"""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -6,55 +10,83 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import linen, nnx
+from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.source_info_util import summarize
 
 from shardwright.backends.jax.capture.trace import has_state, patched
 
 Cast = Callable[[Any], Any]
+PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"})
 
 
-class OuterCalls:
-    """The calls of modules that a function makes itself.
+class ModuleCalls:
+    """The calls of the modules of a model.
 
     Args:
         cast: makes of every argument what the module is given.
 
     Attributes:
-        count: the number of these calls so far.
+        count: the number of calls so far.
     """
 
     def __init__(self, cast: Cast) -> None:
-        self.cast, self.count, self._depth = cast, 0, 0
+        self.cast, self.count = cast, 0
 
     @contextmanager
-    def around(self, model: nnx.Module | None) -> Iterator[None]:
-        """A context in which the calls of an NNX model's modules, or of Linen modules, are given their inputs so."""
+    def around(self, model: nnx.Module | None, compute: Any) -> Iterator[None]:
+        """A context in which the calls of an NNX model's modules, or of Linen modules (None), are given their inputs
+        so. ``model`` must be a private copy: it is written to."""
         if model is None:
             with linen.intercept_methods(self._intercept):
                 yield
             return
+        classes = set()
+        for _, module in nnx.iter_modules(model):
+            classes.add(type(module))
+            if isinstance(module, nnx.Embed):  # which takes the dtype that its table has between steps for its results'
+                module.dtype = compute
         with ExitStack() as undo:
-            for cls in {type(module) for _, module in nnx.iter_modules(model)}:
+            for cls in classes:
                 if any("__call__" in base.__dict__ for base in cls.__mro__):
                     undo.enter_context(patched(cls, "__call__", self._calling(cls.__call__)))
             yield
 
     def _intercept(self, next_call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
-        return self._call(next_call, (), args, kwargs)
+        args, kwargs = self._given(args, kwargs)
+        return next_call(*args, **kwargs)
 
     def _calling(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def call(module: Any, *args: Any, **kwargs: Any) -> Any:
-            return self._call(original, (module,), args, kwargs)
+            args, kwargs = self._given(args, kwargs)
+            return original(module, *args, **kwargs)
 
         return call
 
-    def _call(self, original: Callable[..., Any], before: tuple[Any, ...], args: Any, kwargs: Any) -> Any:
-        if self._depth == 0:
-            self.count += 1
-            args, kwargs = jax.tree.map(self.cast, (args, kwargs), is_leaf=has_state)
-        self._depth += 1
-        try:
-            return original(*before, *args, **kwargs)
-        finally:
-            self._depth -= 1
+    def _given(self, args: Any, kwargs: Any) -> Any:
+        self.count += 1
+        return jax.tree.map(self.cast, (args, kwargs), is_leaf=has_state)
+
+
+def wide_products(jaxpr: Jaxpr) -> list[JaxprEqn]:
+    """The products of a program, those of its inner programs too, one of whose operands is float32."""
+    wide = jnp.dtype(jnp.float32)
+    found = []
+    for equation in jaxpr.eqns:
+        operands = [getattr(operand.aval, "dtype", None) for operand in equation.invars[:2]]
+        if equation.primitive.name in PRODUCTS and wide in operands:
+            found.append(equation)
+        for value in equation.params.values():
+            for inner in value if isinstance(value, tuple | list) else (value,):
+                body: Any = getattr(inner, "jaxpr", inner)
+                if hasattr(body, "eqns"):
+                    found += wide_products(body)
+    return found
+
+
+def user_line(equation: JaxprEqn) -> str:
+    """The line of the user's code that an equation comes from: ``model.py:12 (Block.__call__)``."""
+    file, _, rest = str(summarize(equation.source_info)).rpartition("/")
+    return rest if file else str(summarize(equation.source_info))

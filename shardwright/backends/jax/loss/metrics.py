@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import PyTreeDef
 
-from shardwright.backends.jax.capture.loss_results import Weighted
+from shardwright.backends.jax.capture.loss_results import Weighted, require_wide
 from shardwright.backends.jax.loss.reductions import SUM, Reader, Reduction
 from shardwright.core.errors import PlanError
 from shardwright.core.model.loss import Verdict
@@ -195,6 +195,7 @@ def arrays_of(aux: Any) -> tuple[list[tuple[str, Any]], PyTreeDef]:
         name = "aux" + jax.tree_util.keystr(path)
         try:
             if is_weighted(leaf):
+                require_wide(f"metric {name} has a weight", leaf.weight)
                 found.append((name, Weighted(jnp.asarray(leaf.value), jnp.asarray(leaf.weight, jnp.float32))))
             else:
                 found.append((name, jnp.asarray(leaf)))

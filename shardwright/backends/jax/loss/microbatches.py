@@ -1,6 +1,7 @@
 """The loss of one step: microbatches one after the other, replicas beside each other, combined by weight."""
 
 import inspect
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -16,7 +17,7 @@ from jax.tree_util import PyTreeDef
 
 from shardwright.backends.jax.capture.checkpoint_policies import computed_again
 from shardwright.backends.jax.capture.loss_results import Returned, read_returned
-from shardwright.backends.jax.capture.module_inputs import OuterCalls
+from shardwright.backends.jax.capture.module_inputs import ModuleCalls, user_line, wide_products
 from shardwright.backends.jax.capture.samples import FlatBatch
 from shardwright.backends.jax.capture.trace import Recorder, boxed_functions, linen_calls, nnx_calls, recomputed
 from shardwright.backends.jax.capture.tree import Parts, abstract, put_together, take_apart
@@ -37,7 +38,7 @@ from shardwright.backends.jax.state.precision import COMPUTE, computed_in, step_
 from shardwright.backends.jax.state.shardings import copies_at
 from shardwright.backends.jax.state.train_state import fold_random
 from shardwright.backends.jax.state.trainable import ALL, Trained
-from shardwright.core.errors import PlanError
+from shardwright.core.errors import PlanError, PlanWarning, ShardwrightError
 from shardwright.core.plan.plan import Plan
 
 
@@ -66,8 +67,8 @@ class LossFunction:
     laid_out: Callable[..., Returned] | None = None
     """A function that takes this one and its arguments, and runs it with its values laid out as the plan says."""
     casts_batch: bool = False
-    """Whether the whole batch is cast to the dtype that it computes in: the function calls no module that is given its
-    inputs in it."""
+    """Whether the whole batch is cast to the dtype that it computes in: the function calls no modules, whose inputs
+    would be."""
 
     @classmethod
     def of(
@@ -104,9 +105,9 @@ class LossFunction:
 
     def plain(self, parts: Parts, batch: Any) -> Returned:
         """The function as the user wrote it. A batch may come with the Python numbers that are inputs of the step."""
-        return self._run(parts, batch, OuterCalls(partial(computed_in, self.compute)))
+        return self._run(parts, batch, ModuleCalls(partial(computed_in, self.compute)))
 
-    def _run(self, parts: Parts, batch: Any, calls: OuterCalls) -> Returned:
+    def _run(self, parts: Parts, batch: Any, calls: ModuleCalls) -> Returned:
         """The results, with the inputs of modules as ``calls`` gives them where it computes in 16 bits."""
         values: Sequence[Any] = ()
         if isinstance(batch, WithValues):
@@ -118,20 +119,20 @@ class LossFunction:
         with nullcontext() if self.python is None else self.python.given(values):
             return self._called(parts, batch, calls)
 
-    def _called(self, parts: Parts, batch: Any, calls: OuterCalls) -> Returned:
+    def _called(self, parts: Parts, batch: Any, calls: ModuleCalls) -> Returned:
         narrow = self.compute is not None
         if parts.graphdef is not None:
             model = put_together(parts)
             marking = nnx_calls(model, self.recorder) if self.recorder else nullcontext()
             attributes = nullcontext() if self.python is None else self.python.on(model)
-            inputs = calls.around(model) if narrow else nullcontext()
+            inputs = calls.around(model, self.compute) if narrow else nullcontext()
             with attributes, marking, recomputed(model, self.blocks, self.recompute), inputs:
                 found = self._read(self.function(model, batch), None, takes_state=False)
             return found._replace(state=jax.tree.map(_as_before, take_apart(model).other, parts.other))
         given = {"rngs": parts.random, "state": parts.other}
         extra = {name: value for name, value in given.items() if name in self.keywords}
         marking = linen_calls(self.recorder) if self.recorder else nullcontext()
-        with marking, calls.around(None) if narrow else nullcontext():
+        with marking, calls.around(None, self.compute) if narrow else nullcontext():
             found = self.function(parts.params, batch, **extra)
             return self._read(found, parts.other, takes_state="state" in self.keywords)
 
@@ -139,10 +140,30 @@ class LossFunction:
         """The same function, which knows whether it has to cast its batch. The arguments are shapes."""
         if self.compute is None:
             return self
-        calls = OuterCalls(lambda leaf: leaf)
+        calls = ModuleCalls(partial(computed_in, self.compute))
         with boxed_functions():  # JAX remembers what inner functions were traced to
-            jax.eval_shape(lambda parts, batch: self._run(parts, batch, calls).loss, parts, batch)
-        return replace(self, casts_batch=calls.count == 0)
+            try:
+                jax.eval_shape(lambda parts, batch: self._run(parts, batch, calls).loss, parts, batch)
+                found = replace(self, casts_batch=calls.count == 0)
+                closed = jax.make_jaxpr(lambda parts, batch: found.plain(parts, batch).loss)(parts, batch)
+            except ShardwrightError:
+                raise
+            except Exception as error:
+                jax.eval_shape(replace(self, compute=None).plain, parts, batch)  # is it the user's own?
+                raise PlanError(
+                    f"{self.name} does not run in {self.compute}, with parameters and inputs of modules cast to it: "
+                    f"{error}; let it take them, or plan with precision='fp32'"
+                ) from error
+        wide = wide_products(closed.jaxpr)
+        if wide:
+            warnings.warn(
+                f"{len(wide)} matrix products of {self.name} are computed in float32, and the plan counts on "
+                f"{self.compute}: the first at {user_line(wide[0])}. A float32 array (a mask, a constant, other state) "
+                "makes what it meets float32: cast it to the dtype of what it meets, if that is not meant",
+                PlanWarning,
+                stacklevel=2,
+            )
+        return found
 
     def _read(self, returned: Any, state: Any, *, takes_state: bool) -> Returned:
         return read_returned(returned, state, takes_state=takes_state, has_aux=self.has_aux)
