@@ -38,4 +38,4 @@ JAX = Capabilities(
     single_controller=True,
     reduce_ops=("sum", "max", "min"),
 )
-JAX_MEMORY = MemoryTraits(ties_have_one_home=True, stages_are_programs=True)
+JAX_MEMORY = MemoryTraits(ties_have_one_home=True, stages_are_programs=True, gradients_in_fp32=True)
