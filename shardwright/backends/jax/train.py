@@ -11,6 +11,7 @@ import numpy as np
 import optax
 from flax import nnx
 
+from shardwright.backends.jax.capture.precision import between_steps
 from shardwright.backends.jax.capture.samples import batch_size, of_no_mesh, resolve_batch_dims
 from shardwright.backends.jax.capture.tree import Parts, is_function, put_together, take_apart
 from shardwright.backends.jax.loss.microbatches import LossFunction
@@ -21,7 +22,6 @@ from shardwright.backends.jax.pipeline.first_bad_op import OpChecks
 from shardwright.backends.jax.pipeline.sentinels import Answer, Sentinel, require_settings
 from shardwright.backends.jax.program.python_values import PythonValues, with_values
 from shardwright.backends.jax.state.checks import require_model
-from shardwright.backends.jax.state.precision import between_steps
 from shardwright.backends.jax.state.train_state import StepResult, TrainState, own_copy, parts_of
 from shardwright.backends.jax.state.trainable import Trained
 from shardwright.backends.jax.training.agreement import StepAgreement

@@ -7,6 +7,7 @@ floating arguments of every call of a module are cast.
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,9 +16,9 @@ from flax import linen, nnx
 from jax.extend.core import Jaxpr, JaxprEqn
 from jax.extend.source_info_util import summarize
 
+from shardwright.backends.jax.capture.precision import computed_in
 from shardwright.backends.jax.capture.trace import has_state, patched
 
-Cast = Callable[[Any], Any]
 PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"})
 
 
@@ -25,17 +26,17 @@ class ModuleCalls:
     """The calls of the modules of a model.
 
     Args:
-        cast: makes of every argument what the module is given.
+        compute: the dtype that their floating arguments are given in.
 
     Attributes:
         count: the number of calls so far.
     """
 
-    def __init__(self, cast: Cast) -> None:
-        self.cast, self.count = cast, 0
+    def __init__(self, compute: Any) -> None:
+        self.compute, self.count = compute, 0
 
     @contextmanager
-    def around(self, model: nnx.Module | None, compute: Any) -> Iterator[None]:
+    def around(self, model: nnx.Module | None) -> Iterator[None]:
         """A context in which the calls of an NNX model's modules, or of Linen modules (None), are given their inputs
         so. ``model`` must be a private copy: it is written to."""
         if model is None:
@@ -46,7 +47,7 @@ class ModuleCalls:
         for _, module in nnx.iter_modules(model):
             classes.add(type(module))
             if isinstance(module, nnx.Embed):  # which takes the dtype that its table has between steps for its results'
-                module.dtype = compute
+                module.dtype = self.compute
         with ExitStack() as undo:
             for cls in classes:
                 if any("__call__" in base.__dict__ for base in cls.__mro__):
@@ -67,7 +68,7 @@ class ModuleCalls:
 
     def _given(self, args: Any, kwargs: Any) -> Any:
         self.count += 1
-        return jax.tree.map(self.cast, (args, kwargs), is_leaf=has_state)
+        return jax.tree.map(partial(computed_in, self.compute), (args, kwargs), is_leaf=has_state)
 
 
 def wide_products(jaxpr: Jaxpr) -> list[JaxprEqn]:

@@ -18,6 +18,7 @@ from jax.tree_util import PyTreeDef
 from shardwright.backends.jax.capture.checkpoint_policies import computed_again
 from shardwright.backends.jax.capture.loss_results import Returned, read_returned
 from shardwright.backends.jax.capture.module_inputs import ModuleCalls, user_line, wide_products
+from shardwright.backends.jax.capture.precision import COMPUTE, computed_in, step_dtype
 from shardwright.backends.jax.capture.samples import FlatBatch
 from shardwright.backends.jax.capture.trace import Recorder, boxed_functions, linen_calls, nnx_calls, recomputed
 from shardwright.backends.jax.capture.tree import Parts, abstract, put_together, take_apart
@@ -34,7 +35,6 @@ from shardwright.backends.jax.loss.reductions import (
 )
 from shardwright.backends.jax.machine.mesh import DataAxes, data_axes, mesh_of
 from shardwright.backends.jax.program.python_values import PythonValues, WithValues
-from shardwright.backends.jax.state.precision import COMPUTE, computed_in, step_dtype
 from shardwright.backends.jax.state.shardings import copies_at
 from shardwright.backends.jax.state.train_state import fold_random
 from shardwright.backends.jax.state.trainable import ALL, Trained
@@ -105,7 +105,7 @@ class LossFunction:
 
     def plain(self, parts: Parts, batch: Any) -> Returned:
         """The function as the user wrote it. A batch may come with the Python numbers that are inputs of the step."""
-        return self._run(parts, batch, ModuleCalls(partial(computed_in, self.compute)))
+        return self._run(parts, batch, ModuleCalls(self.compute))
 
     def _run(self, parts: Parts, batch: Any, calls: ModuleCalls) -> Returned:
         """The results, with the inputs of modules as ``calls`` gives them where it computes in 16 bits."""
@@ -125,14 +125,14 @@ class LossFunction:
             model = put_together(parts)
             marking = nnx_calls(model, self.recorder) if self.recorder else nullcontext()
             attributes = nullcontext() if self.python is None else self.python.on(model)
-            inputs = calls.around(model, self.compute) if narrow else nullcontext()
+            inputs = calls.around(model) if narrow else nullcontext()
             with attributes, marking, recomputed(model, self.blocks, self.recompute), inputs:
                 found = self._read(self.function(model, batch), None, takes_state=False)
             return found._replace(state=jax.tree.map(_as_before, take_apart(model).other, parts.other))
         given = {"rngs": parts.random, "state": parts.other}
         extra = {name: value for name, value in given.items() if name in self.keywords}
         marking = linen_calls(self.recorder) if self.recorder else nullcontext()
-        with marking, calls.around(None, self.compute) if narrow else nullcontext():
+        with marking, calls.around(None) if narrow else nullcontext():
             found = self.function(parts.params, batch, **extra)
             return self._read(found, parts.other, takes_state="state" in self.keywords)
 
@@ -140,7 +140,7 @@ class LossFunction:
         """The same function, which knows whether it has to cast its batch. The arguments are shapes."""
         if self.compute is None:
             return self
-        calls = ModuleCalls(partial(computed_in, self.compute))
+        calls = ModuleCalls(self.compute)
         with boxed_functions():  # JAX remembers what inner functions were traced to
             try:
                 jax.eval_shape(lambda parts, batch: self._run(parts, batch, calls).loss, parts, batch)

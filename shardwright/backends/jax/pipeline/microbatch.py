@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardwright.backends.jax.capture.checkpoint_policies import computed_again
+from shardwright.backends.jax.capture.precision import computed_in
 from shardwright.backends.jax.capture.trace import Recorder, TracedCall
 from shardwright.backends.jax.capture.tree import Parts, abstract
 from shardwright.backends.jax.loss.microbatches import Microbatches
@@ -20,7 +21,6 @@ from shardwright.backends.jax.program.flattening import Home, flatten
 from shardwright.backends.jax.program.state_places import Carried
 from shardwright.backends.jax.program.units import name_units
 from shardwright.backends.jax.state.ownership import Holding
-from shardwright.backends.jax.state.precision import computed_in
 from shardwright.backends.jax.state.shardings import copies_at
 from shardwright.core.errors import PlanError
 from shardwright.core.plan.plan import Plan

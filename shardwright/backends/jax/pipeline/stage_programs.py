@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardwright.backends.jax.capture.inner_programs import Aval
+from shardwright.backends.jax.capture.precision import computed_in
 from shardwright.backends.jax.machine.mesh import data_axes
 from shardwright.backends.jax.pipeline.compilation import Compiler, lower, uncollected
 from shardwright.backends.jax.pipeline.deduplication import TracedStages
@@ -22,7 +23,6 @@ from shardwright.backends.jax.pipeline.optimizer_cut import OptimizerCut
 from shardwright.backends.jax.pipeline.stage_functions import MARKER, Key, StageFunction, StageFunctions
 from shardwright.backends.jax.pipeline.transfers import Route
 from shardwright.backends.jax.state.ownership import StageMeshes
-from shardwright.backends.jax.state.precision import computed_in
 from shardwright.core.schedule import Schedule
 from shardwright.core.schedule.actions import Kind
 
