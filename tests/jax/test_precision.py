@@ -266,6 +266,23 @@ def is_narrow(train: sw.TrainStep) -> bool:
     return all("xbf16>" in line for line in program.splitlines() if "dot_general" in line)
 
 
+def test_a_state_with_parameters_in_16_bits_is_another_plans() -> None:
+    def loss(params: dict[str, jax.Array], batch: dict[str, jax.Array]) -> jax.Array:
+        return jnp.square(batch["x"] @ params["w"]).mean()
+
+    params = {"w": jnp.ones((4, 4), jnp.bfloat16)}
+    own, wide = (
+        sw.train_step(loss, optax.adam(0.1), small_plan(loss, params, precision=kind), devices=jax.devices()[:2])
+        for kind in ("fp32", "bf16")
+    )
+    state = own.init(params)
+    for go_on in (lambda: wide.held(own.original(state)), lambda: wide.place(state), lambda: wide(state, SAMPLE)):
+        with pytest.raises(sw.ShardwrightError, match="parameter w of the state is bfloat16, and this plan computes"):
+            go_on()
+    _, loss_value = wide(wide.init(own.params(state)), SAMPLE)
+    assert np.isfinite(loss_value)
+
+
 def test_what_nobody_pinned_runs_as_planned_and_is_said() -> None:
     graph = sw.capture(bare, ({"w": jnp.ones((4, 4))}, SAMPLE))
     pins = {"batch": 8, "pp": 1, "dp": 1, "tp": 1, "microbatch": 8}

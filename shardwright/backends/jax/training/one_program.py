@@ -89,6 +89,7 @@ class OneProgramTraining(OfPlan):
     def held(self, state: TrainState) -> TrainState:
         """The counterpart of `original`, on this plan's devices."""
         shardings = self._shardings(parts_of(state))
+        self.require_precision(parts_of(state))
         fused = FusedParameters.of(self.plan, parts_of(state).names)
         optimizer = fused.hold_optimizer(state.optimizer, state.params)
         params, scaling = fused.hold(state.params), self.scaling_of(state)
@@ -113,6 +114,7 @@ class OneProgramTraining(OfPlan):
         """The order in which this plan holds fused matrices. Raises PlanError for a state that holds them otherwise."""
         fused = FusedParameters.of(self.plan, parts_of(state).names)
         fused.require(state)
+        self.require_precision(parts_of(state))
         return fused
 
     def _shardings(self, parts: Parts) -> TrainState:

@@ -149,6 +149,7 @@ class PipelinedTraining(InStages):
     def _require(self, state: TrainState) -> OptimizerCut:
         """The cut optimizer of a state. Raises PlanError unless it is a state of this plan."""
         shapes = self._shapes(state)
+        self.require_precision(shapes)
         _, optimizer = self.placed(shapes.params, shapes.names)
         FusedParameters.of(self.plan, shapes.names).require(state)
         for tree, whole, places in (

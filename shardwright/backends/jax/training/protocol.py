@@ -13,6 +13,7 @@ from shardwright.backends.jax.loss.microbatches import LossFunction, Microbatche
 from shardwright.backends.jax.loss.scaling import Scaling
 from shardwright.backends.jax.pipeline.actions import Pipeline
 from shardwright.backends.jax.pipeline.sentinels import Answer, Teller
+from shardwright.backends.jax.state.checks import require_wide
 from shardwright.backends.jax.state.train_state import StepResult, TrainState
 from shardwright.core.errors import MissingCapabilityError
 from shardwright.core.model.loss.scaling import LossScale
@@ -125,6 +126,10 @@ class OfPlan:
         steps run on copies in 16 bits, since those in float32 are read by the update alone."""
         shard = self.plan.decision.shard
         return shard == 3 or (shard > 0 and self.compute is not None)
+
+    def require_precision(self, parts: Parts) -> None:
+        """Raise PlanError unless the parameters of a state are in the dtypes that this plan keeps them in."""
+        require_wide(parts.names, parts.params, self.loss.trained.mask(parts.params), self.compute)
 
     def first_scaling(self) -> Scaling | None:
         """The factor of the loss in the first step."""

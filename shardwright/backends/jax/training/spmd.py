@@ -173,6 +173,7 @@ class SpmdTraining(InStages):
         """The compiled step for batches of one form."""
         shapes = jax.eval_shape(self._unpack, state.params)
         parts = replace(parts_of(state), params=shapes)
+        self.require_precision(parts)
         microbatches = Microbatches.of(self.loss, self.plan, parts, batch)
         holdings = holdings_of(self.blocks, parts.names, [leaf.shape for leaf in jax.tree.leaves(shapes)])
         micro = cut_microbatch(self.blocks, microbatches, parts, batch.leaves, holdings)
