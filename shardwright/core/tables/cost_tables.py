@@ -291,7 +291,7 @@ class CostTables:
             kept = [footprints[own].kept for own in both]
             whole = sum(f + e * microbatch for f, e in kept)
             held = units[unit].saved_bytes + units[unit + 1].saved_bytes
-            found.append(round(max(0, fixed + each * microbatch) * held / max(1, whole)))
+            found.append(round((fixed + each * microbatch) * held / max(1, whole)))
         return (*found, 0)
 
     @found_once

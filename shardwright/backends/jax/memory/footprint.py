@@ -51,10 +51,9 @@ def with_footprints(captured: Captured) -> Graph:
     if not (each and is_wide):
         return found
     try:
-        narrow = captured.traces_in(COMPUTE["bf16"])
-    except Exception:  # the user's model, which does not run so: a training step in 16 bits says it
+        each, twice = footprints(graph, captured.traces_in(COMPUTE["bf16"]), captured.names)
+    except Exception:  # of the user's model, which does not run so: a training step in 16 bits says it
         return found
-    each, twice = footprints(graph, narrow, captured.names)
     return replace(found, footprints_in_16_bits=each, kept_twice_in_16_bits=twice)
 
 
@@ -88,7 +87,7 @@ def footprints(
     twice = []
     for (first, second), kept, kept_3 in zip(pairs, *together, strict=True):
         at_2, at_3 = (of[first][0] + of[second][0] - both for of, both in zip(found, (kept, kept_3), strict=True))
-        if at_2 > 0:
+        if at_2 or at_3:
             twice.append(KeptTwice(first, second, (3 * at_2 - 2 * at_3, at_3 - at_2)))
     return tuple(
         Footprint(
