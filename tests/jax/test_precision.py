@@ -164,6 +164,37 @@ def test_stages_in_one_program_compute_as_the_loop_by_hand(kind: str, virtual_st
     require_as_by_hand(losses, named(train.params(state)), wanted, exact)
 
 
+def stacked_loss(params: dict[str, Any], batch: dict[str, jax.Array]) -> jax.Array:
+    def layer(x: jax.Array, weights: dict[str, jax.Array]) -> tuple[jax.Array, None]:
+        return x + jnp.tanh(x @ weights["up"]) @ weights["down"], None
+
+    x, _ = jax.lax.scan(layer, batch["x"] @ params["first"], params["layers"])
+    return jnp.square(x @ params["last"] - batch["y"]).mean()
+
+
+def test_layers_in_one_stack_are_summed_over_replicas_in_float32() -> None:
+    """Stages hold rows of the stack, and take copies of those."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    shapes = {"first": (4, 4), "up": (4, 4, 4), "down": (4, 4, 4), "last": (4, 4)}
+    made = {name: np.asarray(jax.random.normal(key, shapes[name])) / 3 for name, key in zip(shapes, keys, strict=True)}
+    params = {"layers": {name: made.pop(name) for name in ("up", "down")}, **made}
+    rng = np.random.default_rng(0)
+    batch = {name: rng.standard_normal((8, 4)).astype(np.float32) for name in ("x", "y")}
+    found = []
+    for pp, dp, pins in ((1, 1, {}), (2, 2, {"shard": 3, "schedule": "1f1b", "virtual_stages": 1})):
+        graph = sw.capture(stacked_loss, (params, batch))
+        given: dict[str, Any] = {"shard": 0, "recompute": "none", "precision": "bf16"} | pins
+        plan = sw.plan(
+            graph, sw.Cluster("cpu", devices_per_node=pp * dp), batch=8, pp=pp, dp=dp, tp=1, microbatch=2, **given
+        )
+        train = sw.train_step(stacked_loss, optax.adamw(LEARNING_RATE), plan, devices=jax.devices()[: pp * dp])
+        state = train.init(params)
+        for _ in range(5):
+            state, loss = train(state, batch)
+        found.append((float(loss), named(train.params(state, at=jax.devices()[0]))))
+    Comparison().losses(found[1][0], found[0][0]).values(found[1][1], found[0][1], relative=1e-5).require()
+
+
 # --- what is cast
 
 
