@@ -192,7 +192,8 @@ def test_layers_in_one_stack_are_summed_over_replicas_in_float32() -> None:
         for _ in range(5):
             state, loss = train(state, batch)
         found.append((float(loss), named(train.params(state, at=jax.devices()[0]))))
-    Comparison().losses(found[1][0], found[0][0]).values(found[1][1], found[0][1], relative=1e-5).require()
+    same = Comparison().losses(found[1][0], found[0][0])
+    same.values(found[1][1], found[0][1], relative=1e-5, absolute=1e-6).require()
 
 
 # --- what is cast
