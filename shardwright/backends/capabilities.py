@@ -37,6 +37,5 @@ JAX = Capabilities(
     point_to_point=False,
     single_controller=True,
     reduce_ops=("sum", "max", "min"),
-    shard_groups=False,  # over the whole data axis or not at all
 )
-JAX_MEMORY = MemoryTraits(ties_have_one_home=True, stages_are_programs=True)
+JAX_MEMORY = MemoryTraits(ties_have_one_home=True, stages_are_programs=True, gradients_in_fp32=True)

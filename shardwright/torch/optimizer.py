@@ -18,8 +18,8 @@ from shardwright.backends.torch.state.optimizer_states import (
     put_states_together,
 )
 from shardwright.backends.torch.state.parts import Parts
-from shardwright.core.errors import MissingCapabilityError, ShardwrightError, nearest
-from shardwright.core.model.loss.scaling import LossScale
+from shardwright.core.errors import MissingCapabilityError, ShardwrightError
+from shardwright.core.model.loss.scaling import LossScale, loss_scale_of
 from shardwright.torch import session as sessions
 from shardwright.torch.run_agreement import optimizers_claim
 from shardwright.torch.scaler import require_unscaled
@@ -27,24 +27,6 @@ from shardwright.torch.scaler import require_unscaled
 log = logging.getLogger("shardwright")
 LOSS_SCALE = "loss_scale"
 """The key of the factor of losses in state dicts."""
-_DYNAMIC = ("scale_factor", "scale_window", "min_scale", "delayed_shift", "consecutive_hysteresis")
-
-
-def _loss_scale(static: float, dynamic: bool, given: Mapping[str, Any]) -> LossScale | None:
-    """The scaling that is asked for; None where nothing is. Raises ShardwrightError."""
-    if not dynamic:
-        if given:
-            raise ShardwrightError(
-                f"{next(iter(given))} goes with dynamic_loss_scale=True: leave it out, or let the scale be dynamic"
-            )
-        return None if static == 1.0 else LossScale(float(static))
-    if static != 1.0:
-        raise ShardwrightError(f"static_loss_scale={static} and dynamic_loss_scale=True are both given: keep one")
-    for name in given:
-        if name not in (*_DYNAMIC, "init_scale"):
-            raise ShardwrightError(f"a dynamic loss scale has no {name!r}: {nearest(name, (*_DYNAMIC, 'init_scale'))}")
-    options = {name: value for name, value in given.items() if name != "init_scale"}
-    return LossScale(float(given.get("init_scale", 2.0**32)), True, **options)
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -95,7 +77,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._log = session.log
         self.overflow = False
         asked = {**(dynamic_loss_args or {}), **more_dynamic_loss_args}
-        self._scaling = _loss_scale(static_loss_scale, dynamic_loss_scale, asked)
+        self._scaling = loss_scale_of(static_loss_scale, dynamic_loss_scale, asked)
         if self._scaling is not None:
             runtime.split_model.loss_scale = self._scaling
         runtime.split_model.listeners.append(self._rebind)

@@ -6,7 +6,7 @@ import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardwright.backends.jax.loss.microbatches import split_squares
+from shardwright.backends.jax.loss.gradients import split_squares
 from shardwright.backends.jax.machine.mesh import bind
 from shardwright.backends.jax.state.shardings import also_over, lower_layout, optimizer_shardings, parameter_shardings
 from shardwright.core.errors import ClusterError, LayoutError

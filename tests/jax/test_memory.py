@@ -140,6 +140,22 @@ def test_units_keep_what_the_runtime_hands_from_forward_to_backward() -> None:
         assert kept == pytest.approx(fixed + each * MICROBATCH, rel=1e-3)  # single numbers: counts, weights of the loss
 
 
+def test_stages_in_16_bits_keep_what_the_plan_counts() -> None:
+    """Attention keeps its scores in float32 all the same; the parameters of a step are beside those of the state."""
+    plan, train, state, batch = training(pp=2, schedule="gpipe", precision="bf16")
+    train.memory_bytes(state, batch)
+    for use, launches in zip(plan.predicted.memory_by_stage_rank, train.pipeline.launches, strict=True):
+        backward = launches[Kind.BACKWARD].function
+        read = list(zip(backward.reads, backward.avals, strict=True))
+        kept = sum(aval.size * aval.dtype.itemsize for key, aval in read if key[0] in ("kept", "arrival"))
+        assert use.activations_bytes == pytest.approx(MICROBATCHES * kept, rel=1e-3)
+        summed = sum(aval.size * aval.dtype.itemsize for key, aval in read if key[0] == "gradient")
+        assert use.gradients_bytes == pytest.approx(summed, rel=0.01)
+    on_both = CONFIG.vocab_size * CONFIG.n_embd  # the embedding, which is the head too
+    halves = sum(leaf.nbytes for leaf in jax.tree.leaves(state.params)) // 2 + 2 * on_both
+    assert sum(use.parameters_bytes for use in plan.predicted.memory_by_stage_rank) == halves
+
+
 class Tower(nnx.Module):
     def __init__(self) -> None:
         self.layers = nnx.List([nnx.Linear(32, 32, rngs=nnx.Rngs(layer)) for layer in range(6)])

@@ -303,11 +303,6 @@ def test_parameters_of_another_model(mlp_graph: Graph) -> None:
         train.init(jax.eval_shape(mlp_params))
 
 
-def test_what_this_runtime_does_not_do(mlp_graph: Graph) -> None:
-    with pytest.raises(sw.ShardwrightError, match="precision='fp16'"):
-        sw.train_step(mlp, optax.sgd(0.1), plan_of(mlp_graph, 4, 2, precision="fp16"))
-
-
 def test_a_plain_functions_units_are_recomputed_too(mlp_graph: Graph) -> None:
     def trained(recompute: str) -> tuple[float, Any]:
         train = sw.train_step(mlp, optax.sgd(0.1), plan_of(mlp_graph, 4, 2, recompute=recompute))

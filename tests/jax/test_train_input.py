@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import shardwright.jax as sw
-from shardwright.backends.jax.capture.samples import batch_sharding, put
+from shardwright.backends.jax.state.shardings import batch_sharding, put
 from shardwright.core.errors import CaptureError, PlanError
 from tests.comparison import Comparison
 from tests.jax.chains import plan_of

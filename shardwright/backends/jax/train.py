@@ -1,6 +1,6 @@
 """The training step of a plan: it checks what is given, chooses the form of training, and runs steps."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal
@@ -11,8 +11,9 @@ import numpy as np
 import optax
 from flax import nnx
 
+from shardwright.backends.jax.capture.precision import between_steps
 from shardwright.backends.jax.capture.samples import batch_size, of_no_mesh, resolve_batch_dims
-from shardwright.backends.jax.capture.tree import abstract, is_function, put_together, take_apart
+from shardwright.backends.jax.capture.tree import Parts, abstract, is_function, put_together, take_apart
 from shardwright.backends.jax.loss.microbatches import LossFunction
 from shardwright.backends.jax.machine.mesh import no_mesh, require_devices
 from shardwright.backends.jax.pipeline.actions import Pipeline, StepCounts
@@ -25,10 +26,11 @@ from shardwright.backends.jax.state.train_state import StepResult, TrainState, o
 from shardwright.backends.jax.state.trainable import Trained
 from shardwright.backends.jax.training.agreement import StepAgreement
 from shardwright.backends.jax.training.arguments import (
+    loss_scale_rule,
     require_functions,
     require_size,
     require_supported,
-    warn_of_precision,
+    say_precision,
 )
 from shardwright.backends.jax.training.compiled_steps import CompiledSteps
 from shardwright.backends.jax.training.form import Form, form_of
@@ -53,6 +55,9 @@ def train_step(
     nonfinite: Answer = "warn",
     debug: Literal["numerics"] | None = None,
     log_every: int = 10,
+    static_loss_scale: float = 1.0,
+    dynamic_loss_scale: bool = False,
+    dynamic_loss_args: Mapping[str, Any] | None = None,
 ) -> "TrainStep":
     """A training step under a plan.
 
@@ -87,6 +92,12 @@ def train_step(
     log_every: the first process says a line after the first update and after every so many: loss, norm of the
         gradients, memory, tokens, FLOPs (`core.values.step_line`); 0: none. It is said in a later call, once its values
         are there, in `TrainStep.settle`, or at the end.
+    static_loss_scale: a fixed factor of losses, for plans in float16; gradients are divided by it again.
+    dynamic_loss_scale: whether the factor is found while training goes on.
+    dynamic_loss_args: the arguments of a dynamic factor: ``init_scale`` (2**32), ``scale_factor`` (2),
+        ``scale_window`` (1000), ``min_scale`` (1), ``delayed_shift`` (1), ``consecutive_hysteresis`` (False); see
+        `core.model.loss.scaling.LossScale`. In float16 a step whose gradients overflow is skipped, on all devices: it
+        leaves all but ``state.step`` and the factor as it was, and is logged in a later call.
 
     Raises MissingCapabilityError for what this runtime does not do, ClusterError when the number of devices is not the
     plan's.
@@ -104,6 +115,9 @@ def train_step(
         nonfinite=nonfinite,
         debug=debug,
         log_every=log_every,
+        static_loss_scale=static_loss_scale,
+        dynamic_loss_scale=dynamic_loss_scale,
+        dynamic_loss_args=dynamic_loss_args,
     )
 
 
@@ -126,11 +140,15 @@ class TrainStep:
         nonfinite: Answer = "warn",
         debug: Literal["numerics"] | None = None,
         log_every: int = 10,
+        static_loss_scale: float = 1.0,
+        dynamic_loss_scale: bool = False,
+        dynamic_loss_args: Mapping[str, Any] | None = None,
     ) -> None:
         require_supported(plan)
         require_every(log_every)
         require_settings(nonfinite, debug)
-        warn_of_precision(plan)
+        self._rule = loss_scale_rule(plan, static_loss_scale, dynamic_loss_scale, dynamic_loss_args)
+        say_precision(plan, self._rule)
         require_functions(loss_fn, optimizer, reduction)
         self.plan = plan
         self.trained = Trained(wrt)
@@ -146,7 +164,7 @@ class TrainStep:
         self._devices, self._one_program, self._nonfinite = require_devices(devices), one_program, nonfinite
         self._trainings: dict[Form, Training] = {}
         self._training(is_module=True)
-        self._agreement = StepAgreement(self._devices[: plan.mesh.size], plan, self._loss)
+        self._agreement = StepAgreement(self._devices[: plan.mesh.size], plan, self._loss, self._rule)
         self._op_checks: dict[int, OpChecks] = {}
         """The checks of compiled steps, by the identity of the step."""
         self._sentinel = Sentinel(nonfinite, self._agreement.alone, debug is not None)
@@ -157,7 +175,9 @@ class TrainStep:
         """The form of training for the kind of model that is trained."""
         form = form_of(self.plan, self._devices, self._one_program, is_module=is_module)
         if form not in self._trainings:
-            self._trainings[form] = form(self._loss, self.optimizer, self.plan, self._devices, self._nonfinite)
+            self._trainings[form] = form(
+                self._loss, self.optimizer, self.plan, self._devices, self._nonfinite, self._rule
+            )
         return self._trainings[form]
 
     def _training_of(self, state: TrainState) -> Training:
@@ -189,8 +209,13 @@ class TrainStep:
             require_model(self.plan, given)
             if self._log is not None:
                 self._log.model = jax.tree.map(abstract, given)
-            make = None if init is None else lambda: take_apart(init(), seed, state)
+            given = self._between_steps(given)
+            make = None if init is None else lambda: self._between_steps(take_apart(init(), seed, state))
             return self._training(is_module=given.graphdef is not None).init(given, make)
+
+    def _between_steps(self, parts: Parts) -> Parts:
+        """A model taken apart, with its parameters as they are between steps."""
+        return replace(parts, params=between_steps(parts.params, self.trained.mask(parts.params), self._loss.compute))
 
     def __call__(self, state: TrainState, batch: Any) -> Any:
         """The results of one update on a global batch: the new state and the loss before the update, a scalar; with
@@ -246,6 +271,12 @@ class TrainStep:
         if self._grad_norm is None:
             raise PlanError("there is no gradient norm before the first step: run one")
         return self._grad_norm
+
+    @property
+    def overflow(self) -> jax.Array:
+        """Whether the last step was skipped, as its gradients overflowed in float16: a bool scalar. Raises PlanError
+        before a step."""
+        return jnp.logical_not(jnp.isfinite(self.grad_norm)) & (self._rule is not None)
 
     @contextmanager
     def _step(self, state: TrainState, batch: Any) -> Iterator[tuple[CompiledStep, tuple[Any, ...]]]:
@@ -380,8 +411,9 @@ class TrainStep:
         """The compiled form of an init function as `jax.stages.Lowered`: the program that `init` runs on every device.
         Raises MissingCapabilityError for a plan with pipeline stages."""
         with no_mesh():
-            given = take_apart(nnx.eval_shape(init))
-            return self._training(is_module=given.graphdef is not None).lower_init(given, lambda: take_apart(init()))
+            given = self._between_steps(take_apart(nnx.eval_shape(init)))
+            training = self._training(is_module=given.graphdef is not None)
+            return training.lower_init(given, lambda: self._between_steps(take_apart(init())))
 
     def lower(self, state: TrainState, batch: Any) -> jax.stages.Lowered:
         """The step as `jax.stages.Lowered`, to look at before it is compiled. Arrays may be shapes. Raises

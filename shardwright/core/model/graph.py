@@ -211,7 +211,8 @@ class Footprint:
 
 @dataclass(frozen=True, slots=True)
 class KeptTwice:
-    """The bytes that two neighbouring units keep less together than apart: the second reads what the first makes."""
+    """The bytes that two neighbouring units keep less together than apart, as the second reads what the first makes;
+    negative where they keep more."""
 
     first: int
     second: int
@@ -243,10 +244,23 @@ class Graph:
     """The footprint of every class of units, in the order of `core.model.fold`. Empty where the framework does not say:
     the bytes are then counted by kinds of op."""
     kept_twice: tuple[KeptTwice, ...] = ()
-    """The neighbouring units that keep less together, where there are footprints."""
+    """The neighbouring units that keep less or more together, where there are footprints."""
+    footprints_in_16_bits: tuple[Footprint, ...] = ()
+    """The footprints of steps that compute in 16 bits beside float32 parameters, where they are known."""
+    kept_twice_in_16_bits: tuple[KeptTwice, ...] = ()
+    """The neighbouring units that keep less or more together in such steps."""
     memory_traits: MemoryTraits = PLAIN_MEMORY
     producer: dict[int, int] = field(init=False, repr=False, compare=False, hash=False)
     """Tensor → the op that makes it; parameters and inputs have none."""
+
+    def footprints_of(self, precision: str) -> tuple[Footprint, ...]:
+        """The footprints of steps of a precision, as far as they are known."""
+        return self.footprints if precision == "fp32" else self.footprints_in_16_bits or self.footprints
+
+    def kept_twice_of(self, precision: str) -> tuple[KeptTwice, ...]:
+        """The neighbouring units that keep less or more together in steps of a precision."""
+        known = precision != "fp32" and self.footprints_in_16_bits
+        return self.kept_twice_in_16_bits if known else self.kept_twice
 
     def __post_init__(self) -> None:
         made: dict[int, int] = {}

@@ -79,6 +79,7 @@ class Bounds:
             dp > 1,
             traits.gradients_when_made,
             traits.gathers_units,
+            traits.stages_are_programs,
         )
 
     @found_once

@@ -284,13 +284,14 @@ class CostTables:
 
     def _twice(self, units: Sequence[UnitCost], microbatch: int) -> tuple[int, ...]:
         """The bytes that each unit and the next one both keep; of a unit divided over ranks, one rank's share."""
-        sizes = {(pair.first, pair.second): pair.size for pair in self.graph.kept_twice}
-        found = []
+        sizes = {(pair.first, pair.second): pair.size for pair in self.graph.kept_twice_of(self.precision)}
+        footprints, found = self.graph.footprints_of(self.precision), []
         for unit, both in enumerate(pairwise(own.fold_class for own in self.folded.units)):
             fixed, each = sizes.get(both, (0, 0))
-            whole = sum(f + e * microbatch for f, e in (self.graph.footprints[own].kept for own in both))
+            kept = [footprints[own].kept for own in both]
+            whole = sum(f + e * microbatch for f, e in kept)
             held = units[unit].saved_bytes + units[unit + 1].saved_bytes
-            found.append(round(max(0, fixed + each * microbatch) * held / max(1, whole)))
+            found.append(round((fixed + each * microbatch) * held / max(1, whole)))
         return (*found, 0)
 
     @found_once

@@ -57,9 +57,11 @@ class Reading:
         share, one rank holds the share that the ops give."""
         if not self.graph.footprints:
             return counted
-        footprint = self.graph.footprints[unit.fold_class]
+        footprint = self.graph.footprints_of(precision)[unit.fold_class]
         whole = counted if layouts is None else self.counter.count(unit, batch, precision)
-        width = 1 - footprint.wide_share * (1 - PRECISION_BYTES[precision] / PRECISION_BYTES["fp32"])
+        width = 1.0
+        if not self.graph.footprints_in_16_bits:
+            width -= footprint.wide_share * (1 - PRECISION_BYTES[precision] / PRECISION_BYTES["fp32"])
 
         def held(lines: Sequence[tuple[int, int]], ours: int, all_of_it: int) -> int:
             most = max((fixed + each * batch for fixed, each in lines), default=0)

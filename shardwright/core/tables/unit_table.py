@@ -354,11 +354,13 @@ class MemoryRequest:
     """The trait of the same name in `MemoryTraits`."""
     gathers_units: bool = False
     """The trait of the same name in `MemoryTraits`."""
+    stages_are_programs: bool = False
+    """The trait of the same name in `MemoryTraits`: all gradients of a stage are there before any is scattered."""
 
     @property
     def is_summed(self) -> bool:
         """Whether whole gradients are summed over a data axis."""
-        return self.is_replicated and self.shard < 2
+        return self.is_replicated and self.shard < (3 if self.stages_are_programs else 2)
 
     @property
     def gradient_width(self) -> int:

@@ -84,9 +84,21 @@ def read_returned(returned: Any, given_state: Any, *, takes_state: bool, has_aux
         raise PlanError(f"the loss function returned a loss of {jnp.result_type(value)}: expected a floating number")
     if not jnp.issubdtype(jnp.result_type(weight), jnp.number) or jnp.iscomplexobj(weight):
         raise PlanError(f"the loss function returned a weight of {jnp.result_type(weight)}: expected a real number")
+    require_wide("the loss function returned a weight", weight)
     return Returned(
         jnp.asarray(value, jnp.float32), jnp.asarray(weight, jnp.float32), state, aux, isinstance(loss, Weighted)
     )
+
+
+def require_wide(what: str, weight: Any) -> None:
+    """Raise PlanError for a weight in 16 bits, which are too few to count in."""
+    dtype = jnp.result_type(weight)
+    if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4:
+        most = 256 if dtype == jnp.bfloat16 else 2048
+        raise PlanError(
+            f"{what} in {dtype}, which counts no further than {most}: sum it in float32, as mask.astype(float).sum(); "
+            "steps that compute in 16 bits hand the floating arrays of the batch to a plain function in them"
+        )
 
 
 def _is_number(value: Any) -> bool:

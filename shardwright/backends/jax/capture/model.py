@@ -1,7 +1,9 @@
 """A JAX model as a `core.model.graph.Graph`, by tracing it on shapes at two batch sizes."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -9,8 +11,10 @@ from flax import linen, nnx
 
 from shardwright.backends.capabilities import JAX, JAX_MEMORY
 from shardwright.backends.jax.capture.loss_results import Weighted
+from shardwright.backends.jax.capture.module_inputs import ModuleCalls
 from shardwright.backends.jax.capture.ops import translate
 from shardwright.backends.jax.capture.partitioning import LogicalAxes, linen_axes, nnx_axes
+from shardwright.backends.jax.capture.precision import computed_in
 from shardwright.backends.jax.capture.samples import at_batch, batch_size, positional, resolve_batch_dims
 from shardwright.backends.jax.capture.steps import Program, flatten, same_structure
 from shardwright.backends.jax.capture.trace import Recorder, boxed_functions, linen_calls, nnx_calls
@@ -45,6 +49,20 @@ class Source:
     run: Callable[[Any, Any, Recorder], Any]
     """A function ``run(arrays, sample, recorder)`` that gives the loss, or what the model returns."""
     logical_axes: LogicalAxes = ()
+    run_with: Callable[[Any, Any, Recorder, ModuleCalls], Any] | None = None
+    """The same as ``run``, with the inputs of modules as the last argument gives them."""
+
+    def traced_in(self, compute: Any, inputs: Any, pick: Callable[[Any], Any]) -> tuple[Any, Program]:
+        """The `trace` of a step that computes in the dtype ``compute``, as a training step casts what it is given."""
+        cast = partial(computed_in, compute)
+        leaves, structure = jax.tree.flatten(self.arrays)
+        narrow = [leaf if flag is None else cast(leaf) for leaf, flag in zip(leaves, self.trainable, strict=True)]
+        calls, run = ModuleCalls(compute), self.run_with
+        assert run is not None
+        arrays = jax.tree.unflatten(structure, narrow)
+        source = replace(self, arrays=arrays, run=lambda values, sample, recorder: run(values, sample, recorder, calls))
+        found = trace(source, inputs, pick)
+        return found if calls.count else trace(source, jax.tree.map(cast, inputs), pick)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +72,8 @@ class Captured:
     graph: Graph
     traces: Traces
     names: tuple[str, ...]
+    traces_in: Callable[[Any], Traces]
+    """A function of a dtype that gives the traces of steps that compute in it."""
 
 
 def capture(
@@ -85,7 +105,15 @@ def capture(
     dims = resolve_batch_dims(batch, batch_dims)
     pick = _loss_of if require_loss else _outputs_of
     graph, traces = read(source, batch, dims, lambda output: pick(output, source.name))
-    return Captured(graph, traces, source.names)
+
+    def traces_in(compute: Any) -> Traces:
+        one, other = (
+            source.traced_in(compute, at_batch(batch, dims, size), lambda output: pick(output, source.name))
+            for size in (2, 3)
+        )
+        return one, other
+
+    return Captured(graph, traces, source.names, traces_in)
 
 
 def read(source: Source, batch: Any, dims: tuple[int | None, ...], pick: Callable[[Any], Any]) -> tuple[Graph, Traces]:
@@ -179,17 +207,17 @@ def _nnx_source(model: nnx.Module, loss: Callable[..., Any] | None) -> Source:
     paths = [path for path, _ in flat]
     variables = [variable for _, variable in flat]
 
-    def run(values: Any, sample: Any, recorder: Recorder) -> Any:
+    def run(values: Any, sample: Any, recorder: Recorder, calls: ModuleCalls | None = None) -> Any:
         filled = [
             variable.replace(value) if isinstance(variable, nnx.Variable) else value
             for variable, value in zip(variables, values, strict=True)
         ]
         private = nnx.merge(graphdef, nnx.from_flat_state(zip(paths, filled, strict=True)))
-        with nnx_calls(private, recorder):
+        with nnx_calls(private, recorder), _given(calls, private):
             return _with_loss(private, sample, loss)
 
     axes = nnx_axes((path, variable) for path, variable in flat if isinstance(variable, nnx.Param))
-    return Source(type(model).__name__, arrays, names, trainable, aliases_of(model), run, axes)
+    return Source(type(model).__name__, arrays, names, trainable, aliases_of(model), run, axes, run)
 
 
 def _linen_source(module: linen.Module, variables: Any, loss: Callable[..., Any] | None) -> Source:
@@ -200,15 +228,15 @@ def _linen_source(module: linen.Module, variables: Any, loss: Callable[..., Any]
     names = tuple(name.removeprefix("params.") for name in full)
     trainable = tuple(True if name.startswith("params.") else None for name in full)
 
-    def run(values: Any, sample: Any, recorder: Recorder) -> Any:
+    def run(values: Any, sample: Any, recorder: Recorder, calls: ModuleCalls | None = None) -> Any:
         def apply(*args: Any, **kwargs: Any) -> Any:
             return module.apply(values, *args, **kwargs)
 
-        with linen_calls(recorder):
+        with linen_calls(recorder), _given(calls, None):
             return _with_loss(apply, sample, loss)
 
     axes = linen_axes(variables["params"], tuple(n for n, t in zip(names, trainable, strict=True) if t))
-    return Source(type(module).__name__, arrays, names, trainable, {}, run, axes)
+    return Source(type(module).__name__, arrays, names, trainable, {}, run, axes, run)
 
 
 def _function_source(function: Callable[..., Any], params: Any, loss: Callable[..., Any] | None) -> Source:
@@ -216,13 +244,18 @@ def _function_source(function: Callable[..., Any], params: Any, loss: Callable[.
     leaves = jax.tree.leaves(arrays)
     trainable = tuple(True if jax.numpy.issubdtype(leaf.dtype, jax.numpy.inexact) else None for leaf in leaves)
 
-    def run(values: Any, sample: Any, recorder: Recorder) -> Any:
-        with linen_calls(recorder):  # a training step runs the function so too
+    def run(values: Any, sample: Any, recorder: Recorder, calls: ModuleCalls | None = None) -> Any:
+        with linen_calls(recorder), _given(calls, None):  # a training step runs the function so too
             output = function(values, sample)
         return loss(output) if loss is not None else output
 
     name = getattr(function, "__name__", type(function).__name__)
-    return Source(name, arrays, parameter_names(arrays), trainable, {}, run)
+    return Source(name, arrays, parameter_names(arrays), trainable, {}, run, run_with=run)
+
+
+def _given(calls: ModuleCalls | None, model: nnx.Module | None) -> AbstractContextManager[None]:
+    """A context in which modules are given their inputs by ``calls``, if any."""
+    return nullcontext() if calls is None else calls.around(model)
 
 
 def _with_loss(call: Callable[..., Any], sample: Any, loss: Callable[..., Any] | None) -> Any:

@@ -1,4 +1,4 @@
-"""The batch dim of a sample's arrays, and the shardings at which a step takes them."""
+"""The batch dim of a sample's arrays, and batches of other sizes."""
 
 import inspect
 from collections.abc import Callable
@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 from jax.tree_util import PyTreeDef
 
 from shardwright.backends.jax.capture.tree import abstract, flat_names, require_order
@@ -119,26 +118,3 @@ def of_no_mesh(leaf: Any) -> Any:
     if jax.sharding.AxisType.Explicit not in at.mesh.axis_types:
         return leaf
     return jax.device_put(leaf, NamedSharding(jax.sharding.Mesh(at.mesh.devices, at.mesh.axis_names), at.spec))
-
-
-def batch_sharding(mesh: jax.sharding.Mesh, dim: int | None) -> NamedSharding:
-    """The sharding of a batch's array: along dp by the batch dim, whole everywhere without one."""
-    return NamedSharding(mesh, PartitionSpec() if dim is None else PartitionSpec(*([None] * dim), "dp"))
-
-
-def put(leaf: Any, sharding: NamedSharding) -> Any:
-    """A batch's array on the devices where a step takes it. Over several processes each gives the whole batch, and JAX
-    compares what they give (`jax.device_put`); an array that has the sharding already
-    (`jax.make_array_from_process_local_data`) stays."""
-    if isinstance(leaf, jax.Array):
-        if leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
-            return leaf
-        if leaf.is_fully_addressable and not sharding.is_fully_addressable:
-            leaf = np.asarray(leaf)
-    elif sharding.is_fully_addressable:
-        return leaf  # a jitted function takes it as it is
-    held = np.asarray(leaf) if not isinstance(leaf, jax.Array) else None
-    if held is not None and jnp.issubdtype(held.dtype, jnp.inexact) and np.isnan(held).any():
-        # To JAX's comparison a NaN differs from itself; the processes compare their batches by `Agreement` too.
-        return jax.make_array_from_callback(held.shape, sharding, lambda index: held[index])
-    return jax.device_put(leaf, sharding)

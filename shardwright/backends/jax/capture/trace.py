@@ -114,7 +114,7 @@ def nnx_calls(model: nnx.Module, recorder: Recorder) -> Iterator[None]:
     with ExitStack() as undo:
         for cls in classes:
             if any("__call__" in base.__dict__ for base in cls.__mro__):
-                undo.enter_context(_attribute(cls, "__call__", _marking(cls.__call__, recorder)))
+                undo.enter_context(patched(cls, "__call__", _marking(cls.__call__, recorder)))
         yield
 
 
@@ -142,14 +142,14 @@ def recomputed(model: nnx.Module, paths: Collection[str], recompute: str) -> Ite
     with ExitStack() as undo:
         for cls in classes:
             undo.enter_context(
-                _attribute(cls, "__call__", _recomputing(cls.__call__, frozenset(paths), POLICIES[recompute]))
+                patched(cls, "__call__", _recomputing(cls.__call__, frozenset(paths), POLICIES[recompute]))
             )
         yield
         for path in chosen.keys() & set(paths):
             delattr(chosen[path], PATH_ATTRIBUTE)
 
 
-def _has_state(value: Any) -> bool:
+def has_state(value: Any) -> bool:
     """Whether a value is a module, random streams or a variable, which a call may change."""
     return isinstance(value, nnx.Pytree | nnx.Variable)
 
@@ -162,8 +162,8 @@ def _recomputing(original: Callable[..., Any], paths: frozenset[str], policy: An
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if getattr(self, PATH_ATTRIBUTE, None) not in paths:
             return original(self, *args, **kwargs)
-        leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=_has_state)
-        traced = [_has_state(leaf) or isinstance(leaf, jax.Array) for leaf in leaves]
+        leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=has_state)
+        traced = [has_state(leaf) or isinstance(leaf, jax.Array) for leaf in leaves]
 
         def same(module: Any, *given: Any) -> Any:
             rest = iter(given)
@@ -189,7 +189,7 @@ def linen_calls(recorder: Recorder) -> Iterator[None]:
             undo.enter_context(recorder.call(".".join(module.path), whole_kind(module)))
             if getattr(module, "attention_fn", None) in ATTENTIONS:
                 attention = boxed("attention", module.attention_fn)
-                undo.enter_context(_attribute(module, "attention_fn", attention, object.__setattr__))
+                undo.enter_context(patched(module, "attention_fn", attention, object.__setattr__))
             return next_call(*args, **kwargs)
 
     with linen.intercept_methods(intercept):
@@ -197,7 +197,7 @@ def linen_calls(recorder: Recorder) -> Iterator[None]:
 
 
 @contextmanager
-def _attribute(owner: Any, name: str, value: Any, put: Callable[[Any, str, Any], None] = setattr) -> Iterator[None]:
+def patched(owner: Any, name: str, value: Any, put: Callable[[Any, str, Any], None] = setattr) -> Iterator[None]:
     """A context in which an attribute has a value. ``put`` sets it: for frozen modules `object.__setattr__`."""
     own = name in vars(owner)
     before = vars(owner).get(name)

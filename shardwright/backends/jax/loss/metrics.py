@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import PyTreeDef
 
-from shardwright.backends.jax.capture.loss_results import Weighted
+from shardwright.backends.jax.capture.loss_results import Weighted, require_wide
 from shardwright.backends.jax.loss.reductions import SUM, Reader, Reduction
 from shardwright.core.errors import PlanError
 from shardwright.core.model.loss import Verdict
@@ -62,9 +62,9 @@ class Metrics:
     calls: int
     """The number of calls that make the batch."""
 
-    def of_call(self, aux: Any, arrays: Any, batch: Any) -> tuple[list[jax.Array], list[jax.Array]]:
+    def of_call(self, aux: Any, batch: Any) -> tuple[list[jax.Array], list[jax.Array]]:
         """The arrays of one call of the loss function: those that add up over calls, and those that are joined, whose
-        first dim counts samples. ``arrays`` and ``batch`` are the function's arguments."""
+        first dim counts samples. ``batch`` is what the function is given."""
         sums: list[jax.Array] = []
         rows: list[jax.Array] = []
         for metric, value in zip(self.metrics, jax.tree.leaves(aux, is_leaf=is_weighted), strict=True):
@@ -74,7 +74,7 @@ class Metrics:
                 own = jnp.asarray(value.weight, jnp.float32)
                 sums += [(jnp.asarray(value.value) * own).astype(_summed_in(metric.dtype)), own]
             elif metric.reduction is not None:
-                counted = metric.reduction.counted(self.samples, arrays, batch)
+                counted = metric.reduction.counted(self.samples, batch)
                 share = metric.reduction.divisor(self.samples, counted)
                 sums += [(jnp.asarray(value) * share).astype(_summed_in(metric.dtype)), counted]
             else:
@@ -195,6 +195,7 @@ def arrays_of(aux: Any) -> tuple[list[tuple[str, Any]], PyTreeDef]:
         name = "aux" + jax.tree_util.keystr(path)
         try:
             if is_weighted(leaf):
+                require_wide(f"metric {name} has a weight", leaf.weight)
                 found.append((name, Weighted(jnp.asarray(leaf.value), jnp.asarray(leaf.weight, jnp.float32))))
             else:
                 found.append((name, jnp.asarray(leaf)))

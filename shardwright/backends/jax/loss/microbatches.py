@@ -1,21 +1,24 @@
 """The loss of one step: microbatches one after the other, replicas beside each other, combined by weight."""
 
 import inspect
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 from jax.tree_util import PyTreeDef
 
 from shardwright.backends.jax.capture.checkpoint_policies import computed_again
 from shardwright.backends.jax.capture.loss_results import Returned, read_returned
+from shardwright.backends.jax.capture.module_inputs import ModuleCalls, user_line, wide_products
+from shardwright.backends.jax.capture.precision import COMPUTE, computed_in, step_dtype
 from shardwright.backends.jax.capture.samples import FlatBatch
 from shardwright.backends.jax.capture.trace import Recorder, boxed_functions, linen_calls, nnx_calls, recomputed
 from shardwright.backends.jax.capture.tree import Parts, abstract, put_together, take_apart
@@ -30,12 +33,12 @@ from shardwright.backends.jax.loss.reductions import (
     asked_scope,
     norm_of_samples,
 )
-from shardwright.backends.jax.program.convolutions import for_cpu_loops
+from shardwright.backends.jax.machine.mesh import DataAxes, data_axes, mesh_of
 from shardwright.backends.jax.program.python_values import PythonValues, WithValues
-from shardwright.backends.jax.state.shardings import axes_of
-from shardwright.backends.jax.state.train_state import TrainState, fold_random
+from shardwright.backends.jax.state.shardings import copies_at
+from shardwright.backends.jax.state.train_state import fold_random
 from shardwright.backends.jax.state.trainable import ALL, Trained
-from shardwright.core.errors import PlanError
+from shardwright.core.errors import PlanError, PlanWarning, ShardwrightError
 from shardwright.core.plan.plan import Plan
 
 
@@ -46,7 +49,8 @@ class LossFunction:
     function: Callable[..., Any]
     keywords: frozenset[str]
     """The keywords among ``rngs`` and ``state`` that the function takes."""
-    precision: str
+    compute: Any
+    """The dtype in which it computes; None: that of the parameters."""
     recompute: str
     blocks: frozenset[str]
     """The modules whose calls are computed again in the backward pass: those of the plan's units."""
@@ -62,6 +66,9 @@ class LossFunction:
     """The recorder that marks module calls, for a program that is cut."""
     laid_out: Callable[..., Returned] | None = None
     """A function that takes this one and its arguments, and runs it with its values laid out as the plan says."""
+    casts_batch: bool = False
+    """Whether the whole batch is cast to the dtype that it computes in: the function calls no modules, whose inputs
+    would be."""
 
     @classmethod
     def of(
@@ -84,11 +91,10 @@ class LossFunction:
         keywords = frozenset({"rngs", "state"} if open_ended else names & {"rngs", "state"})
         units = plan.binding("jax").units
         blocks = frozenset(call.path for unit in computed_again(plan) for call in units[unit].calls)
-        # A precision that nobody asked for is what the planner counted with, not an order to change the model.
-        precision = plan.decision.precision if plan.is_pinned("precision") else "as given"
+        compute = COMPUTE[plan.decision.precision]
         # A pipeline recomputes by stage and unit, whatever the model is made of.
         recompute = plan.decision.recompute if plan.decision.pp == 1 else "none"
-        return cls(function, keywords, precision, recompute, blocks, reduction, has_aux, trained, python)
+        return cls(function, keywords, compute, recompute, blocks, reduction, has_aux, trained, python)
 
     @property
     def name(self) -> str:
@@ -99,28 +105,65 @@ class LossFunction:
 
     def plain(self, parts: Parts, batch: Any) -> Returned:
         """The function as the user wrote it. A batch may come with the Python numbers that are inputs of the step."""
+        return self._run(parts, batch, ModuleCalls(self.compute))
+
+    def _run(self, parts: Parts, batch: Any, calls: ModuleCalls) -> Returned:
+        """The results, with the inputs of modules as ``calls`` gives them where it computes in 16 bits."""
         values: Sequence[Any] = ()
         if isinstance(batch, WithValues):
             batch, values = batch.batch, batch.values
+        if self.compute is not None:
+            cast = partial(computed_in, self.compute)
+            parts = replace(parts, params=jax.tree.map(cast, parts.params))
+            batch = jax.tree.map(cast, batch) if self.casts_batch else batch
         with nullcontext() if self.python is None else self.python.given(values):
-            return self._plain(parts, batch)
+            return self._called(parts, batch, calls)
 
-    def _plain(self, parts: Parts, batch: Any) -> Returned:
-        if self.precision == "bf16":
-            narrow = jax.tree.map(lambda p: p.astype(jnp.bfloat16) if p.dtype == jnp.float32 else p, parts.params)
-            parts = replace(parts, params=narrow)
+    def _called(self, parts: Parts, batch: Any, calls: ModuleCalls) -> Returned:
+        narrow = self.compute is not None
         if parts.graphdef is not None:
             model = put_together(parts)
             marking = nnx_calls(model, self.recorder) if self.recorder else nullcontext()
             attributes = nullcontext() if self.python is None else self.python.on(model)
-            with attributes, marking, recomputed(model, self.blocks, self.recompute):
+            inputs = calls.around(model) if narrow else nullcontext()
+            with attributes, marking, recomputed(model, self.blocks, self.recompute), inputs:
                 found = self._read(self.function(model, batch), None, takes_state=False)
-            return found._replace(state=take_apart(model).other)
+            return found._replace(state=jax.tree.map(_as_before, take_apart(model).other, parts.other))
         given = {"rngs": parts.random, "state": parts.other}
         extra = {name: value for name, value in given.items() if name in self.keywords}
-        with linen_calls(self.recorder) if self.recorder else nullcontext():
+        marking = linen_calls(self.recorder) if self.recorder else nullcontext()
+        with marking, calls.around(None) if narrow else nullcontext():
             found = self.function(parts.params, batch, **extra)
             return self._read(found, parts.other, takes_state="state" in self.keywords)
+
+    def told_of_inputs(self, parts: Parts, batch: Any) -> "LossFunction":
+        """The same function, which knows whether it has to cast its batch. The arguments are shapes."""
+        if self.compute is None:
+            return self
+        calls = ModuleCalls(self.compute)
+        with boxed_functions():  # JAX remembers what inner functions were traced to
+            try:
+                jax.eval_shape(lambda parts, batch: self._run(parts, batch, calls).loss, parts, batch)
+                found = replace(self, casts_batch=calls.count == 0)
+                closed = jax.make_jaxpr(lambda parts, batch: found.plain(parts, batch).loss)(parts, batch)
+            except ShardwrightError:
+                raise
+            except Exception as error:
+                jax.eval_shape(replace(self, compute=None).plain, parts, batch)  # is it the user's own?
+                raise PlanError(
+                    f"{self.name} does not run in {self.compute}, with parameters and inputs of modules cast to it: "
+                    f"{error}; let it take them, or plan with precision='fp32'"
+                ) from error
+        wide = wide_products(closed.jaxpr)
+        if wide:
+            warnings.warn(
+                f"{len(wide)} matrix products of {self.name} are computed in float32, and the plan counts on "
+                f"{self.compute}: the first at {user_line(wide[0])}. A float32 array (a mask, a constant, other state) "
+                "makes what it meets float32: cast it to the dtype of what it meets, if that is not meant",
+                PlanWarning,
+                stacklevel=2,
+            )
+        return found
 
     def _read(self, returned: Any, state: Any, *, takes_state: bool) -> Returned:
         return read_returned(returned, state, takes_state=takes_state, has_aux=self.has_aux)
@@ -151,6 +194,11 @@ class Microbatches:
     """The reduction by which the losses of microbatches combine; None: by the weights that come with them."""
     samples: int = 1
     """The number of samples of a microbatch; with the loss scope "global" over all replicas."""
+    axes: DataAxes = "dp"
+    """The mesh axes of the replicas."""
+    copies: tuple[int | None, ...] = ()
+    """The dim along which each parameter is given to `total` once for every replica; None: it is given once. The
+    gradient of a copy is that of one replica's samples, so that gradients of 16 bits can be summed in float32."""
 
     @classmethod
     def of(
@@ -168,11 +216,15 @@ class Microbatches:
         alone = decision.loss_scope != "global" and decision.dp > 1
         batch = cls(loss, parts.graphdef, given.structure, given.dims, decision.dp, plan.microbatches, alone)
         size = next(leaf.shape[dim] for leaf, dim in zip(given.leaves, given.dims, strict=True) if dim is not None)
-        batch = replace(batch, samples=size // batch.calls)
+        batch = replace(batch, samples=size // batch.calls, axes=data_axes(mesh_of(plan).names))
+        if loss.compute is not None:
+            loss = loss.told_of_inputs(jax.tree.map(abstract, parts), given.resized(batch.samples))
+            batch = replace(batch, loss=loss, copies=_copied(loss, parts.params) if alone else ())
         lifted = loss.python is not None and loss.python.lifted
         if batch.calls == 1 and loss.reduction is None and not loss.has_aux and not lifted:
             return batch
-        results = _Results(loss, jax.tree.map(abstract, parts))
+        # How losses combine is the same in every precision: it is read as the function is without casts.
+        results = _Results(replace(loss, compute=None), jax.tree.map(abstract, parts))
         recorder = Recorder(whole_batch_norms=True)
         aux = results.metrics(given.resized(batch.samples), recorder)
         weighs, form = results.weighs, results.form
@@ -220,6 +272,30 @@ class Microbatches:
         """The divisor of a step's sums, from the number that `total` counted over all its microbatches."""
         return counted if self.reduction is None else self.reduction.divisor(self.samples * self.calls, counted)
 
+    def weights(self, params: Any, at: Any) -> Any:
+        """The parameters as a step computes with them, with the shardings ``at`` where that is another dtype."""
+        if self.loss.compute is None:
+            return params
+        return jax.lax.with_sharding_constraint(jax.tree.map(partial(computed_in, self.loss.compute), params), at)
+
+    def copied(self, leaf: jax.Array, dim: int | None, at: NamedSharding) -> jax.Array:
+        """A parameter as `total` takes it: a copy for every replica along ``dim``, if any, each on its own devices,
+        with the sharding ``at``."""
+        if dim is None:
+            return leaf
+        wide = jnp.broadcast_to(jnp.expand_dims(leaf, dim), self.copied_shape(leaf.shape, dim))
+        placed: jax.Array = jax.lax.with_sharding_constraint(wide, copies_at(at, dim, self.axes))
+        return placed
+
+    def copied_shape(self, shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
+        """The shape of what `copied` makes."""
+        return (*shape[:dim], self.replicas, *shape[dim:])
+
+    def summed(self, gradient: jax.Array, dim: int | None, dtype: Any) -> jax.Array:
+        """The gradient of a parameter in ``dtype``, from that of what `copied` made."""
+        wide = gradient.astype(dtype)
+        return wide if dim is None else wide.sum(dim)
+
     def split(self, leaf: Any, dim: int | None) -> Any:
         """The array [microbatch, replica, samples, …] of a leaf […, batch, …]; a leaf without a batch dim as it is."""
         if dim is None:
@@ -240,38 +316,51 @@ class Microbatches:
         state after it, and the metrics' arrays: those that add up over microbatches and those that are joined,
         [replica, samples, …]."""
 
-        def one(replica: Any, pieces: list[jax.Array]) -> Any:
+        def one(replica: Any, pieces: list[jax.Array], leaves: list[jax.Array]) -> Any:
             restored = [_restore(piece, dim) for piece, dim in zip(pieces, self.dims, strict=True)]
             folded = fold_random(random, step, replica * self.microbatches + m)
             batch = jax.tree.unflatten(self.structure, restored)
-            arrays = Parts(params, folded, other, self.graphdef)
+            arrays = Parts(jax.tree.unflatten(structure, leaves), folded, other, self.graphdef)
             loss, weight, after, aux, _ = self.loss(arrays, batch)
             counted = weight
             if self.reduction is not None:
-                counted = self.reduction.counted(self.samples, arrays, batch)
+                counted = self.reduction.counted(self.samples, batch)
                 weight = self.reduction.divisor(self.samples, counted)
-            leaves = zip(jax.tree.leaves(after), given, strict=False)
-            kept.append({number for number, (new, old) in enumerate(leaves) if new is old})
-            made = ([], []) if self.metrics is None else self.metrics.of_call(aux, arrays, batch)
+            pairs = zip(jax.tree.leaves(after), given, strict=False)
+            kept.append({number for number, (new, old) in enumerate(pairs) if new is old})
+            made = ([], []) if self.metrics is None else self.metrics.of_call(aux, batch)
             return loss, weight, counted, after, *made
 
+        weights, structure = jax.tree.flatten(params)
         given = jax.tree.leaves(other)
         kept: list[set[int]] = []
         """The numbers of the other values that come out as they went in."""
         if self.per_replica and self.replicas > 1:
             over = [None if dim is None else 0 for dim in self.dims]
-            run = jax.vmap(one, in_axes=(0, over), spmd_axis_name="dp")
-            losses, weights, counted, after, sums, rows = run(jnp.arange(self.replicas), list(part))
+            copies = list(self.copies or [None] * len(weights))
+            run = jax.vmap(one, in_axes=(0, over, copies), spmd_axis_name=self.axes)
+            losses, weights, counted, after, sums, rows = run(jnp.arange(self.replicas), list(part), weights)
             sums = [each.sum(0) for each in sums]
-            leaves, structure = jax.tree.flatten(after)
+            leaves, form = jax.tree.flatten(after)
             merged = [given[i] if i in kept[-1] else _over_replicas(leaf) for i, leaf in enumerate(leaves)]
-            after = jax.tree.unflatten(structure, merged)
+            after = jax.tree.unflatten(form, merged)
         else:
             joined = [p if dim is None else p.reshape(-1, *p.shape[2:]) for p, dim in zip(part, self.dims, strict=True)]
-            losses, weights, counted, after, sums, rows = one(0, joined)
+            losses, weights, counted, after, sums, rows = one(0, joined, weights)
             rows = [each.reshape(self.replicas, -1, *each.shape[1:]) for each in rows]
         weights, counted = jax.lax.stop_gradient((weights, counted))
         return jnp.sum(losses * weights), (jnp.sum(counted), after, sums, rows)
+
+
+def _as_before(new: Any, old: Any) -> Any:
+    """An array that a model changed, in the dtype that it had before: steps in 16 bits make no other state narrower."""
+    return new if new.dtype == old.dtype else new.astype(old.dtype)
+
+
+def _copied(loss: LossFunction, params: Any) -> tuple[int | None, ...]:
+    """The `Microbatches.copies` of parameters: those that are trained and computed with in 16 bits."""
+    flags = zip(jax.tree.leaves(params), loss.trained.mask(params), strict=True)
+    return tuple(0 if flag and step_dtype(leaf.dtype, loss.compute) == loss.compute else None for leaf, flag in flags)
 
 
 @dataclass(slots=True)
@@ -300,103 +389,6 @@ class _Results:
         with boxed_functions():  # as the reader traces it: JAX remembers what inner functions were traced to
             jax.eval_shape(lambda parts, batch: self.run(parts, batch, recorder), self.parts, batch)
         return [(name, jax.tree.map(abstract, leaf)) for name, leaf in self.named]
-
-
-class Gradients(NamedTuple):
-    """The results of one step's microbatches."""
-
-    loss: jax.Array
-    mean: Any
-    """The gradients of the trained parameters, as `Trained.with_gradients` makes a tree."""
-    other: Any
-    """The model's other state."""
-    aux: Any
-    losses: jax.Array
-    """The sum of weight · loss of every microbatch, [microbatches]."""
-
-
-def accumulate(
-    batch: Microbatches, state: TrainState, leaves: Sequence[jax.Array], *, mesh: jax.sharding.Mesh, gradients_at: Any
-) -> Gradients:
-    """The loss and gradients of a global batch, the model's other state after it, and metrics, in one program."""
-    along_dp = NamedSharding(mesh, PartitionSpec(None, "dp"))
-    split = [
-        leaf if dim is None else jax.lax.with_sharding_constraint(batch.split(leaf, dim), along_dp)
-        for leaf, dim in zip(leaves, batch.dims, strict=True)
-    ]
-    trained = batch.loss.trained
-    given = trained.leaves(state.params)
-    at = [place for place, flag in zip(jax.tree.leaves(gradients_at), trained.mask(state.params), strict=True) if flag]
-
-    def total(given: list[jax.Array], *rest: Any) -> Any:
-        return batch.total(trained.merge(state.params, given), *rest)
-
-    gradient = jax.value_and_grad(total, has_aux=True)
-
-    def one_microbatch(carry: Any, m: Any) -> tuple[Any, Any]:
-        loss_sum, weight_sum, gradients, other, before = carry
-        (value, (weight, other, sums, rows)), found = gradient(
-            given, state.random, state.step, other, m, batch.take(split, m)
-        )
-        gradients = [a + b.astype(a.dtype) for a, b in zip(gradients, found, strict=True)]
-        gradients = jax.lax.with_sharding_constraint(gradients, at)
-        sums = jax.tree.map(jnp.add, before, sums)
-        return (loss_sum + value, weight_sum + weight, gradients, other, sums), (rows, value)
-
-    zeros = jax.lax.with_sharding_constraint([jnp.zeros(p.shape, accumulated_dtype(p)) for p in given], at)
-    sums = [] if batch.metrics is None else batch.metrics.zeros()
-    start = (jnp.zeros(()), jnp.zeros(()), zeros, state.other, sums)
-    if batch.microbatches == 1:
-        (loss_sum, weight_sum, gradients, other, sums), (rows, value) = one_microbatch(start, 0)
-        rows, losses = [each[None] for each in rows], value[None]
-    else:
-        numbers = jnp.arange(batch.microbatches)
-        on_cpu = mesh.devices.flat[0].platform == "cpu"
-        body = for_cpu_loops(one_microbatch, start, numbers[0]) if on_cpu else one_microbatch
-        (loss_sum, weight_sum, gradients, other, sums), (rows, losses) = jax.lax.scan(body, start, numbers)
-    divisor = batch.divisor(weight_sum)
-    mean = [(g / divisor).astype(p.dtype) for g, p in zip(gradients, given, strict=True)]
-    aux = None if batch.metrics is None else batch.metrics.all(sums, rows)
-    return Gradients(loss_sum / divisor, trained.with_gradients(state.params, mean), other, aux, losses)
-
-
-def squared(gradient: jax.Array) -> jax.Array:
-    """The sum of squares of one array, in fp32."""
-    return jnp.sum(jnp.square(jnp.abs(gradient).astype(jnp.float32)))
-
-
-def split_squares(gradients: Sequence[jax.Array], at: Sequence[NamedSharding]) -> jax.Array:
-    """The sums of squares (`squared`) of arrays with these shardings: devices add up what they hold before they add to
-    each other, and the numbers of all arrays that are split over the same axes cross together."""
-    groups: dict[tuple[str, ...], list[int]] = {}
-    for number, sharding in enumerate(at):
-        groups.setdefault(tuple(sorted(axes_of(sharding))), []).append(number)
-    found: list[Any] = [None] * len(gradients)
-    for axes, members in groups.items():
-        held = [gradients[number] for number in members]
-        if axes:
-            own: Any = jax.shard_map(
-                lambda *held, axes=axes: jax.lax.psum(jnp.stack([squared(a) for a in held]), axes),
-                mesh=at[0].mesh,
-                in_specs=tuple(at[number].spec for number in members),
-                out_specs=PartitionSpec(),
-            )
-            squares = own(*held)
-        else:
-            squares = [squared(a) for a in held]
-        for position, number in enumerate(members):
-            found[number] = squares[position]
-    return jnp.stack(found)
-
-
-def accumulated_dtype(parameter: jax.Array) -> jnp.dtype:
-    """The dtype in which the gradients of a parameter add up: at least fp32."""
-    return jnp.promote_types(parameter.dtype, jnp.float32)
-
-
-def updated(optimizer: optax.GradientTransformation, gradients: Any, state: Any, params: Any, loss: Any) -> Any:
-    """An optimizer's updates and state; those that follow the loss (optax.contrib.reduce_on_plateau) are given it."""
-    return optax.with_extra_args_support(optimizer).update(gradients, state, params, value=loss)
 
 
 def _restore(piece: jax.Array, dim: int | None) -> jax.Array:

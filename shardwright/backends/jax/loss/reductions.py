@@ -59,13 +59,13 @@ class Reduction:
     combination: Combination
     count: "CountOf | None" = None
 
-    def counted(self, samples: int, arrays: Any, batch: Any) -> jax.Array:
+    def counted(self, samples: int, batch: Any) -> jax.Array:
         """The count C of a microbatch; without a count its number of samples."""
         told = self.combination.count
         if self.count is None or told is None:
             return jnp.asarray(float(samples), jnp.float32)
         twice = samples == 1  # programs of one sample may have other ops: it is counted twice then
-        found: jax.Array = self.count(arrays, batch, twice=twice).astype(jnp.float32).reshape(())
+        found: jax.Array = self.count(batch, twice=twice).astype(jnp.float32).reshape(())
         found = found * (2.0**told.power / 2.0 if twice else float(samples**told.power))
         return found
 
@@ -98,16 +98,16 @@ class CountOf:
     path: tuple[int, ...]
     position: int
 
-    def __call__(self, arrays: Any, batch: Any, *, twice: bool) -> jax.Array:
-        """The number for a microbatch, or for twice the same samples. ``arrays`` and ``batch`` are what the function is
-        called with. Raises PlanError where the function does not run the ops that it was read by."""
+    def __call__(self, batch: Any, *, twice: bool) -> jax.Array:
+        """The number for a microbatch, or for twice the same samples. Raises PlanError where the function does not run
+        the ops that it was read by."""
         if twice:
             leaves, structure = jax.tree.flatten(batch)
             dims = zip(leaves, self.traced.dims, strict=True)
             leaves = [leaf if dim is None else jnp.concatenate([leaf, leaf], dim) for leaf, dim in dims]
             batch = jax.tree.unflatten(structure, leaves)
-        arrays, inputs = jax.tree.map(abstract, (arrays, batch))
-        closed, program = trace(source_of(self.traced, arrays), inputs, list, whole_batch_norms=True)
+        inputs = jax.tree.map(abstract, batch)
+        closed, program = trace(source_of(self.traced, self.traced.arrays), inputs, list, whole_batch_norms=True)
         same_structure(self.first, program, self._differs)
         known: dict[Var, Any] = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
         leaves = jax.tree.leaves(batch)

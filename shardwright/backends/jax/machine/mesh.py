@@ -1,6 +1,6 @@
 """The JAX mesh of a `core.layout.mesh.Mesh`."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -12,6 +12,30 @@ from shardwright.core.layout.mesh import Mesh
 from shardwright.core.plan.plan import Plan
 
 NO_MESH = jax.sharding.Mesh(np.empty((), dtype=object), ())
+GROUPS = "dp_groups"
+"""The outer part of the data axis where groups of replicas share state: it counts the groups, and "dp" the replicas of
+one group, which are neighbours (MiCS, arXiv 2205.00119)."""
+DataAxes = str | tuple[str, str]
+"""The mesh axes of all replicas, as an entry of a PartitionSpec."""
+
+
+def data_axes(names: Collection[str]) -> DataAxes:
+    """The axes of all replicas on a mesh with axes of these names."""
+    return (GROUPS, "dp") if GROUPS in names else "dp"
+
+
+def mesh_of(plan: Plan) -> Mesh:
+    """The mesh of a plan, whose data axis is two axes where a part of the replicas shares state."""
+    decision = plan.decision
+    group = decision.shard_group
+    if not decision.shard or group in (None, decision.dp):
+        return plan.mesh
+    names: list[str] = []
+    sizes: list[int] = []
+    for name, size in zip(plan.mesh.names, plan.mesh.sizes, strict=True):
+        names += [GROUPS, name] if name == "dp" else [name]
+        sizes += [size // group, group] if name == "dp" else [size]
+    return Mesh(tuple(names), tuple(sizes))
 
 
 def bind(mesh: Mesh, devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:

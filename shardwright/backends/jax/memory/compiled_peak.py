@@ -54,9 +54,12 @@ class _Account:
     def run(self) -> tuple[int, ...]:
         for stage in range(len(self.pipeline.launches)):
             self._hold(stage, self._whole_step_bytes(stage))
+            self._hold(stage, self._cast_bytes(stage))
         for action in self.pipeline.order:
             for part in action.flat:
                 self._act(part)
+        for stage in range(len(self.pipeline.launches)):
+            self._hold(stage, -self._cast_bytes(stage))
         for piece in self.pipeline.update.pieces:
             self._touch(piece.stage, _beside_operands(piece.run.memory_analysis()))
         return tuple(map(int, self.peak))
@@ -71,15 +74,32 @@ class _Account:
         places = self._places(stage)
         self.peak[places] = np.maximum(self.peak[places], (self.held + self.leaving)[places] + more)
 
+    def _cast_bytes(self, stage: int) -> int:
+        """The bytes of a stage's own weights as they are in a step, where that is beside what the state holds."""
+        if self.pipeline.programs.compute is None:
+            return 0
+        found: dict[Key, int] = {}
+        for launch in self.pipeline.launches[stage].values():
+            for key, aval, at in self._operands(launch):
+                if self._is_own(stage, key):
+                    found[key] = _on_each(aval, at)
+        return sum(found.values())
+
+    def _is_own(self, stage: int, key: Key) -> bool:
+        """Whether a weight is one that the stage keeps between steps."""
+        return key[0] == "weight" and self.pipeline.weights[key[1]].holding.stage == stage
+
+    @staticmethod
+    def _operands(launch: Launch) -> Iterable[tuple[Key, Aval, jax.sharding.Sharding]]:
+        return zip(launch.function.reads, launch.function.avals, launch.run.input_shardings[0], strict=False)
+
     def _whole_step_bytes(self, stage: int) -> int:
         """The bytes that a stage holds from the first action to the last, beside the state: its part of the batch, sums
         and gradients, parameters of other stages."""
         found: dict[Key, int] = {}
         for launch in self.pipeline.launches[stage].values():
-            reads = zip(launch.function.reads, launch.function.avals, launch.run.input_shardings[0], strict=False)
-            for key, aval, at in reads:
-                owned = key[0] == "weight" and self.pipeline.weights[key[1]].holding.stage == stage
-                if key[0] not in LOCAL and not owned:
+            for key, aval, at in self._operands(launch):
+                if key[0] not in LOCAL and not self._is_own(stage, key):
                     found[key] = _on_each(aval, at)
         return sum(found.values())
 

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 from shardwright.backends.jax.capture.model import Captured
+from shardwright.backends.jax.capture.precision import COMPUTE
 from shardwright.backends.jax.capture.steps import Program
 from shardwright.backends.jax.capture.trace import TracedCall
 from shardwright.backends.jax.pipeline.stage_functions import Operands, StageFunction, StageFunctions, stage_functions
@@ -43,8 +44,17 @@ SAME_MEMORY = frozenset({"reshape", "squeeze", "expand_dims", "stop_gradient", "
 
 def with_footprints(captured: Captured) -> Graph:
     """The graph of a model, with the memory that its units keep and hold in this runtime."""
-    each, twice = footprints(captured.graph, captured.traces, captured.names)
-    return replace(captured.graph, footprints=each, kept_twice=twice)
+    graph = captured.graph
+    each, twice = footprints(graph, captured.traces, captured.names)
+    found = replace(graph, footprints=each, kept_twice=twice)
+    is_wide = any(graph.tensors[p.tensor].dtype == "float32" for p in graph.parameters)
+    if not (each and is_wide):
+        return found
+    try:
+        each, twice = footprints(graph, captured.traces_in(COMPUTE["bf16"]), captured.names)
+    except Exception:  # of the user's model, which does not run so: a training step in 16 bits says it
+        return found
+    return replace(found, footprints_in_16_bits=each, kept_twice_in_16_bits=twice)
 
 
 def footprints(
@@ -77,7 +87,7 @@ def footprints(
     twice = []
     for (first, second), kept, kept_3 in zip(pairs, *together, strict=True):
         at_2, at_3 = (of[first][0] + of[second][0] - both for of, both in zip(found, (kept, kept_3), strict=True))
-        if at_2 > 0:
+        if at_2 or at_3:
             twice.append(KeptTwice(first, second, (3 * at_2 - 2 * at_3, at_3 - at_2)))
     return tuple(
         Footprint(

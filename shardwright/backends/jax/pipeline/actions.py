@@ -20,9 +20,11 @@ from shardwright.backends.jax.pipeline.compilation import Compiler
 from shardwright.backends.jax.pipeline.microbatch import CutMicrobatch
 from shardwright.backends.jax.pipeline.multi_mesh import PlacedProgram
 from shardwright.backends.jax.pipeline.optimizer_cut import OptimizerCut
+from shardwright.backends.jax.pipeline.sentinels import Answer
 from shardwright.backends.jax.pipeline.stage_functions import MARKER, TOTAL, WEIGHT, Key
 from shardwright.backends.jax.pipeline.stage_programs import StagePrograms
 from shardwright.backends.jax.state.ownership import StageMeshes
+from shardwright.core.model.loss.scaling import LossScale
 from shardwright.core.schedule import Schedule, StageCosts
 from shardwright.core.schedule.actions import Action, Kind
 from shardwright.core.schedule.checks import require_trains
@@ -74,6 +76,7 @@ class PipelineResult(NamedTuple):
     params: list[jax.Array]
     optimizer: list[jax.Array]
     other: list[jax.Array]
+    scaling: list[jax.Array]
     loss: jax.Array
     grad_norm: jax.Array
     metric_sums: list[jax.Array]
@@ -83,6 +86,8 @@ class PipelineResult(NamedTuple):
     """The number of the last stage whose gradients are not finite, plus 1; 0 for none."""
     faults: list[jax.Array]
     """The notes on messages and losses: those of `Pipeline.faults`."""
+    scales: jax.Array | None
+    """The factors of the loss in this step and in the next."""
 
 
 class Pipeline:
@@ -98,9 +103,13 @@ class Pipeline:
         meshes: StageMeshes,
         *,
         recompute: str,
-        nonfinite: str,
+        nonfinite: Answer,
+        rule: LossScale | None,
+        compute: Any,
     ) -> None:
-        self.nonfinite = nonfinite
+        """nonfinite, rule: as in `sentinels.judged`; compute: the dtype in which the stages compute; None: that of the
+        parameters."""
+        self.nonfinite, self.rule = nonfinite, rule
         self.schedule, self.micro, self.meshes = schedule, micro, meshes
         self.order = order
         self.parts = [part for action in order for part in action.flat]
@@ -108,7 +117,7 @@ class Pipeline:
         self.is_compiled = False
         """Whether all programs are compiled."""
         self._compiler = Compiler()
-        self.programs = StagePrograms(schedule, micro, optimizer, meshes, self._compiler)
+        self.programs = StagePrograms(schedule, micro, optimizer, meshes, compute, self._compiler)
         self.launches = self.programs.launches
         try:
             self.programs.start(recompute)
@@ -147,7 +156,7 @@ class Pipeline:
         self.faults = [(stage, key) for stage, own in enumerate(keys) for key in own if key[0] == "fault"]
         uses = [(self.weights[key[1]].holding.leaf, stage) for stage, key in self.gradient_keys]
         totals = self.sums[WEIGHT], self.sums[TOTAL]
-        return optimizer.compile_update(uses, *totals, self.micro.divisor, self.nonfinite, self._compiler)
+        return optimizer.compile_update(uses, *totals, self.micro.divisor, self.nonfinite, self.rule, self._compiler)
 
     def finish(self) -> None:
         """Wait until all programs are compiled."""
@@ -165,7 +174,8 @@ class Pipeline:
     def _loads(self) -> tuple[list[Load], list[Load]]:
         """The arrays that stages take of state and batch: the parameters that they hold, and those sent to them."""
         micro = self.micro
-        arguments = ((micro.step,), [w.value for w in micro.cut.weights], (), micro.random, micro.state, micro.batch)
+        weights = [w.value for w in micro.cut.weights]
+        arguments = ((micro.step,), weights, (), micro.random, micro.state, micro.scale, micro.batch)
         at = {value: (number, i) for number, values in enumerate(arguments) for i, value in enumerate(values)}
         owned: list[Load] = []
         sent: list[Load] = []
@@ -185,12 +195,14 @@ class Pipeline:
         self, state: Sequence[Any], batch: Sequence[jax.Array], observe: Observer | None = None
     ) -> PipelineResult:
         """The results of one step. ``state``: the step, parameters in pieces, the optimizer's, random keys, other
-        state. ``batch``: its leaves split into microbatches."""
-        step, params, optimizer, random, other = state
+        state, the factor of the loss and what it follows from. ``batch``: its leaves split into microbatches."""
+        step, params, optimizer, random, other, scaling = state
         self.counts = StepCounts()
         if self.under_way is not None:
             jax.block_until_ready([self.under_way[rank].pop() for rank in self.under_way if self.under_way[rank]])
-        runs = self._begin((step,), params, (), random, other, batch)
+        weights = self.programs.weights(params)
+        runs = self._begin((step,), weights, (), random, other, scaling[:1], batch)
+        del weights
         for part in self.parts:
             try:
                 self._act(runs, part, observe)
@@ -212,13 +224,15 @@ class Pipeline:
         for run in runs:
             run.shared.clear()
         self.finish()
-        made = self.update([*gradients, *sums, step, *optimizer, *params])
+        made = self.update([*gradients, *sums, step, *scaling, *optimizer, *params])
         self.counts.dispatches += self.update.dispatches
         bad_stage = None if self.nonfinite == "ignore" else made.pop()
-        states = len(optimizer)
+        scales = None if self.rule is None else made.pop()
+        norm, loss = made.pop(), made.pop()
+        first, behind = 1 + len(scaling), 1 + len(scaling) + len(optimizer)
         return PipelineResult(
-            made[0], made[1 + states : -2], made[1 : 1 + states], other, made[-2], made[-1], metric_sums, rows,
-            bad_stage, faults,
+            made[0], made[behind:], made[first:behind], other, made[1:first], loss, norm, metric_sums, rows, bad_stage,
+            faults, scales,
         )  # fmt: skip
 
     def _begin(self, *arguments: Sequence[jax.Array]) -> list[StageRun]:

@@ -115,7 +115,7 @@ class TracedStages:
             return None, [], []
         kind = (
             program,
-            tuple(value in cut.live for value in part.weights),
+            tuple((value in cut.live, operands.copies.get(value)) for value in part.weights),
             tuple(arrival.differentiable for arrival in part.arrivals),
             tuple(self._source(value) for value in part.sources),
             tuple((value in cut.live, read[value]) for value in part.departures),

@@ -77,7 +77,8 @@ class OpChecks:
         parts = jax.tree.map(abstract, parts)
         names = parts.names
         holdings = holdings_of(plan, names, [leaf.shape for leaf in jax.tree.leaves(parts.params)])
-        micro = cut_microbatch(plan, microbatches, parts, leaves, holdings)
+        alone = replace(microbatches, copies=())
+        micro = cut_microbatch(plan, alone, parts, leaves, holdings)
         sites: list[Site] = []
         run = _Program(micro, microbatches.loss.trained.mask(parts.params), sites)
         found = cls(micro, microbatches, jax.jit(run), sites, names, device)

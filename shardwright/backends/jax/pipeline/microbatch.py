@@ -6,12 +6,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from shardwright.backends.jax.capture.checkpoint_policies import computed_again
+from shardwright.backends.jax.capture.precision import computed_in
 from shardwright.backends.jax.capture.trace import Recorder, TracedCall
 from shardwright.backends.jax.capture.tree import Parts, abstract
 from shardwright.backends.jax.loss.microbatches import Microbatches
+from shardwright.backends.jax.machine.mesh import DataAxes
 from shardwright.backends.jax.pipeline.stage_functions import Operands
 from shardwright.backends.jax.program.cut import Cut, cut
 from shardwright.backends.jax.program.equations import FlatProgram
@@ -19,6 +21,7 @@ from shardwright.backends.jax.program.flattening import Home, flatten
 from shardwright.backends.jax.program.state_places import Carried
 from shardwright.backends.jax.program.units import name_units
 from shardwright.backends.jax.state.ownership import Holding
+from shardwright.backends.jax.state.shardings import copies_at
 from shardwright.core.errors import PlanError
 from shardwright.core.plan.plan import Plan
 
@@ -39,24 +42,40 @@ class CutMicrobatch:
     """A function that gives the divisor of a step's sums from its `WEIGHT`."""
     paths: tuple[str, ...]
     """The paths of the module calls in the program, by their numbers."""
+    axes: DataAxes = "dp"
+    """The mesh axes of the replicas."""
+    scale: tuple[int, ...] = ()
+    """The argument that is a factor of the loss, if there is one."""
 
     def watched(self, replicas: int) -> "CutMicrobatch":
         """The same program, whose stages note which microbatches are not finite."""
-        split = {value: list(spec).index("dp") for value, spec in self.specs.items() if "dp" in spec}
+        split = {value: list(spec).index(self.axes) for value, spec in self.specs.items() if self.axes in spec}
         return replace(self, operands=replace(self.operands, watched=True, replicas=replicas, split=split))
 
 
 def cut_microbatch(
-    plan: Plan, microbatches: Microbatches, parts: Parts, leaves: Sequence[Any], holdings: Sequence[Holding]
+    plan: Plan,
+    microbatches: Microbatches,
+    parts: Parts,
+    leaves: Sequence[Any],
+    holdings: Sequence[Holding],
+    layouts: Sequence[NamedSharding] | None = None,
+    *,
+    is_scaled: bool = False,
 ) -> CutMicrobatch:
     """Trace the loss of one microbatch on shapes, and cut it.
 
-    parts: the model taken apart, as shapes; leaves: those of a global batch. Raises PlanError when the function does
-    not run what was planned.
+    parts: the model taken apart, as shapes; leaves: those of a global batch. layouts: the shardings of whole
+    parameters on an abstract mesh, where the program takes them as a step computes with them and makes copies for
+    replicas (`Microbatches.copied`); None: it takes what `Microbatches.total` takes, and casts that itself. is_scaled:
+    whether the loss is multiplied with an argument. Raises PlanError when the function does not run what was planned.
     """
     split = [jax.eval_shape(lambda leaf, dim=dim: microbatches.split(leaf, dim), abstract(leaf))
              for leaf, dim in zip(leaves, microbatches.dims, strict=True)]  # fmt: skip
-    flat, counts, paths = _trace(plan, microbatches, parts, split)
+    weights_given = jax.tree.leaves(parts.params)
+    if layouts is not None:
+        weights_given = [computed_in(microbatches.loss.compute, leaf) for leaf in weights_given]
+    flat, counts, paths = _trace(plan, microbatches, parts, split, weights_given, is_scaled)
     names = parts.names
     planned = plan.parameter_stages("jax")
     first = 0
@@ -64,7 +83,7 @@ def cut_microbatch(
     for count in counts:
         groups.append(flat.arguments[first : first + count])
         first += count
-    weights, random, (step,), state, (m,), batch = groups
+    weights, random, (step,), state, (m,), batch, scale = groups
     # State that comes out as it went in is read wherever it is wanted, like an array of the batch.
     changed = [
         (value, name, atom)
@@ -87,7 +106,7 @@ def cut_microbatch(
             leaf if dim is None else leaf.update(shape=(leaf.shape[0], wider.replicas, *leaf.shape[2:]))
             for leaf, dim in zip(split, microbatches.dims, strict=True)
         ]
-        specs = _batch_specs(flat, _trace(plan, wider, parts, more)[0], microbatches.replicas)
+        specs = _batch_specs(flat, _trace(plan, wider, parts, more, weights_given, is_scaled)[0], microbatches)
     specs |= _constraints(flat)
     operands = Operands(
         {value: dim is not None for value, dim in zip(batch, microbatches.dims, strict=True)},
@@ -96,20 +115,24 @@ def cut_microbatch(
         {value: entry.output for value, entry in carried.items()},
         tuple(metrics[:sums]),
         tuple(metrics[sums:]),
+        copies=_copies(found, microbatches, layouts) if layouts is not None else {},
     )
-    return CutMicrobatch(found, operands, random, step, state, batch, specs, microbatches.divisor, paths)
+    divisor, axes = microbatches.divisor, microbatches.axes
+    return CutMicrobatch(found, operands, random, step, state, batch, specs, divisor, paths, axes, scale)
 
 
 def _trace(
-    plan: Plan, microbatches: Microbatches, parts: Parts, split: Sequence[Any]
+    plan: Plan, microbatches: Microbatches, parts: Parts, split: Sequence[Any], weights: Sequence[Any], is_scaled: bool
 ) -> tuple[FlatProgram, tuple[int, ...], tuple[str, ...]]:
-    """The flat program; the counts of its arguments that are parameters, random state, step, other state, m, batch; and
-    the paths of its module calls."""
+    """The flat program; the counts of its arguments that are parameters, random state, step, other state, m, batch and
+    the factor of the loss; and the paths of its module calls. ``weights`` are the parameters that it is given."""
     recorder = Recorder()
     recorded = replace(microbatches, loss=replace(microbatches.loss, recorder=recorder))
 
-    def run(params: Any, random: Any, step: Any, other: Any, m: Any, part: Any) -> Any:
-        total, (weight, after, sums, rows) = recorded.total(params, random, step, other, m, part)
+    def run(params: Any, random: Any, step: Any, other: Any, m: Any, part: Any, scale: Any) -> Any:
+        given = jax.tree.unflatten(jax.tree.structure(parts.params), params)
+        total, (weight, after, sums, rows) = recorded.total(given, random, step, other, m, part)
+        total = total * scale[0] if scale else total
         return total, weight, jax.tree.leaves(after), sums, rows
 
     count = jax.ShapeDtypeStruct((), jnp.int32)
@@ -117,7 +140,11 @@ def _trace(
         leaf if dim is None else jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
         for leaf, dim in zip(split, microbatches.dims, strict=True)
     ]
-    arguments = (parts.params, parts.random, count, parts.other, count, part)
+    copies = microbatches.copies or [None] * len(weights)
+    given = [leaf if dim is None else jax.ShapeDtypeStruct(microbatches.copied_shape(leaf.shape, dim), leaf.dtype)
+             for leaf, dim in zip(weights, copies, strict=True)]  # fmt: skip
+    scale = [jax.ShapeDtypeStruct((), jnp.float32)] if is_scaled else []
+    arguments = (given, parts.random, count, parts.other, count, part, scale)
     shapes = jax.tree.map(abstract, arguments)
     closed = jax.make_jaxpr(run)(*shapes)
     planned = plan.parameter_stages("jax")
@@ -127,6 +154,18 @@ def _trace(
     )
     counts = tuple(len(jax.tree.leaves(argument)) for argument in arguments)
     return flat, counts, tuple(call.path for call in recorder.calls)
+
+
+def _copies(
+    found: Cut, microbatches: Microbatches, layouts: Sequence[NamedSharding]
+) -> dict[int, tuple[int, NamedSharding]]:
+    """The weights of a program that it takes a copy of for each replica: the dim and the sharding of the copies."""
+    made: dict[int, tuple[int, NamedSharding]] = {}
+    for weight in found.weights:
+        dim = microbatches.copies[weight.holding.leaf] if microbatches.copies else None
+        if dim is not None:
+            made[weight.value] = dim, copies_at(layouts[weight.holding.leaf], dim, microbatches.axes)
+    return made
 
 
 def _homes(plan: Plan, calls: list[TracedCall]) -> Home:
@@ -170,13 +209,13 @@ def _refuse_closed_over(flat: FlatProgram, parts: Parts, weights: Sequence[int])
             )
 
 
-def _batch_specs(flat: FlatProgram, wider: FlatProgram, replicas: int) -> dict[int, PartitionSpec]:
+def _batch_specs(flat: FlatProgram, wider: FlatProgram, batch: Microbatches) -> dict[int, PartitionSpec]:
     """The spec of each value with a dim that grows with the number of replicas: that dim is split over dp."""
     specs = {}
     for value, (one, other) in enumerate(zip(flat.avals, wider.avals, strict=False)):
         dims = [d for d, (a, b) in enumerate(zip(one.shape, other.shape, strict=False)) if a != b]
-        if len(dims) == 1 and one.shape[dims[0]] % replicas == 0:
-            specs[value] = PartitionSpec(*([None] * dims[0]), "dp")
+        if len(dims) == 1 and one.shape[dims[0]] % batch.replicas == 0:
+            specs[value] = PartitionSpec(*([None] * dims[0]), batch.axes)
     return specs
 
 

@@ -10,10 +10,11 @@ import jax.numpy as jnp
 import optax
 
 from shardwright.backends.jax.capture.tree import followed, path_names
-from shardwright.backends.jax.loss.microbatches import squared, updated
+from shardwright.backends.jax.loss.gradients import squared, updated
+from shardwright.backends.jax.loss.scaling import Scaling
 from shardwright.backends.jax.pipeline.compilation import Compiler
 from shardwright.backends.jax.pipeline.multi_mesh import Place, PlacedProgram
-from shardwright.backends.jax.pipeline.sentinels import chosen, is_sound
+from shardwright.backends.jax.pipeline.sentinels import Answer, Evidence, Updated, judged
 from shardwright.backends.jax.program.equations import FlatProgram
 from shardwright.backends.jax.program.flattening import flatten
 from shardwright.backends.jax.program.unstack import unstack
@@ -21,6 +22,7 @@ from shardwright.backends.jax.state.ownership import Holding, Stack, StageMeshes
 from shardwright.backends.jax.state.shardings import spread_over
 from shardwright.backends.jax.state.trainable import Trained
 from shardwright.core.errors import PlanError
+from shardwright.core.model.loss.scaling import LossScale
 
 Places = tuple[Place, ...]
 """The places of one leaf: one, or one for each piece of a stack."""
@@ -65,12 +67,13 @@ class OptimizerCut:
         holdings: Sequence[Holding],
         shardings: Any,
         shard: int,
+        is_kept_sharded: bool,
         meshes: StageMeshes,
         trained: Trained,
     ) -> None:
         """Place the parameters, gradients and states of an optimizer. params: shapes of the whole parameters;
-        shardings: like them, on any stage's mesh; shard: the ZeRO stage; trained: the parameters that the optimizer
-        changes."""
+        shardings: like them, on any stage's mesh; shard: the ZeRO stage; is_kept_sharded: whether parameters are
+        sharded over replicas between steps; trained: the parameters that the optimizer changes."""
         self.optimizer, self.params, self.meshes, self.trained = optimizer, params, meshes, trained
         by_leaf: dict[int, list[Holding]] = {}
         for holding in holdings:
@@ -78,8 +81,10 @@ class OptimizerCut:
         leaves, structure = jax.tree.flatten(params)
         least = jax.tree.unflatten(structure, [_least(leaf, by_leaf[n]) for n, leaf in enumerate(leaves)])
         spread = spread_over("dp", least, shardings) if shard else shardings
-        kept = spread if shard == 3 else shardings
-        self.parameters = self._places(by_leaf, kept)
+        self.layouts = jax.tree.leaves(shardings)
+        self.parameters = self._places(by_leaf, spread if is_kept_sharded else shardings)
+        self.weights = self._places(by_leaf, spread if shard == 3 else shardings)
+        """The places of the parameters in a step."""
         self.gradients = self._places(by_leaf, spread if shard >= 2 else shardings)
         self.state = jax.eval_shape(optimizer.init, params)
         self.states = self._state_places(self._places(by_leaf, spread))
@@ -122,16 +127,17 @@ class OptimizerCut:
         weight_stage: int,
         total_stage: int,
         divisor: Callable[[jax.Array], jax.Array],
-        nonfinite: str,
+        nonfinite: Answer,
+        rule: LossScale | None,
         compiler: Compiler,
     ) -> PlacedProgram:
-        """The update: summed gradients, Σ weight, Σ weight · loss, the step, the optimizer's state and the parameters
-        → the step, the state, the parameters, the loss and the gradients' norm. All but the two sums and the step are
-        donated.
+        """The update: summed gradients, Σ weight, Σ weight · loss, the step, the factor of the loss, the optimizer's
+        state and the parameters → the step, the factor, the state, the parameters, the loss, the gradients' norm and,
+        with a factor, those of this step and the next. All but the two sums, the step and the factor are donated.
 
         nonfinite: unless "ignore", the last result is the number of the last stage whose gradients are not finite,
         plus 1, or 0; with "error" the state and the parameters stay as they were where the loss or a gradient is not
-        finite.
+        finite. rule: that of the factor; None: there is none (`sentinels.judged`).
 
         uses: the (leaf, stage) pairs of the gradients, where a tied parameter has several; of a stack, its pieces.
         divisor: what sums are divided by, from Σ weight.
@@ -147,10 +153,11 @@ class OptimizerCut:
             elif (leaf, own) not in merged:
                 merged.append((leaf, own))
 
-        def update(sums: Any, weight: Any, total: Any, step: Any, state: Any, params: Any) -> Any:
-            return self._update(
-                [leaf for leaf, _ in merged], sums, divisor(weight), total, step, state, params, nonfinite
-            )
+        def update(sums: Any, weight: Any, total: Any, step: Any, scaling: Any, state: Any, params: Any) -> Any:
+            factor = 1.0 if rule is None else scaling.scale
+            found = self._gradients([leaf for leaf, _ in merged], sums, divisor(weight) * factor, params)
+            before = Updated(step, scaling, (state, params))
+            return self._update(found, total / (divisor(weight) * factor), before, nonfinite, rule)
 
         number = jax.ShapeDtypeStruct((), jnp.float32)
         sums = [
@@ -158,53 +165,58 @@ class OptimizerCut:
             for leaf, _ in merged
         ]
         count = jax.ShapeDtypeStruct((), jnp.int32)
-        closed = jax.make_jaxpr(update)(sums, number, number, count, self.state, self.params)
-        scalars = [(Place(stage, self.meshes.whole[stage]),) for stage in (weight_stage, total_stage, 0)]
+        scaling = None if rule is None else jax.eval_shape(lambda: Scaling.begin(rule))
+        closed = jax.make_jaxpr(update)(sums, number, number, count, scaling, self.state, self.params)
+        homes = (weight_stage, total_stage, *([0] * (1 + len(jax.tree.leaves(scaling)))))
+        scalars = [(Place(stage, self.meshes.whole[stage]),) for stage in homes]
         arguments = [*(p for _, p in merged), *scalars, *self.states, *self.parameters]
-        last = [scalars[1]] * (2 if nonfinite == "ignore" else 3)
-        outputs = [scalars[2], *self.states, *self.parameters, *last]
+        last = [scalars[1]] * (2 + (rule is not None) + (nonfinite != "ignore"))
+        outputs = [*scalars[2:], *self.states, *self.parameters, *last]
         state_shapes = jax.tree.leaves(self.state)
-        shared = [False] * len(merged) + [True] * 3 + [not leaf.shape or _is_random(leaf) for leaf in state_shapes]
+        shared = (
+            [False] * len(merged)
+            + [True] * len(scalars)
+            + [not leaf.shape or _is_random(leaf) for leaf in state_shapes]
+        )
         shared += [False] * len(self.parameters)
         stacks = any(_rows(p) for p in self.parameters)  # a branch over whole stacks would gather them
         program = unstack(flatten(closed, select=stacks), [_rows(p) for p in arguments], [_rows(p) for p in outputs])
         donate = [True] * len(merged) + [False] * len(scalars) + [True] * (len(arguments) - len(merged) - len(scalars))
         before = sum(len(held) for _, held in merged) + len(scalars)
         followed = sum(len(held) for held in (*self.states, *self.parameters))
-        successors = {1 + index: before + index for index in range(followed)}
+        numbers = len(scalars) - 2
+        successors = {numbers + index: before + index for index in range(followed)}
         return self._placed(program, arguments, shared, outputs, donate, successors, compiler)
 
-    def _update(
-        self,
-        summed: Sequence[int],
-        sums: Sequence[jax.Array],
-        below: jax.Array,
-        total: jax.Array,
-        step: jax.Array,
-        state: Any,
-        params: Any,
-        nonfinite: str,
-    ) -> tuple[Any, ...]:
-        """The results of the update of `compile_update`. summed: the number of the parameter of each of the sums."""
+    def _gradients(
+        self, summed: Sequence[int], sums: Sequence[jax.Array], below: jax.Array, params: Any
+    ) -> list[jax.Array]:
+        """The mean gradient of every trained parameter. summed: the number of the parameter of each of the sums."""
         gathered: dict[int, jax.Array] = {}
         for leaf, given in zip(summed, sums, strict=True):
             gathered[leaf] = gathered[leaf] + given if leaf in gathered else given
-        parameters = jax.tree.leaves(params)
-        found = [
+        return [
             (gathered[n] / below).astype(p.dtype) if n in gathered else jnp.zeros(p.shape, p.dtype)
-            for n, (p, flag) in enumerate(zip(parameters, self.trained.mask(params), strict=True))
+            for n, (p, flag) in enumerate(zip(jax.tree.leaves(params), self.trained.mask(params), strict=True))
             if flag
         ]
-        mean = self.trained.with_gradients(params, found)
+
+    def _update(
+        self, found: list[jax.Array], loss: jax.Array, before: Updated, nonfinite: Answer, rule: LossScale | None
+    ) -> tuple[Any, ...]:
+        """The results of the update of `compile_update`, from the mean gradients and the loss."""
+        state, params = before.rest
         norm, bad_stage = self._norm(found, params)
-        before = jax.tree.leaves(state)
-        updates, state = updated(self.optimizer, mean, state, params, total / below)
+        updates, state = updated(self.optimizer, self.trained.with_gradients(params, found), state, params, loss)
         _require_same_state(self.state, state)
         changed = self.trained.apply(params, updates)
-        after, loss = (step + 1, jax.tree.leaves(state), jax.tree.leaves(changed)), total / below
-        if nonfinite == "error":
-            after = chosen(is_sound(loss, norm), after, (step, before, parameters))
-        return *after, loss, norm, *(() if nonfinite == "ignore" else (bad_stage,))
+        leaves = jax.tree.leaves
+        before = before._replace(rest=(leaves(before.rest[0]), leaves(params)))
+        after = Updated(before.step + 1, before.scaling, (leaves(state), leaves(changed)))
+        seen = Evidence(before.step, loss, norm, None)
+        after, evidence = judged(nonfinite, rule, seen, after, before)
+        scales = [] if evidence is None or evidence.scales is None else [evidence.scales]
+        return *after, loss, norm, scales, *(() if nonfinite == "ignore" else (bad_stage,))
 
     def _norm(self, gradients: Sequence[Any], params: Any) -> tuple[jax.Array, jax.Array]:
         """The global norm of the gradients of what is trained, in fp32; and the number of the last stage where they are

@@ -6,6 +6,7 @@ there, so that no step waits for them. Messages alone are no reason to complain,
 where a bad loss or gradient came from.
 """
 
+import logging
 import warnings
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -16,10 +17,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from shardwright.backends.jax.loss.scaling import Scaling
 from shardwright.backends.jax.pipeline.stage_functions import BACKWARD, FORWARD, LOSS, TOTAL
 from shardwright.backends.jax.program.cut import Cut
 from shardwright.core.errors import NonFiniteError, ShardwrightError
+from shardwright.core.model.loss.scaling import LossScale
 
+log = logging.getLogger("shardwright")
 Answer = Literal["warn", "error", "ignore"]
 MOST_WARNINGS = 3
 """The most steps of a run that are warned of."""
@@ -37,6 +41,8 @@ class Evidence(NamedTuple):
     """The norm of all gradients."""
     details: Any
     """The arrays that are read where the loss or the norm is not finite."""
+    scales: jax.Array | None = None
+    """The factors of the loss in this step and in the next, [2], where steps are skipped whose gradients overflow."""
 
 
 class Teller(Protocol):
@@ -145,6 +151,14 @@ class Sentinel:
             if np.isfinite(_host(evidence.loss)) and np.isfinite(_host(evidence.norm)):
                 continue
             found: Evidence = jax.tree.map(_host, evidence)
+            has_loss = bool(np.isfinite(found.loss))
+            if found.scales is not None and (has_loss or self.answer != "error"):
+                log.warning(
+                    "step %d is skipped: gradients overflowed at a loss scale of %g; the next is %g",
+                    int(found.step), *map(float, found.scales),
+                )  # fmt: skip
+            if self.answer == "ignore" or (found.scales is not None and has_loss):
+                continue
             if int(found.step) in self._told:
                 continue
             more = "; no op of a microbatch made it when it ran by itself on one device" if self.debugged else ""
@@ -205,12 +219,32 @@ def chosen(sound: jax.Array, after: Any, before: Any) -> Any:
     return jax.tree.map(one, after, before)
 
 
-def judged(answer: Answer, evidence: Evidence, after: Any, before: Any) -> tuple[Any, Evidence | None]:
+class Updated(NamedTuple):
+    """What a step changes: its number, the factor of the loss, and all else."""
+
+    step: Any
+    scaling: Scaling | None
+    rest: Any
+
+
+def judged(
+    answer: Answer, rule: LossScale | None, evidence: Evidence, after: Updated, before: Updated
+) -> tuple[Updated, Evidence | None]:
     """What a step is followed by, and the evidence that is kept of it: under "error" what was before it where it is not
-    sound, under "ignore" no evidence."""
+    sound, under "ignore" no evidence. With a ``rule``, of the factor of the loss, gradients that overflow are no fault:
+    the step is skipped, which changes its number and the factor alone."""
+    sound = jnp.isfinite(evidence.loss)
+    if rule is None:
+        sound = is_sound(evidence.loss, evidence.norm)
+    else:
+        assert before.scaling is not None
+        whole = jnp.isfinite(evidence.norm)
+        scaling = before.scaling.after(rule, ~whole)
+        evidence = evidence._replace(scales=jnp.stack([before.scaling.scale, scaling.scale]))
+        after = Updated(after.step, scaling, chosen(whole, after.rest, before.rest))
     if answer == "error":
-        after = chosen(is_sound(evidence.loss, evidence.norm), after, before)
-    return after, None if answer == "ignore" else evidence
+        after = chosen(sound, after, before)
+    return after, None if answer == "ignore" and rule is None else evidence
 
 
 def _is_there(array: Any) -> bool:

@@ -185,6 +185,7 @@ class SpmdLoss:
 
         def rank_program(stacked: list[Any], entering: list[Any], shared: Any, sides: Any, pieces: Any) -> list[Any]:
             rank = jax.lax.axis_index("pp")
+            entering, shared, sides, pieces = jax.tree.map(_like, (entering, shared, sides, pieces), given)
 
             def tick(carry: tuple[list[Any], list[Any]], given: Any) -> tuple[tuple[list[Any], list[Any]], list[Any]]:
                 (arrived, stored), (t, first) = carry, given
@@ -234,7 +235,19 @@ class SpmdLoss:
             axis_names={"pp"},
             check_vma=False,  # equations are bound as they were traced, without the casts that the check asks for
         )
-        return [made[-1] for made in mapped(list(stacked), entering, shared, sides, pieces)]
+        given = (entering, shared, sides, pieces)
+        return [made[-1] for made in mapped(list(stacked), *jax.tree.map(_summable, given))]
+
+
+def _summable(array: jax.Array) -> jax.Array:
+    """An array that every rank reads, with at least 32 bits, so that the gradients of all ranks are summed in them."""
+    narrow = jnp.issubdtype(array.dtype, jnp.floating) and array.dtype.itemsize < 4
+    return array.astype(jnp.float32) if narrow else array
+
+
+def _like(array: jax.Array, before: jax.Array) -> jax.Array:
+    """The counterpart of `_summable`."""
+    return array if array.dtype == before.dtype else array.astype(before.dtype)
 
 
 def _learning_if(busy: jax.Array, values: Any) -> Any:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 from jax.tree_util import PyTreeDef
 
 from shardwright.backends.jax.capture.inner_programs import Aval
@@ -87,6 +88,9 @@ class Operands:
     replicas: int = 1
     split: Mapping[int, int] = field(default_factory=dict)
     """The dims of values that are split over replicas. Each replica notes its own part of those values."""
+    copies: Mapping[int, tuple[int, NamedSharding]] = field(default_factory=dict)
+    """The weights that the program takes a copy of for each replica: the dim and the sharding of the copies. Gradients
+    of copies are summed in float32."""
 
     def key(self, value: int) -> Key:
         if value == self.m:
@@ -293,7 +297,7 @@ class _Builder:
                 aval = aval_of(program, atom)
                 counts = jnp.issubdtype(aval.dtype, jnp.integer)
                 dtype = aval.dtype if counts else jnp.promote_types(aval.dtype, jnp.float32)
-                keys[key] = jax.ShapeDtypeStruct(aval.shape, dtype)
+                keys[key] = jax.ShapeDtypeStruct(self._without_copies(key, aval.shape), dtype)
         noted: dict[Key, list[tuple[Atom, int | None]]] = {}
         replicas, split = self.operands.replicas, self.operands.split
         if self.operands.watched:
@@ -317,7 +321,9 @@ class _Builder:
             found = []
             for key, atom in zip(makes, outputs, strict=True):
                 value = value_of(program, atom, values)
-                found.append(at[key] + value.astype(at[key].dtype) if key[0] in ("gradient", "sum") else value)
+                if key[0] in ("gradient", "sum"):
+                    value = at[key] + self._summed(key, value.astype(at[key].dtype))
+                found.append(value)
             for key, atoms in noted.items():
                 looked = [_badness(value_of(program, atom, values), replicas, dim) for atom, dim in atoms]
                 found.append(_first_bad(at[key], at["m", 0, 0], looked))
@@ -335,7 +341,22 @@ class _Builder:
     def _aval(self, key: Key, aval: Aval) -> Aval:
         if key[0] == "batch":
             aval = self.operands.batch_avals[key[1]]
-        return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+        return jax.ShapeDtypeStruct(self._without_copies(key, aval.shape), aval.dtype)
+
+    def _without_copies(self, key: Key, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of a weight, or of its gradient, outside of the program."""
+        if key[0] not in ("weight", "gradient") or key[1] not in self.operands.copies:
+            return shape
+        dim, _ = self.operands.copies[key[1]]
+        return (*shape[:dim], *shape[dim + 1 :])
+
+    def _summed(self, key: Key, value: jax.Array) -> jax.Array:
+        """A gradient outside of the program: the sum over replicas."""
+        if key[0] != "gradient" or key[1] not in self.operands.copies:
+            return value
+        dim, place = self.operands.copies[key[1]]
+        summed: jax.Array = jax.lax.with_sharding_constraint(value, place).sum(dim)
+        return summed
 
     def _operand(self, key: Key, at: Mapping[Key, jax.Array]) -> Any:
         if key[0] == "cotangent":
@@ -343,6 +364,11 @@ class _Builder:
             return sum(others, first)
         if key[0] == "batch" and self.operands.batch[key[1]]:
             return jax.lax.dynamic_index_in_dim(at[key], at[("m", 0, 0)], keepdims=False)
+        if key[0] == "weight" and key[1] in self.operands.copies:
+            dim, place = self.operands.copies[key[1]]
+            shape = self.cut.flat.avals[key[1]].shape
+            wide = jnp.broadcast_to(jnp.expand_dims(at[key], dim), shape)
+            return jax.lax.with_sharding_constraint(wide, place)
         return at[key]
 
 

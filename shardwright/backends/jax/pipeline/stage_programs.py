@@ -4,7 +4,7 @@ They are compiled in the background. A function that takes what another keeps is
 as on several devices the compiler decides the sharding of what is kept.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,6 +14,8 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardwright.backends.jax.capture.inner_programs import Aval
+from shardwright.backends.jax.capture.precision import computed_in
+from shardwright.backends.jax.machine.mesh import data_axes
 from shardwright.backends.jax.pipeline.compilation import Compiler, lower, uncollected
 from shardwright.backends.jax.pipeline.deduplication import TracedStages
 from shardwright.backends.jax.pipeline.microbatch import CutMicrobatch
@@ -50,9 +52,12 @@ class StagePrograms:
     """The programs of all stages under a schedule, those that make their sums zero included."""
 
     def __init__(
-        self, schedule: Schedule, micro: CutMicrobatch, optimizer: OptimizerCut, meshes: StageMeshes, compiler: Compiler
-    ) -> None:
+        self, schedule: Schedule, micro: CutMicrobatch, optimizer: OptimizerCut, meshes: StageMeshes, compute: Any,
+        compiler: Compiler,
+    ) -> None:  # fmt: skip
+        self.compute = compute
         self.schedule, self.micro, self.meshes, self.compiler = schedule, micro, meshes, compiler
+        self.optimizer = optimizer
         self.spots = _spots(optimizer, micro)
         self.kept: list[dict[Key, jax.sharding.Sharding]] = [{} for _ in range(len(meshes))]
         self.launches: list[dict[Kind, Launch]] = [{} for _ in range(len(meshes))]
@@ -60,6 +65,8 @@ class StagePrograms:
         self.zeros: list[Callable[[], jax.stages.Compiled]] = []
         self.zero_keys: list[tuple[Key, ...]] = []
         self._waiting: dict[tuple[int, Kind], Callable[[], None]] = {}
+        self._casts: list[tuple[list[int], Callable[[], jax.stages.Compiled]]] = []
+        """The weights of each stage by number, and a function that waits for the program that casts them."""
 
     def sharding(self, stage: int, key: Key) -> NamedSharding:
         """The sharding of an array of a stage."""
@@ -67,10 +74,11 @@ class StagePrograms:
         whole = self.meshes.whole[stage]
         if kind in ("weight", "gradient"):
             return self.meshes.at(stage, self.spots[number][kind == "gradient"])
+        replicas = data_axes(whole.mesh.axis_names)
         if kind == "batch" and self.micro.operands.batch[number]:
-            return NamedSharding(whole.mesh, PartitionSpec(None, "dp"))
+            return NamedSharding(whole.mesh, PartitionSpec(None, replicas))
         if kind in ("row", "fault"):
-            return NamedSharding(whole.mesh, PartitionSpec("dp"))
+            return NamedSharding(whole.mesh, PartitionSpec(replicas))
         if kind in ("arrival", "departure", "cotangent", "arrival_gradient"):
             return NamedSharding(whole.mesh, self.micro.specs.get(number, PartitionSpec()))
         return whole
@@ -85,6 +93,8 @@ class StagePrograms:
             shapes = _zero_shapes(own)
             self.zero_keys.append(tuple(shapes))
             self.zeros.append(self._start_zeros(stage, shapes))
+        if self.compute is not None:
+            self._casts = [self._start_casts(stage) for stage in range(len(self.meshes))]
 
     def finish(self) -> None:
         """Wait until all programs are compiled."""
@@ -93,6 +103,17 @@ class StagePrograms:
                 self.launched(stage, kind)
         for zeros in self.zeros:
             zeros()
+        for _, cast in self._casts:
+            cast()
+
+    def weights(self, params: Sequence[jax.Array]) -> list[jax.Array]:
+        """The weights of a step, from the parameters as they are between steps."""
+        found = list(params)
+        for own, cast in self._casts:
+            made = cast()(*[params[number] for number in own]) if own else []
+            for number, array in zip(own, made, strict=True):
+                found[number] = array
+        return found
 
     def launched(self, stage: int, kind: Kind) -> Launch | None:
         """The launch of an action, once it is compiled. None for an input gradient on a stage where no gradient flows
@@ -183,6 +204,28 @@ class StagePrograms:
         key = ("zeros", *((a.shape, a.dtype, at.spec) for a, at in zip(shapes.values(), places, strict=True)))
         return self.compiler.start(partial(lower, zeros, (), None, places, ()), self.meshes.devices(stage), key)
 
+    def _start_casts(self, stage: int) -> tuple[list[int], Callable[[], jax.stages.Compiled]]:
+        """Begin with the program that casts the parameters of a stage to what its weights are in a step, and return the
+        numbers of those and a function that waits for it."""
+        own = [n for n, weight in enumerate(self.micro.cut.weights) if weight.holding.stage == stage]
+        held = [place for places in self.optimizer.parameters for place in places]
+        leaves = jax.tree.leaves(self.optimizer.params)
+        avals, into, out = [], [], []
+        for number in own:
+            weight = self.micro.cut.weights[number]
+            whole, rows = leaves[weight.holding.leaf], weight.holding.rows
+            shape = whole.shape if rows is None else (rows[1] - rows[0], *whole.shape[1:])
+            avals.append(jax.ShapeDtypeStruct(shape, whole.dtype))
+            into.append(held[number].sharding)
+            out.append(self.sharding(stage, ("weight", weight.value, 0)))
+
+        def cast(*params: jax.Array) -> tuple[jax.Array, ...]:
+            return tuple(computed_in(self.compute, leaf) for leaf in params)
+
+        key = ("casts", *((a.shape, a.dtype, i.spec, o.spec) for a, i, o in zip(avals, into, out, strict=True)))
+        lowering = partial(lower, cast, avals, tuple(into), tuple(out), ())
+        return own, self.compiler.start(lowering, self.meshes.devices(stage), key)
+
 
 def _zero_shapes(own: StageFunctions) -> dict[Key, Aval]:
     """The keys of a stage's sums and gradients, and their shapes."""
@@ -204,10 +247,10 @@ def _function(own: StageFunctions, kind: Kind) -> StageFunction | None:
 
 
 def _spots(optimizer: OptimizerCut, micro: CutMicrobatch) -> dict[int, tuple[NamedSharding, NamedSharding]]:
-    """The shardings of the parameter and the gradient of every weight of the program."""
+    """The shardings in a step of every weight of the program, and of its gradient."""
     found = {}
     for weight in micro.cut.weights:
-        at = (optimizer.parameters, optimizer.gradients)
+        at = (optimizer.weights, optimizer.gradients)
         found[weight.value] = tuple(
             next(p.sharding for p in places[weight.holding.leaf] if p.rows == weight.holding.rows) for places in at
         )

@@ -1,12 +1,14 @@
 """Checks that a model and a state of training are those of a plan."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
+from shardwright.backends.jax.capture.precision import between_steps
 from shardwright.backends.jax.capture.tree import Parts, path_names
 from shardwright.core.errors import PlanError
 from shardwright.core.plan.plan import Plan
@@ -49,6 +51,17 @@ def require_like(found: Any, expected: Any) -> None:
             raise PlanError(
                 f"array {name} of the state is {leaf.dtype}{list(leaf.shape)} where one of this "
                 f"plan and optimizer has {shape.dtype}{list(shape.shape)}: {another}"
+            )
+
+
+def require_wide(names: Sequence[str], params: Any, trained: Sequence[bool], compute: Any) -> None:
+    """Raise PlanError unless parameters that are trained are float32 between steps that compute in ``compute``."""
+    wanted = jax.tree.leaves(between_steps(jax.eval_shape(lambda: params), trained, compute))
+    for name, leaf, shape in zip(names, jax.tree.leaves(params), wanted, strict=True):
+        if leaf.dtype != shape.dtype:
+            raise PlanError(
+                f"parameter {name} of the state is {leaf.dtype}, and this plan computes in {compute} beside parameters "
+                f"in {shape.dtype}: it is another plan's; give its parameters, train.params(state), to this plan's init"
             )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from shardwright.backends.jax.machine.mesh import bind
+from shardwright.backends.jax.machine.mesh import GROUPS, bind, mesh_of
 from shardwright.core.errors import MissingCapabilityError, PlanError
 from shardwright.core.model.structure import UnitBinding
 from shardwright.core.plan.plan import Plan
@@ -97,12 +97,13 @@ def _rows(
 
 
 class StageMeshes:
-    """The devices of every stage, as a mesh with the axes dp and tp. Stages of one rank share a mesh."""
+    """The devices of every stage, as a mesh with the axes dp (or two for it: `machine.mesh.GROUPS`) and tp. Stages of
+    one rank share a mesh."""
 
     def __init__(self, plan: Plan, devices: Sequence[jax.Device] | None, placement: Sequence[int]) -> None:
         """Lay the plan's mesh over ``devices``. Raises ClusterError when their number is not the plan's,
         MissingCapabilityError when they belong to several processes."""
-        mesh = bind(plan.mesh, devices)
+        mesh = bind(mesh_of(plan), devices)
         processes = {device.process_index for device in mesh.devices.flat}
         if len(processes) > 1:
             d = plan.decision
@@ -114,8 +115,9 @@ class StageMeshes:
                 "of their own, as what a plain function or a Linen model computes again is, run in one process: give "
                 f"devices=jax.local_devices(), or {fix}"
             )
-        grid = mesh.devices.transpose([mesh.axis_names.index(name) for name in ("pp", "dp", "tp")])
-        ranks = [jax.sharding.Mesh(grid[rank], ("dp", "tp")) for rank in range(plan.decision.pp)]
+        inside = (GROUPS, "dp", "tp") if GROUPS in mesh.axis_names else ("dp", "tp")
+        grid = mesh.devices.transpose([mesh.axis_names.index(name) for name in ("pp", *inside)])
+        ranks = [jax.sharding.Mesh(grid[rank], inside) for rank in range(plan.decision.pp)]
         self.placement = tuple(placement)
         self.meshes = tuple(ranks[rank] for rank in placement)
         self.whole = tuple(NamedSharding(mesh, jax.sharding.PartitionSpec()) for mesh in self.meshes)

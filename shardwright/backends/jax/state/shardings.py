@@ -5,10 +5,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardwright.backends.jax.capture.tree import followed
+from shardwright.backends.jax.machine.mesh import DataAxes, data_axes
 from shardwright.core.errors import LayoutError
 from shardwright.core.layout.placements import Layout, Partial, Split
 
@@ -90,6 +93,13 @@ def also_over(axis: str, shape: tuple[int, ...], sharding: NamedSharding) -> Nam
     return NamedSharding(sharding.mesh, PartitionSpec(*entries))
 
 
+def copies_at(at: NamedSharding, dim: int, axes: DataAxes) -> NamedSharding:
+    """The sharding of copies of an array, one for every replica along a new ``dim``, which is split over ``axes``. Each
+    copy is split as ``at`` says."""
+    entries = [*at.spec, *([None] * (dim - len(at.spec)))]
+    return NamedSharding(at.mesh, PartitionSpec(*entries[:dim], axes, *entries[dim:]))
+
+
 def spread_over(axis: str, tree: Any, shardings: Any) -> Any:
     """The shardings of `also_over` for every leaf."""
     return jax.tree.map(lambda leaf, sharding: also_over(axis, leaf.shape, sharding), tree, shardings)
@@ -121,3 +131,28 @@ def follow_parameters(function: Callable[..., Any], state: Any, params: Any, val
         for at, leaf in zip(followed(state, params), leaves, strict=True)
     ]
     return jax.tree.unflatten(of_state, made)
+
+
+def batch_sharding(mesh: jax.sharding.Mesh, dim: int | None) -> NamedSharding:
+    """The sharding of a batch's array: along dp by the batch dim, whole everywhere without one."""
+    if dim is None:
+        return replicated(mesh)
+    return NamedSharding(mesh, PartitionSpec(*([None] * dim), data_axes(mesh.axis_names)))
+
+
+def put(leaf: Any, sharding: NamedSharding) -> Any:
+    """A batch's array on the devices where a step takes it. Over several processes each gives the whole batch, and JAX
+    compares what they give (`jax.device_put`); an array that has the sharding already
+    (`jax.make_array_from_process_local_data`) stays."""
+    if isinstance(leaf, jax.Array):
+        if leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
+            return leaf
+        if leaf.is_fully_addressable and not sharding.is_fully_addressable:
+            leaf = np.asarray(leaf)
+    elif sharding.is_fully_addressable:
+        return leaf  # a jitted function takes it as it is
+    held = np.asarray(leaf) if not isinstance(leaf, jax.Array) else None
+    if held is not None and jnp.issubdtype(held.dtype, jnp.inexact) and np.isnan(held).any():
+        # To JAX's comparison a NaN differs from itself; the processes compare their batches by `Agreement` too.
+        return jax.make_array_from_callback(held.shape, sharding, lambda index: held[index])
+    return jax.device_put(leaf, sharding)

@@ -19,8 +19,9 @@ class TrainState:
     """The state of training: a pytree of sharded arrays. `train(state, batch)` donates it."""
 
     step: jax.Array
-    """The number of updates made so far, int32 scalar."""
+    """The number of steps made so far, those that were skipped among them, int32 scalar."""
     params: Any
+    """The parameters between steps: in 16 bits those that are trained are float32."""
     optimizer: Any
     random: Any
     """The base random keys. They do not change: every microbatch folds its own from them."""
@@ -30,6 +31,14 @@ class TrainState:
     """NNX's description of the module; None for plain pytrees."""
     order: tuple[Any, ...] = field(default=(), metadata={"static": True})
     """The order in which fused matrices are held (`FusedParameters.order`): () is the model's own order."""
+    scaling: Any = None
+    """The factor of the loss in the next step, and what it follows from (`loss.scaling.Scaling`); None but in
+    float16."""
+
+    @property
+    def loss_scale(self) -> jax.Array:
+        """The factor of the loss in the next step, float32 scalar: 1 but in float16."""
+        return jnp.ones((), jnp.float32) if self.scaling is None else self.scaling.scale
 
     def require_alive(self) -> PyTreeDef:
         """The structure of the state as a tree. Raises PlanError when an earlier step took its memory."""

@@ -13,6 +13,7 @@ from shardwright.backends.jax.capture.model import Source, read, trace
 from shardwright.backends.jax.capture.trace import Recorder, TracedCall
 from shardwright.backends.jax.capture.tree import Parts, abstract, flat_names, shape_key
 from shardwright.backends.jax.loss.microbatches import LossFunction, Microbatches
+from shardwright.backends.jax.machine.mesh import data_axes, mesh_of
 from shardwright.backends.jax.state.shardings import follow_parameters
 from shardwright.backends.jax.state.train_state import TrainState
 from shardwright.backends.jax.tensor_parallel.block_rules import Value
@@ -160,7 +161,8 @@ class TensorParallel:
             loss.recorder.calls[:] = calls
         tags = [*self.fused.tags, *([{}] * (len(leaves) - len(self.fused.tags)))]
         arguments = [Value(leaf, dict(tag)) for leaf, tag in zip(leaves, tags, strict=True)]
-        batch_axis = "dp" if self.over_replicas and self.plan.decision.dp > 1 else None
+        has_replicas = self.over_replicas and self.plan.decision.dp > 1
+        batch_axis = data_axes(mesh_of(self.plan).names) if has_replicas else None
         setting = Setting(self.mesh, AXIS, self.plan.decision.tp, batch_axis)
         made: Returned = jax.tree.unflatten(results, run_guided(closed, found, setting, arguments))
         return made

@@ -26,6 +26,7 @@ from shardwright.backends.jax.capture.inner_programs import (
 )
 from shardwright.backends.jax.capture.ops import ELEMENTWISE
 from shardwright.backends.jax.capture.steps import Path
+from shardwright.backends.jax.machine.mesh import DataAxes
 from shardwright.backends.jax.program.split_lookups import can_look_up, look_up
 from shardwright.backends.jax.tensor_parallel.block_rules import RULES, Value, as_tagged, bind, free_dims, rank_of
 from shardwright.backends.jax.tensor_parallel.blocks import Tags, divided, hold, restore
@@ -43,11 +44,11 @@ class Setting:
     """The mesh. It is abstract, so that a program fits any devices."""
     axis: str
     ways: int
-    batch_axis: str | None
-    """The mesh axis of the batch, for programs over the samples of all replicas; None for those of one replica."""
+    batch_axis: DataAxes | None
+    """The mesh axes of the batch, for programs over the samples of all replicas; None for those of one replica."""
 
     def sharding(self, placement: Placement, rank: int, batch_dims: Sequence[int]) -> NamedSharding:
-        entries: list[str | None] = [self.batch_axis if dim in batch_dims else None for dim in range(rank)]
+        entries: list[DataAxes | None] = [self.batch_axis if dim in batch_dims else None for dim in range(rank)]
         if isinstance(placement, Split):
             entries[placement.dim] = self.axis
         return NamedSharding(self.mesh, PartitionSpec(*entries))

@@ -14,15 +14,16 @@ from shardwright.backends.jax.machine.agreement import Agreement, array_sum, tex
 from shardwright.backends.jax.machine.mesh import stages_of_process
 from shardwright.backends.jax.machine.rendezvous import current
 from shardwright.backends.jax.state.train_state import TrainState
+from shardwright.core.model.loss.scaling import LossScale
 from shardwright.core.plan.plan import Plan
 
 
 class StepAgreement(Agreement):
     """A comparison of the plan, the state and the batch of a step. With one process it does nothing at all."""
 
-    def __init__(self, devices: Sequence[jax.Device], plan: Plan, loss: LossFunction) -> None:
+    def __init__(self, devices: Sequence[jax.Device], plan: Plan, loss: LossFunction, rule: LossScale | None) -> None:
         super().__init__(devices)
-        self.plan, self.loss = plan, loss
+        self.plan, self.loss, self.rule = plan, loss, rule
         self._sums: dict[str, int] = {}
         """The sums of what is the same in every step; empty before the first."""
         self._given_sum = 0
@@ -56,7 +57,7 @@ class StepAgreement(Agreement):
                 "versions of JAX and its libraries": text_sum(versions()),
                 "plan": text_sum((self.plan.decision, self.plan.mesh)),
                 "parameters and optimizer": text_sum(held),
-                "settings of train_step": text_sum((self.loss.has_aux, self.loss.reduction)),
+                "settings of train_step": text_sum((self.loss.has_aux, self.loss.reduction, str(self.rule))),
                 "seed": array_sum(jax.tree.leaves(state.random)),
                 "parameters given to init": self._given_sum,
                 "form of the batch": text_sum((batch.structure, form)),

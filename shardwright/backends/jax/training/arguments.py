@@ -1,11 +1,13 @@
 """Checks of the arguments of `train_step`."""
 
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 from shardwright.backends.capabilities import JAX as CAPABILITIES
 from shardwright.backends.jax.loss.reductions import REDUCTIONS
-from shardwright.core.errors import MissingCapabilityError, PlanError
+from shardwright.core.errors import PlanError, PlanWarning
+from shardwright.core.model.loss.scaling import LossScale, loss_scale_of
 from shardwright.core.plan.plan import Plan
 
 
@@ -17,24 +19,46 @@ def require_supported(plan: Plan) -> None:
     decision = plan.decision
     CAPABILITIES.require_axes({"pp": decision.pp})
     CAPABILITIES.require_on_device(decision.offloaded_units)
-    if decision.precision not in ("fp32", "bf16") and plan.is_pinned("precision"):
-        raise MissingCapabilityError(
-            f"the plan has precision={decision.precision!r}, but the JAX runtime of this version trains in fp32 and "
-            "bf16: plan with one of them"
-        )
-    if decision.shard and decision.shard_group not in (None, decision.dp):
-        raise MissingCapabilityError(
-            f"the plan shards over groups of {decision.shard_group} of dp={decision.dp}, but the JAX runtime of this "
-            "version shards over all of dp: plan without shard_group"
-        )
 
 
-def warn_of_precision(plan: Plan) -> None:
-    """Warn of a precision that the plan counts with and that the model is not run in."""
-    if plan.decision.precision != "fp32" and not plan.is_pinned("precision"):
+def loss_scale_rule(plan: Plan, static: Any, dynamic: Any, given: Mapping[str, Any] | None) -> LossScale | None:
+    """The rule of the factor of the loss; None but in float16. Raises ShardwrightError for arguments that are not
+    possible, and for a factor in another precision."""
+    if not isinstance(static, int | float) or isinstance(static, bool):
+        raise PlanError(f"static_loss_scale={static!r:.80}: expected a number")
+    if not isinstance(dynamic, bool):
+        raise PlanError(f"dynamic_loss_scale={dynamic!r:.80}: expected True or False")
+    if given is not None and not isinstance(given, Mapping):
+        raise PlanError(f"dynamic_loss_args={given!r:.80}: expected a dict, as {{'scale_window': 500}}")
+    rule = loss_scale_of(static, dynamic, given or {})
+    precision = plan.decision.precision
+    if precision == "fp16":
+        return rule or LossScale()
+    if rule is not None:
+        said = "dynamic_loss_scale=True" if dynamic else f"static_loss_scale={static}"
+        raise PlanError(
+            f"{said} was given, and the plan's precision is {precision!r}: losses are scaled in float16, whose "
+            "smallest numbers are not small enough for gradients; leave it out, or plan with precision='fp16'"
+        )
+    return None
+
+
+def say_precision(plan: Plan, rule: LossScale | None) -> None:
+    """Warn of 16 bits that nobody asked for, and of float16 in which small gradients vanish."""
+    precision = plan.decision.precision
+    if precision != "fp32" and not plan.is_pinned("precision"):
         warnings.warn(
-            f"the plan counts on {plan.decision.precision}, which nobody pinned: the model runs as it is, so time and "
-            f"memory may differ from what was predicted; pin precision={plan.decision.precision!r} to compute in it",
+            f"steps compute in {precision}, as the plan's devices are faster in it and nobody pinned a precision; "
+            f"parameters stay float32 between steps. precision={precision!r} says that it is meant, precision='fp32' "
+            "computes in the model's own precision",
+            PlanWarning,
+            stacklevel=4,
+        )
+    if rule is not None and not rule.is_dynamic and rule.scale == 1.0:
+        warnings.warn(
+            "the plan computes in float16 and losses are not scaled, so that small gradients become zero: give "
+            "train_step dynamic_loss_scale=True, or a static_loss_scale",
+            PlanWarning,
             stacklevel=4,
         )
 

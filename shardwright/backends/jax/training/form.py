@@ -11,9 +11,12 @@ from shardwright.backends.jax.training.one_program import OneProgramTraining
 from shardwright.backends.jax.training.pipelined import PipelinedTraining
 from shardwright.backends.jax.training.protocol import Training
 from shardwright.backends.jax.training.spmd import SpmdTraining
+from shardwright.core.model.loss.scaling import LossScale
 from shardwright.core.plan.plan import Plan
 
-Form = Callable[[LossFunction, optax.GradientTransformation, Plan, Sequence[jax.Device], Answer], Training]
+Form = Callable[
+    [LossFunction, optax.GradientTransformation, Plan, Sequence[jax.Device], Answer, LossScale | None], Training
+]
 
 
 def form_of(plan: Plan, devices: Sequence[jax.Device], one_program: bool | None, *, is_module: bool) -> Form:

@@ -9,14 +9,22 @@ import jax
 import jax.numpy as jnp
 
 from shardwright.backends.jax.capture.checkpoint_policies import keeping_barriers
-from shardwright.backends.jax.capture.samples import FlatBatch, batch_sharding, put
+from shardwright.backends.jax.capture.samples import FlatBatch
 from shardwright.backends.jax.capture.tree import Parts
-from shardwright.backends.jax.loss.microbatches import Microbatches, accumulate, split_squares, updated
-from shardwright.backends.jax.machine.mesh import bind
+from shardwright.backends.jax.loss.gradients import accumulate, split_squares, updated
+from shardwright.backends.jax.loss.microbatches import Microbatches
+from shardwright.backends.jax.machine.mesh import bind, mesh_of
 from shardwright.backends.jax.memory.compiled_peak import program_bytes
-from shardwright.backends.jax.pipeline.sentinels import Evidence, OneProgram, judged
+from shardwright.backends.jax.pipeline.sentinels import Evidence, OneProgram, Updated, judged
 from shardwright.backends.jax.state.checks import require_like, require_model, require_places
-from shardwright.backends.jax.state.shardings import optimizer_shardings, parameter_shardings, replicated, spread_over
+from shardwright.backends.jax.state.shardings import (
+    batch_sharding,
+    optimizer_shardings,
+    parameter_shardings,
+    put,
+    replicated,
+    spread_over,
+)
 from shardwright.backends.jax.state.train_state import StepResult, TrainState, own_copy, parts_of
 from shardwright.backends.jax.tensor_parallel.constrained_loss import FusedParameters, TensorParallel
 from shardwright.backends.jax.training.protocol import OfPlan, WithoutActions
@@ -27,7 +35,7 @@ class OneProgramTraining(OfPlan):
     """The state on one mesh, and a step that is one jitted function."""
 
     def __post_init__(self) -> None:
-        self.mesh = bind(self.plan.mesh, self.devices)
+        self.mesh = bind(mesh_of(self.plan), self.devices)
 
     # --- state
 
@@ -45,7 +53,10 @@ class OneProgramTraining(OfPlan):
             made = self._maker(given, make)()
         optimizer = jax.jit(self.optimizer.init, out_shardings=shardings.optimizer)(made.params)
         step = jax.device_put(jnp.zeros((), jnp.int32), shardings.step)
-        return TrainState(step, made.params, optimizer, made.random, made.other, given.graphdef, shardings.order)
+        scaling = jax.device_put(self.first_scaling(), shardings.scaling)
+        return TrainState(
+            step, made.params, optimizer, made.random, made.other, given.graphdef, shardings.order, scaling
+        )
 
     def _maker(self, given: Parts, make: Callable[[], Parts]) -> jax.stages.Wrapped:
         """The compiled function by which every device makes its share; for plain functions, the parameters alone."""
@@ -58,7 +69,10 @@ class OneProgramTraining(OfPlan):
 
         def run() -> Parts:
             parts = make()
-            return wanted(replace(parts, params=fused.hold_made(parts.params, self.mesh)))
+            held = fused.hold_made(parts.params, self.mesh)
+            if fused:  # one step at a time: XLA has no way from one split to two others, and would make leaves whole
+                held = jax.lax.with_sharding_constraint(held, self._layouts(given))
+            return wanted(replace(parts, params=held))
 
         return jax.jit(run, out_shardings=wanted(places))
 
@@ -75,9 +89,11 @@ class OneProgramTraining(OfPlan):
     def held(self, state: TrainState) -> TrainState:
         """The counterpart of `original`, on this plan's devices."""
         shardings = self._shardings(parts_of(state))
+        self.require_precision(parts_of(state))
         fused = FusedParameters.of(self.plan, parts_of(state).names)
         optimizer = fused.hold_optimizer(state.optimizer, state.params)
-        held = replace(state, params=fused.hold(state.params), optimizer=optimizer, order=fused.order)
+        params, scaling = fused.hold(state.params), self.scaling_of(state)
+        held = replace(state, params=params, optimizer=optimizer, order=fused.order, scaling=scaling)
         found: TrainState = _copied(held, shardings)
         return found
 
@@ -85,6 +101,7 @@ class OneProgramTraining(OfPlan):
         """A copy of a state on this plan's devices."""
         self._fused(state)
         require_like(state.optimizer, jax.eval_shape(self.optimizer.init, state.params))
+        state = replace(state, scaling=self.scaling_of(state))
         placed: TrainState = _copied(state, self._shardings(parts_of(state)))
         return placed
 
@@ -97,20 +114,26 @@ class OneProgramTraining(OfPlan):
         """The order in which this plan holds fused matrices. Raises PlanError for a state that holds them otherwise."""
         fused = FusedParameters.of(self.plan, parts_of(state).names)
         fused.require(state)
+        self.require_precision(parts_of(state))
         return fused
 
     def _shardings(self, parts: Parts) -> TrainState:
         """A TrainState whose leaves are shardings. Raises PlanError unless the parameters are the plan's."""
         require_model(self.plan, parts)
         shard = self.plan.decision.shard
-        layouts = self.plan.parameter_layouts("jax")
-        params = parameter_shardings(parts.names, parts.params, layouts, self.mesh)
+        params = self._layouts(parts)
         spread = spread_over("dp", parts.params, params) if shard else params
         _, optimizer = optimizer_shardings(self.optimizer, parts.params, spread, self.mesh)
         whole: Any = replicated(self.mesh)
         random, other = jax.tree.map(lambda _: whole, (parts.random, parts.other))
         order = FusedParameters.of(self.plan, parts.names).order
-        return TrainState(whole, spread if shard == 3 else params, optimizer, random, other, parts.graphdef, order)
+        scaling = jax.tree.map(lambda _: whole, self.first_scaling())
+        params = spread if self.is_kept_sharded else params
+        return TrainState(whole, params, optimizer, random, other, parts.graphdef, order, scaling)
+
+    def _layouts(self, parts: Parts) -> Any:
+        """The shardings of the parameters by their layouts, whole on every replica."""
+        return parameter_shardings(parts.names, parts.params, self.plan.parameter_layouts("jax"), self.mesh)
 
     # --- steps
 
@@ -124,22 +147,33 @@ class OneProgramTraining(OfPlan):
         parts = parts_of(state)
         self._fused(state)
         shardings = self._shardings(parts)
-        decision, trained = self.plan.decision, self.loss.trained
-        gradients_at = spread_over("dp", state.params, shardings.params) if decision.shard >= 2 else shardings.params
+        shard, trained, layouts = self.plan.decision.shard, self.loss.trained, self._layouts(parts)
+        gradients_at = spread_over("dp", state.params, layouts) if shard >= 2 else layouts
+        weights_at = shardings.params if shard == 3 else layouts
         microbatches = Microbatches.of(self.loss, self.plan, parts, batch)
         laid_out = TensorParallel.lay_out(microbatches, self.plan, self.mesh.abstract_mesh, parts.names)
 
         def step(state: TrainState, leaves: tuple[Any, ...]) -> StepResult:
             loss, mean, other, aux, losses = accumulate(
-                laid_out, state, leaves, mesh=self.mesh, gradients_at=gradients_at
+                laid_out,
+                state,
+                leaves,
+                mesh=self.mesh,
+                gradients_at=gradients_at,
+                weights_at=weights_at,
+                layouts=layouts,
             )
             updates, optimizer = updated(self.optimizer, mean, state.optimizer, state.params, loss)
             params = trained.apply(state.params, updates)
-            after = replace(state, step=state.step + 1, params=params, optimizer=optimizer, other=other)
             at = list(compress(jax.tree.leaves(gradients_at), trained.mask(state.params)))
             squares = split_squares(jax.tree.leaves(mean), at)
             norm = jnp.sqrt(squares.sum())
-            after, evidence = judged(self.nonfinite, Evidence(state.step, loss, norm, (losses, squares)), after, state)
+            seen = Evidence(state.step, loss, norm, (losses, squares))
+            before = Updated(state.step, state.scaling, (state.params, state.optimizer, state.other))
+            changed = Updated(state.step + 1, state.scaling, (params, optimizer, other))
+            (number, scaling, rest), evidence = judged(self.nonfinite, self.rule, seen, changed, before)
+            params, optimizer, other = rest
+            after = replace(state, step=number, params=params, optimizer=optimizer, other=other, scaling=scaling)
             return StepResult(after, loss, aux, norm, evidence)
 
         whole: Any = replicated(self.mesh)

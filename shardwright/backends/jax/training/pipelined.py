@@ -51,8 +51,10 @@ class PipelinedTraining(InStages):
             holdings = holdings_of(self.plan, names, [leaf.shape for leaf in jax.tree.leaves(params)])
             layouts = self.plan.parameter_layouts("jax")
             shardings = parameter_shardings(names, shapes, layouts, self.meshes.meshes[0])
-            shard = self.plan.decision.shard
-            cut = OptimizerCut(self.optimizer, shapes, holdings, shardings, shard, self.meshes, self.loss.trained)
+            shard, trained = self.plan.decision.shard, self.loss.trained
+            cut = OptimizerCut(
+                self.optimizer, shapes, holdings, shardings, shard, self.is_kept_sharded, self.meshes, trained
+            )
             self._cuts[key] = holdings, cut
         return self._cuts[key]
 
@@ -78,7 +80,8 @@ class PipelinedTraining(InStages):
             arrays, random, other = self._make(held, holdings, places)
         params = from_pieces(given.params, optimizer.parameters, arrays)
         step = jax.device_put(jnp.zeros((), jnp.int32), whole)
-        return TrainState(step, params, optimizer.init(params), random, other, given.graphdef, fused.order)
+        scaling = jax.device_put(self.first_scaling(), whole)
+        return TrainState(step, params, optimizer.init(params), random, other, given.graphdef, fused.order, scaling)
 
     def _make(self, init: Callable[[], Parts], holdings: Sequence[Holding], places: Any) -> tuple[list[Any], Any, Any]:
         """The results of an init function that is run on every stage, each making nothing but its share."""
@@ -132,9 +135,10 @@ class PipelinedTraining(InStages):
                 structure, [own_copy(leaf, sharding) for leaf, sharding in zip(leaves, at, strict=True)]
             )
 
-        step, random, other = jax.tree.map(lambda leaf: own_copy(leaf, whole), (state.step, state.random, state.other))
+        alone = (state.step, state.random, state.other, self.scaling_of(state))
+        step, random, other, scaling = jax.tree.map(lambda leaf: own_copy(leaf, whole), alone)
         params, states = put(state.params, optimizer.parameters), put(state.optimizer, optimizer.states)
-        return replace(state, step=step, params=params, optimizer=states, random=random, other=other)
+        return replace(state, step=step, params=params, optimizer=states, random=random, other=other, scaling=scaling)
 
     def require_places(self, state: TrainState) -> None:
         """Raise PlanError when arrays of a state are not where this plan keeps them."""
@@ -145,6 +149,7 @@ class PipelinedTraining(InStages):
     def _require(self, state: TrainState) -> OptimizerCut:
         """The cut optimizer of a state. Raises PlanError unless it is a state of this plan."""
         shapes = self._shapes(state)
+        self.require_precision(shapes)
         _, optimizer = self.placed(shapes.params, shapes.names)
         FusedParameters.of(self.plan, shapes.names).require(state)
         for tree, whole, places in (
@@ -165,14 +170,26 @@ class PipelinedTraining(InStages):
             holdings, optimizer = self.placed(shapes.params, shapes.names)
             mesh = self.meshes.meshes[0].abstract_mesh
             laid_out = TensorParallel.lay_out(microbatches, self.plan, mesh, shapes.names)
-            micro = cut_microbatch(self.plan, laid_out, shapes, batch.leaves, holdings)
+            laid_out = replace(laid_out, copies=_behind_rows(laid_out.copies, holdings))
+            places = [NamedSharding(mesh, at.spec) for at in optimizer.layouts]
+            micro = cut_microbatch(
+                self.plan, laid_out, shapes, batch.leaves, holdings, places, is_scaled=self.rule is not None
+            )
             if self.nonfinite != "ignore":
                 micro = micro.watched(microbatches.replicas)
             recompute = self.plan.decision.recompute
             pipeline = Pipeline(
-                self.schedule, self.order, micro, optimizer, self.meshes, recompute=recompute, nonfinite=self.nonfinite
+                self.schedule,
+                self.order,
+                micro,
+                optimizer,
+                self.meshes,
+                recompute=recompute,
+                nonfinite=self.nonfinite,
+                rule=self.rule,
+                compute=self.compute,
             )
-        fields = (state.step, state.params, state.optimizer, state.random)
+        fields = (state.step, state.params, state.optimizer, state.random, state.other)
         ends = tuple(accumulate(len(pieces(tree)) for tree in fields))
         metrics = None if microbatches.metrics is None else StagedMetrics(microbatches.metrics, pipeline)
         return PipelinedStep(pipeline, microbatches, ends, metrics)  # type: ignore[arg-type]
@@ -188,6 +205,15 @@ class PipelinedTraining(InStages):
 
         found: Parts = jax.tree.map(shape, parts_of(state), is_leaf=is_stack)
         return found
+
+
+def _behind_rows(copies: tuple[int | None, ...], holdings: Sequence[Holding]) -> tuple[int | None, ...]:
+    """The `Microbatches.copies` of parameters, of which stages hold rows of some: there the rows come first."""
+    found = list(copies)
+    for holding in holdings if copies else ():
+        if holding.rows is not None and found[holding.leaf] is not None:
+            found[holding.leaf] = 1
+    return tuple(found)
 
 
 class StagedMetrics:
@@ -230,8 +256,9 @@ class PipelinedStep:
 
     pipeline: Pipeline
     microbatches: Microbatches
-    ends: tuple[int, int, int, int]
-    """The ends of the step, the parameters, the optimizer's state and the random state among the leaves of a state."""
+    ends: tuple[int, int, int, int, int]
+    """The ends of the step, the parameters, the optimizer's state, the random state and the other state among the
+    leaves of a state."""
     metrics: StagedMetrics | None
 
     @property
@@ -245,26 +272,30 @@ class PipelinedStep:
         """The result of one step on a state, which is used up."""
         held, structure = jax.tree.flatten(state)  # once: models' own containers are flattened by Python
         ends = self.ends
-        step, params, optimizer, random, other = (
+        step, params, optimizer, random, other, scaling = (
             held[start:end] for start, end in zip((0, *ends), (*ends, len(held)), strict=True)
         )
         _require_on_devices((*params, *optimizer))
         dims = self.microbatches.dims
         batch = [self.microbatches.split(leaf, dim) for leaf, dim in zip(leaves, dims, strict=True)]
-        made = self.pipeline([*step, params, optimizer, random, other], batch, observe)
+        made = self.pipeline([*step, params, optimizer, random, other, scaling], batch, observe)
         for leaf in (*params, *optimizer):
             leaf.delete()  # what was not donated: an array whose memory no result could take
         changed = made.other
-        if self.pipeline.nonfinite == "error":
+        rule, answer = self.pipeline.rule, self.pipeline.nonfinite
+        if answer == "error" or rule is not None:
+            loss = made.loss if answer == "error" else made.grad_norm
             changed = [
-                new if new is old else _sound_state(made.loss, made.grad_norm, new, old)
+                new if new is old else _sound_state(loss, made.grad_norm, new, old)
                 for new, old in zip(made.other, other, strict=True)
             ]
-        after = jax.tree.unflatten(structure, [made.step, *made.params, *made.optimizer, *random, *changed])
+        after = jax.tree.unflatten(
+            structure, [made.step, *made.params, *made.optimizer, *random, *changed, *made.scaling]
+        )
         aux = None if self.metrics is None else self.metrics(made)
         evidence = None
-        if made.bad_stage is not None:
-            evidence = Evidence(step[0], made.loss, made.grad_norm, (made.bad_stage, made.faults))
+        if made.bad_stage is not None or made.scales is not None:
+            evidence = Evidence(step[0], made.loss, made.grad_norm, (made.bad_stage, made.faults), made.scales)
         return StepResult(after, made.loss, aux, made.grad_norm, evidence)
 
     def measure(self, state: TrainState, leaves: Sequence[Any]) -> tuple[StepResult, Timeline]:

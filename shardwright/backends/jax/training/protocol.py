@@ -10,10 +10,13 @@ import optax
 from shardwright.backends.jax.capture.samples import FlatBatch
 from shardwright.backends.jax.capture.tree import Parts
 from shardwright.backends.jax.loss.microbatches import LossFunction, Microbatches
+from shardwright.backends.jax.loss.scaling import Scaling
 from shardwright.backends.jax.pipeline.actions import Pipeline
 from shardwright.backends.jax.pipeline.sentinels import Answer, Teller
+from shardwright.backends.jax.state.checks import require_wide
 from shardwright.backends.jax.state.train_state import StepResult, TrainState
 from shardwright.core.errors import MissingCapabilityError
+from shardwright.core.model.loss.scaling import LossScale
 from shardwright.core.plan.plan import Plan
 from shardwright.core.schedule.timeline import Timeline
 
@@ -109,6 +112,33 @@ class OfPlan:
     plan: Plan
     devices: Sequence[jax.Device]
     nonfinite: Answer
+    rule: LossScale | None
+    """The rule of the factor of the loss; None but in float16."""
+
+    @property
+    def compute(self) -> Any:
+        """The dtype in which steps compute; None: that of the parameters."""
+        return self.loss.compute
+
+    @property
+    def is_kept_sharded(self) -> bool:
+        """Whether parameters are sharded over replicas between steps: at stage 3 of ZeRO, and from stage 1 on where
+        steps run on copies in 16 bits, since those in float32 are read by the update alone."""
+        shard = self.plan.decision.shard
+        return shard == 3 or (shard > 0 and self.compute is not None)
+
+    def require_precision(self, parts: Parts) -> None:
+        """Raise PlanError unless the parameters of a state are in the dtypes that this plan keeps them in."""
+        require_wide(parts.names, parts.params, self.loss.trained.mask(parts.params), self.compute)
+
+    def first_scaling(self) -> Scaling | None:
+        """The factor of the loss in the first step."""
+        return None if self.rule is None else Scaling.begin(self.rule)
+
+    def scaling_of(self, state: TrainState) -> Scaling | None:
+        """The factor of the loss that training goes on with from a state, which may be of a plan in another
+        precision."""
+        return state.scaling if self.rule is not None and state.scaling is not None else self.first_scaling()
 
 
 class InStages(OfPlan):

@@ -15,16 +15,16 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import PyTreeDef
 
 from shardwright.backends.jax.capture.checkpoint_policies import keeping_barriers
-from shardwright.backends.jax.capture.samples import FlatBatch, put
+from shardwright.backends.jax.capture.samples import FlatBatch
 from shardwright.backends.jax.capture.tree import Followed, Parts, followed
-from shardwright.backends.jax.loss.metrics import Metrics
-from shardwright.backends.jax.loss.microbatches import Microbatches, split_squares, updated
-from shardwright.backends.jax.machine.mesh import bind
+from shardwright.backends.jax.loss.gradients import split_squares, updated
+from shardwright.backends.jax.loss.microbatches import Microbatches
+from shardwright.backends.jax.machine.mesh import bind, data_axes, mesh_of
 from shardwright.backends.jax.pipeline.microbatch import CutMicrobatch, cut_microbatch
-from shardwright.backends.jax.pipeline.sentinels import Evidence, OneProgram, judged
+from shardwright.backends.jax.pipeline.sentinels import Evidence, OneProgram, Updated, judged
 from shardwright.backends.jax.pipeline.spmd import SpmdLoss, block_plan
 from shardwright.backends.jax.state.ownership import holdings_of
-from shardwright.backends.jax.state.shardings import parameter_shardings, replicated
+from shardwright.backends.jax.state.shardings import parameter_shardings, put, replicated
 from shardwright.backends.jax.state.train_state import StepResult, TrainState, own_copy, parts_of
 from shardwright.backends.jax.state.trainable import replaced
 from shardwright.backends.jax.training.protocol import InStages, WithoutActions
@@ -73,7 +73,7 @@ class SpmdTraining(InStages):
 
     def __post_init__(self) -> None:
         self.blocks = block_plan(self.plan)
-        self.mesh: Mesh = bind(self.plan.mesh, self.devices)
+        self.mesh: Mesh = bind(mesh_of(self.plan), self.devices)
 
     # --- state
 
@@ -99,7 +99,8 @@ class SpmdTraining(InStages):
             (packed, optimizer), random, other = jax.jit(run, out_shardings=(places, *everywhere))()
         step = jax.device_put(jnp.zeros((), jnp.int32), whole)
         self._unpack = jax.jit(stacking.unpack, out_shardings=whole)
-        return TrainState(step, packed, optimizer, random, other, given.graphdef)
+        scaling = jax.device_put(self.first_scaling(), whole)
+        return TrainState(step, packed, optimizer, random, other, given.graphdef, scaling=scaling)
 
     def whole(self, state: TrainState) -> Any:
         """The parameters as they were given, whole on every device."""
@@ -172,14 +173,17 @@ class SpmdTraining(InStages):
         """The compiled step for batches of one form."""
         shapes = jax.eval_shape(self._unpack, state.params)
         parts = replace(parts_of(state), params=shapes)
+        self.require_precision(parts)
         microbatches = Microbatches.of(self.loss, self.plan, parts, batch)
         holdings = holdings_of(self.blocks, parts.names, [leaf.shape for leaf in jax.tree.leaves(shapes)])
         micro = cut_microbatch(self.blocks, microbatches, parts, batch.leaves, holdings)
         loss = SpmdLoss.of(micro, self.plan, self.mesh)
         stacking, states = self._stackings(parts)
         mask = self.loss.trained.mask(shapes)
-        run = self._program(loss, stacking, states, micro, mask, microbatches.metrics)
-        places = [NamedSharding(self.mesh, PartitionSpec(*(() if dim is None else (None, "dp")))) for dim in batch.dims]
+        run = self._program(loss, stacking, states, micro, mask, microbatches)
+        along = data_axes(self.mesh.axis_names)
+        split = NamedSharding(self.mesh, PartitionSpec(None, along))
+        places = [replicated(self.mesh) if dim is None else split for dim in batch.dims]
         firsts = [parts.names[group[0]] for group, _ in stacking.rows if mask[group[0]]]
         names = [f"{name}, or of the same of a later block," for name in firsts]
         names += [parts.names[leaf] for leaf, _ in stacking.rest if mask[leaf]]
@@ -192,15 +196,22 @@ class SpmdTraining(InStages):
         states: Stacking,
         micro: CutMicrobatch,
         mask: tuple[bool, ...],
-        metrics: Metrics | None,
+        microbatches: Microbatches,
     ) -> jax.stages.Wrapped:
         trained = self.loss.trained
         flags = [*(_whether(group, mask) for group, _ in stacking.rows), *(mask[leaf] for leaf, _ in stacking.rest)]
         at = list(compress((place for _, place in (*stacking.rows, *stacking.rest)), flags))
         values = [weight.value for weight in micro.cut.weights]
+        # Copies of float32: they are cast where they are used, so that their gradients add up in float32.
+        copies = microbatches.copies or (None,) * len(values)
+        dims = [*(_behind_stages(copies[group[0]]) for group, _ in stacking.rows),
+                *(copies[leaf] for leaf, _ in stacking.rest)]  # fmt: skip
+        dims = list(compress(dims, flags))
+        metrics = microbatches.metrics
         stacks = {tuple(values[leaf] for leaf in group): number for number, (group, _) in enumerate(stacking.rows)}
 
-        def step(number: Any, params: Any, optimizer: Any, fixed: Any, batch: Any) -> Any:
+        def step(number: Any, params: Any, optimizer: Any, fixed: Any, scaling: Any, batch: Any) -> Any:
+            factor = jnp.float32(1) if scaling is None else scaling.scale
             others = (*micro.random, *micro.state)
             sources = {micro.step: number} | dict(zip(others, jax.tree.leaves(fixed), strict=True))
 
@@ -209,13 +220,16 @@ class SpmdTraining(InStages):
                 beside = zip(stacking.rest, every[len(stacking.rows) :], strict=True)
                 rest = {values[leaf]: array for (leaf, _), array in beside}
                 stacked = [every[stacks[group]] for group in loss.blocks.stacked]
-                return loss(stacked, rest, sources, dict(zip(micro.batch, batch, strict=True)))
+                value, results = loss(stacked, rest, sources, dict(zip(micro.batch, batch, strict=True)))
+                return value * factor, (value, *results)
 
             held = [*params["stacks"], *params["rest"]]
-            given = list(compress(held, flags))
-            (value, (losses, weight, sums, rows)), found = jax.value_and_grad(total, has_aux=True)(given)
+            trained_leaves = compress(held, flags)
+            given = [microbatches.copied(*each) for each in zip(trained_leaves, dims, at, strict=True)]
+            found, (value, losses, weight, sums, rows) = jax.grad(total, has_aux=True)(given)
             below = micro.divisor(weight)
-            means = [g / below for g in found]
+            summed = [microbatches.summed(g, dim, g.dtype) for g, dim in zip(found, dims, strict=True)]
+            means = [g / (below * factor) for g in summed]
             squares = split_squares(means, at)
             norm, loss_value = jnp.sqrt(squares.sum()), value / below
             whole, before = stacking.unpack(params), states.unpack(optimizer)
@@ -223,14 +237,15 @@ class SpmdTraining(InStages):
             mean = trained.with_gradients(whole, [g for g in leaves if g is not None])
             updates, state = updated(self.optimizer, mean, before, whole, loss_value)
             changed = trained.apply(whole, updates)
-            after = number + 1, stacking.pack(changed), states.pack(state)
+            after = Updated(number + 1, scaling, (stacking.pack(changed), states.pack(state)))
             seen = Evidence(number, loss_value, norm, (losses, squares))
-            after, evidence = judged(self.nonfinite, seen, after, (number, params, optimizer))
+            before_it = Updated(number, scaling, (params, optimizer))
+            after, evidence = judged(self.nonfinite, self.rule, seen, after, before_it)
             aux = None if metrics is None else metrics.all(sums, rows)
-            return *after, loss_value, norm, aux, evidence
+            return after.step, *after.rest, after.scaling, loss_value, norm, aux, evidence
 
         whole = replicated(self.mesh)
-        places = (whole, stacking.shardings, states.shardings, whole, whole, whole, whole)
+        places = (whole, stacking.shardings, states.shardings, whole, whole, whole, whole, whole)
         options = keeping_barriers(self.mesh.devices.flat)
         return jax.jit(step, out_shardings=places, donate_argnums=(1, 2), compiler_options=options)
 
@@ -249,10 +264,10 @@ class SpmdStep(WithoutActions):
         batch = self.microbatches
         split = [batch.split(leaf, dim) for leaf, dim in zip(leaves, batch.dims, strict=True)]
         given = jax.device_put([put(leaf, at) for leaf, at in zip(split, self.places, strict=True)], self.places)
-        number, params, optimizer, loss, norm, aux, evidence = self.run(
-            state.step, state.params, state.optimizer, (state.random, state.other), given
+        number, params, optimizer, scaling, loss, norm, aux, evidence = self.run(
+            state.step, state.params, state.optimizer, (state.random, state.other), state.scaling, given
         )
-        after = TrainState(number, params, optimizer, state.random, state.other, state.graphdef)
+        after = TrainState(number, params, optimizer, state.random, state.other, state.graphdef, scaling=scaling)
         return StepResult(after, loss, aux, norm, evidence)
 
     def memory_bytes(self, state: TrainState, leaves: Sequence[Any]) -> NoReturn:
@@ -260,6 +275,11 @@ class SpmdStep(WithoutActions):
             "the stages of this plan run as one SPMD program, whose memory this version does not read: take "
             "plan.predicted, or leave out one_program in one process"
         )
+
+
+def _behind_stages(dim: int | None) -> int | None:
+    """The dim of copies in a stack, whose first two dims count stages."""
+    return None if dim is None else dim + 2
 
 
 def _whether(group: Sequence[int], mask: Sequence[bool]) -> bool:

@@ -5,9 +5,13 @@ without overflow (Micikevicius et al., arXiv 1710.03740, section 3.2). The argum
 those of SageMaker's model-parallel library.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from shardwright.core.errors import ShardwrightError
+from shardwright.core.errors import ShardwrightError, nearest
+
+_DYNAMIC = ("scale_factor", "scale_window", "min_scale", "delayed_shift", "consecutive_hysteresis")
 
 
 @dataclass(slots=True)
@@ -68,3 +72,21 @@ class LossScale:
             if rises or self.consecutive_hysteresis:
                 self.hysteresis_left = self.delayed_shift
         self.steps += 1
+
+
+def loss_scale_of(static: float, dynamic: bool, given: Mapping[str, Any]) -> LossScale | None:
+    """The scaling that SageMaker's arguments ask for: ``static_loss_scale``, ``dynamic_loss_scale`` and
+    ``dynamic_loss_args``; None where they ask for nothing. Raises ShardwrightError."""
+    if not dynamic:
+        if given:
+            raise ShardwrightError(
+                f"{next(iter(given))} goes with dynamic_loss_scale=True: leave it out, or let the scale be dynamic"
+            )
+        return None if static == 1.0 else LossScale(float(static))
+    if static != 1.0:
+        raise ShardwrightError(f"static_loss_scale={static} and dynamic_loss_scale=True are both given: keep one")
+    for name in given:
+        if name not in (*_DYNAMIC, "init_scale"):
+            raise ShardwrightError(f"a dynamic loss scale has no {name!r}: {nearest(name, (*_DYNAMIC, 'init_scale'))}")
+    options = {name: value for name, value in given.items() if name != "init_scale"}
+    return LossScale(float(given.get("init_scale", 2.0**32)), True, **options)
