@@ -32,6 +32,7 @@ from shardwright.backends.jax.training.arguments import (
 )
 from shardwright.backends.jax.training.compiled_steps import CompiledSteps
 from shardwright.backends.jax.training.form import Form, form_of
+from shardwright.backends.jax.training.pipelined import PipelinedTraining
 from shardwright.backends.jax.training.protocol import CompiledStep, Training
 from shardwright.core.errors import PlanError, ShardwrightError
 from shardwright.core.plan.plan import Plan
@@ -136,8 +137,8 @@ class TrainStep:
         self._grad_norm: jax.Array | None = None
         self._devices, self._one_program, self._nonfinite = require_devices(devices), one_program, nonfinite
         self._trainings: dict[Form, Training] = {}
-        self._training(is_module=True)
-        self._agreement = StepAgreement(self._devices[: plan.mesh.size], plan, self._loss)
+        in_stages = isinstance(self._training(is_module=True), PipelinedTraining)
+        self._agreement = StepAgreement(self._devices[: plan.mesh.size], plan, self._loss, in_stages=in_stages)
         self._op_checks: dict[int, OpChecks] = {}
         """The checks of compiled steps, by the identity of the step."""
         self._sentinel = Sentinel(nonfinite, self._agreement.alone, debug is not None)

@@ -45,6 +45,26 @@ def require_devices(devices: Sequence[jax.Device] | None) -> list[jax.Device]:
     return given
 
 
+def require_equal_shares(devices: Sequence[jax.Device]) -> None:
+    """Raise ClusterError unless every process of the run has as many of a plan's devices."""
+    counts = {process: 0 for process in range(jax.process_count())}
+    for device in devices:
+        counts[device.process_index] += 1
+    if len(set(counts.values())) == 1:
+        return
+    said = ", ".join(f"process {process} has {count}" for process, count in counts.items())
+    share, rest = divmod(len(devices), len(counts))
+    fix = (
+        f"give devices= with {share} of each process, in the order of the processes"
+        if not rest
+        else f"plan for a number of devices that {len(counts)} processes divide"
+    )
+    raise ClusterError(
+        f"the plan's {len(devices)} devices are not divided equally over the {len(counts)} processes of the run: "
+        f"{said}; {fix}"
+    )
+
+
 def no_mesh() -> AbstractContextManager[Any]:
     """A context without a mesh. A plan has meshes of its own; one that the caller has set, of whatever axis types, is
     theirs alone."""

@@ -1,7 +1,10 @@
-"""A cut training step run under a core schedule: one process drives all stages, one dispatch per action.
+"""A cut training step run under a core schedule: every process drives the stages of its devices, one dispatch per
+action.
 
 Dispatch is asynchronous: the host hands out actions in an order that agrees with every rank's own and with the flow of
-values, and devices run as soon as what they wait for is there. Between stages arrays go by `transfers`.
+values, and devices run as soon as what they wait for is there. Between stages arrays go by `transfers`. Of several
+processes each goes through all actions in this one order: it runs those of its own stages, and takes its part in every
+transfer.
 
 A rank runs its actions one after the other and in the schedule's order: every function reads a number that the one
 before it made. GPUs do so by themselves; on CPUs JAX starts whatever has its operands, also two functions at a time on
@@ -14,8 +17,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
 
+from shardwright.backends.jax.machine.process_transfers import across, placed
 from shardwright.backends.jax.pipeline.compilation import Compiler
 from shardwright.backends.jax.pipeline.microbatch import CutMicrobatch
 from shardwright.backends.jax.pipeline.multi_mesh import PlacedProgram
@@ -28,6 +33,8 @@ from shardwright.core.schedule.actions import Action, Kind
 from shardwright.core.schedule.checks import require_trains
 from shardwright.core.schedule.simulate import simulate_schedule
 
+BATCH = 5
+"""The number of a step's argument that is the batch."""
 MOST_AHEAD = 8
 """The most actions that a rank of several CPU devices is handed before they are done. XLA's CPU client lets a device
 have 32 programs under way; one for several devices that finds them full waits in a thread of the pool that runs
@@ -118,17 +125,20 @@ class Pipeline:
             raise
         self.done = self._compiler.done
         self.numbers = [
-            jax.device_put([jnp.int32(m) for m in range(schedule.microbatches)], whole) for whole in meshes.whole
+            [placed(np.int32(m), whole) for m in range(schedule.microbatches)] if here else []
+            for whole, here in zip(meshes.whole, meshes.here, strict=True)
         ]
         self.markers = {
-            rank: jax.device_put(jnp.int32(0), whole)
-            for rank, whole in zip(schedule.placement, meshes.whole, strict=True)
+            rank: placed(np.int32(0), whole)
+            for rank, whole, here in zip(schedule.placement, meshes.whole, meshes.here, strict=True)
+            if here
         }
         changed = micro.operands.state.items()
         self.state_homes = {value: micro.cut.maker(position) for value, position in changed}
         """The stage that changes each of the model's other values that a step changes."""
         self.owned, self.loads = self._loads()
         self.load_targets = [self.programs.sharding(load.stage, load.key) for load in self.loads]
+        self.loading = Loading(self.loads, self.load_targets, meshes)
         devices = meshes.devices(0)
         self.under_way: dict[int, deque[jax.Array]] | None = None
         """The arrays that are there when the last actions of each rank of several CPU devices are done."""
@@ -212,14 +222,18 @@ class Pipeline:
         for run in runs:
             run.shared.clear()
         self.finish()
-        made = self.update([*gradients, *sums, step, *optimizer, *params])
+        made = self.update([*gradients, *sums, self._at_home(step), *optimizer, *params])
         self.counts.dispatches += self.update.dispatches
         bad_stage = None if self.nonfinite == "ignore" else made.pop()
         states = len(optimizer)
+        step, loss, norm = self.meshes.for_all([made[0], made[-2], made[-1]])
         return PipelineResult(
-            made[0], made[1 + states : -2], made[1 : 1 + states], other, made[-2], made[-1], metric_sums, rows,
-            bad_stage, faults,
-        )  # fmt: skip
+            step, made[1 + states : -2], made[1 : 1 + states], other, loss, norm, metric_sums, rows, bad_stage, faults
+        )
+
+    def _at_home(self, step: jax.Array) -> jax.Array:
+        """The count of steps on the devices of stage 0, whose update counts on."""
+        return across([step], [self.meshes.whole[0]])[0] if self.meshes.several else step
 
     def _begin(self, *arguments: Sequence[jax.Array]) -> list[StageRun]:
         """The arrays that each stage begins a step with, put there in one transfer, and its sums, at zero."""
@@ -227,14 +241,13 @@ class Pipeline:
         runs = [StageRun({}, [{} for _ in microbatches]) for _ in self.micro.cut.parts]
         for own in self.owned:
             runs[own.stage].shared[own.key] = arguments[own.argument][own.position]
-        moved = [arguments[load.argument][load.position] for load in self.loads]
-        put = jax.device_put(moved, self.load_targets) if moved else []
-        self.counts.transfers += len(moved)
+        put = self.loading([arguments[load.argument][load.position] for load in self.loads])
+        self.counts.transfers += len(put)
         for load, array in zip(self.loads, put, strict=True):
             runs[load.stage].shared[load.key] = array
         for run, zeros, keys in zip(runs, self.programs.zeros, self.programs.zero_keys, strict=True):
             run.shared.update(zip(keys, zeros()() if keys else (), strict=True))
-        self.counts.dispatches += len(runs)
+        self.counts.dispatches += sum(self.meshes.here)
         return runs
 
     def _act(self, runs: list[StageRun], part: Action, observe: Observer | None) -> None:
@@ -245,14 +258,13 @@ class Pipeline:
             return
         shared, local = runs[stage].shared, runs[stage].local[m]
         rank = self.schedule.placement[stage]
-        shared[("m", 0, 0)], shared[MARKER] = self.numbers[stage][m], self.markers[rank]
-        made = launch.run(*[local[key] if is_local else shared[key] for is_local, key in launch.reads])
-        self.markers[rank] = made[-1]
-        self.counts.dispatches += 1
-        if self.under_way is not None:
-            if len(self.under_way[rank]) == MOST_AHEAD:
-                self.under_way[rank].popleft().block_until_ready()
-            self.under_way[rank].append(made[-1])
+        made: Any = launch.absent
+        if launch.run is not None:
+            shared[("m", 0, 0)], shared[MARKER] = self.numbers[stage][m], self.markers[rank]
+            made = launch.run(*[local[key] if is_local else shared[key] for is_local, key in launch.reads])
+            self.markers[rank] = made[-1]
+            self.counts.dispatches += 1
+            self._pace(rank, made[-1])
         for position, is_local, key in launch.stays:
             if key[0] == "row":  # of every microbatch, until the step ends
                 key = (key[0], key[1], m)
@@ -266,6 +278,36 @@ class Pipeline:
             local.clear()  # whoever else knows it lets go of its arrays too
         if observe is not None:
             observe(part, rank, made[-1])
+
+    def _pace(self, rank: int, marker: jax.Array) -> None:
+        """Note an action of a rank, and wait for an earlier one where too many are under way."""
+        if self.under_way is None:
+            return
+        if len(self.under_way[rank]) == MOST_AHEAD:
+            self.under_way[rank].popleft().block_until_ready()
+        self.under_way[rank].append(marker)
+
+
+class Loading:
+    """The transfer of what stages take of state and batch, which is the same in every step."""
+
+    def __init__(self, loads: Sequence[Load], targets: Sequence[NamedSharding], meshes: StageMeshes) -> None:
+        self.targets, self.several = list(targets), meshes.several
+        self.of_batch = [n for n, load in enumerate(loads) if load.argument == BATCH and meshes.here[load.stage]]
+        """The loads of the batch, which every process has whole, that stages of this process take."""
+        self.of_state = [n for n, load in enumerate(loads) if load.argument != BATCH]
+
+    def __call__(self, arrays: Sequence[Any]) -> Sequence[Any]:
+        """The arrays where stages take them. None for parts of the batch that stages of other processes take."""
+        if not self.several:
+            return jax.device_put(list(arrays), self.targets) if arrays else []
+        found: list[Any] = [None] * len(arrays)
+        moved = across([arrays[n] for n in self.of_state], [self.targets[n] for n in self.of_state], from_state=True)
+        for n, array in zip(self.of_state, moved, strict=True):
+            found[n] = array
+        for n in self.of_batch:
+            found[n] = placed(arrays[n], self.targets[n])
+        return found
 
 
 def dispatch_order(schedule: Schedule) -> list[Action]:

@@ -8,8 +8,15 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from shardwright.backends.jax.machine.mesh import bind
-from shardwright.core.errors import MissingCapabilityError, PlanError
+from shardwright.backends.jax.machine.mesh import bind, require_equal_shares
+from shardwright.backends.jax.machine.process_transfers import (
+    across,
+    first_devices,
+    is_here,
+    require_carrier,
+    several_processes,
+)
+from shardwright.core.errors import PlanError
 from shardwright.core.model.structure import UnitBinding
 from shardwright.core.plan.plan import Plan
 
@@ -100,25 +107,25 @@ class StageMeshes:
     """The devices of every stage, as a mesh with the axes dp and tp. Stages of one rank share a mesh."""
 
     def __init__(self, plan: Plan, devices: Sequence[jax.Device] | None, placement: Sequence[int]) -> None:
-        """Lay the plan's mesh over ``devices``. Raises ClusterError when their number is not the plan's,
-        MissingCapabilityError when they belong to several processes."""
+        """Lay the plan's mesh over ``devices``. Raises ClusterError when their number is not the plan's, or several
+        processes have them unequally, MissingCapabilityError where arrays cannot go between their processes."""
         mesh = bind(plan.mesh, devices)
-        processes = {device.process_index for device in mesh.devices.flat}
-        if len(processes) > 1:
-            d = plan.decision
-            fix = "stages that are alike, which one program over all processes runs (one_program=True)"
-            if d.pp == 1:
-                fix = f"an nnx.Module, or plan with recompute='none': it is {d.recompute!r}"
-            raise MissingCapabilityError(
-                f"the plan has pp={d.pp} over the devices of {len(processes)} processes, and stages that are programs "
-                "of their own, as what a plain function or a Linen model computes again is, run in one process: give "
-                f"devices=jax.local_devices(), or {fix}"
-            )
+        self.several = several_processes(list(mesh.devices.flat))
+        """Whether the stages lie on the devices of more than one process."""
+        if self.several:
+            require_equal_shares(list(mesh.devices.flat))
+            require_carrier(len({device.process_index for device in mesh.devices.flat}))
         grid = mesh.devices.transpose([mesh.axis_names.index(name) for name in ("pp", "dp", "tp")])
         ranks = [jax.sharding.Mesh(grid[rank], ("dp", "tp")) for rank in range(plan.decision.pp)]
         self.placement = tuple(placement)
         self.meshes = tuple(ranks[rank] for rank in placement)
         self.whole = tuple(NamedSharding(mesh, jax.sharding.PartitionSpec()) for mesh in self.meshes)
+        self.here = tuple(is_here(whole) for whole in self.whole)
+        """Whether this process has a device of each stage, and so runs its programs."""
+        self.everywhere = NamedSharding(jax.sharding.Mesh(grid, ("pp", "dp", "tp")), jax.sharding.PartitionSpec())
+        """The sharding of what every device of the plan has whole."""
+        self.first_devices = NamedSharding(jax.sharding.Mesh(first_devices(grid.flat), "process"), jax.sharding.PartitionSpec())
+        """The sharding of what one device of every process has whole."""
 
     def __len__(self) -> int:
         return len(self.meshes)
@@ -129,3 +136,11 @@ class StageMeshes:
 
     def devices(self, stage: int) -> tuple[jax.Device, ...]:
         return tuple(self.meshes[stage].devices.flat)
+
+    def for_all(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+        """Arrays of single stages, whole on every device where several processes have the plan's; else as they are."""
+        return across(arrays, [self.everywhere] * len(arrays)) if self.several else list(arrays)
+
+    def spans(self, stage: int) -> bool:
+        """Whether the devices of one stage belong to several processes."""
+        return several_processes(self.devices(stage))

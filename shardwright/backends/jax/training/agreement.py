@@ -17,11 +17,18 @@ from shardwright.backends.jax.state.train_state import TrainState
 from shardwright.core.plan.plan import Plan
 
 
+COLUMNS = (
+    "call", "versions of JAX and its libraries", "plan", "parameters and optimizer", "settings of train_step", "seed",
+    "parameters given to init", "form of the batch", "batch",
+)  # fmt: skip
+"""The names of what is compared, in every comparison as many."""
+
+
 class StepAgreement(Agreement):
     """A comparison of the plan, the state and the batch of a step. With one process it does nothing at all."""
 
-    def __init__(self, devices: Sequence[jax.Device], plan: Plan, loss: LossFunction) -> None:
-        super().__init__(devices)
+    def __init__(self, devices: Sequence[jax.Device], plan: Plan, loss: LossFunction, *, in_stages: bool) -> None:
+        super().__init__(devices, by_transfers=in_stages)
         self.plan, self.loss = plan, loss
         self._sums: dict[str, int] = {}
         """The sums of what is the same in every step; empty before the first."""
@@ -44,6 +51,19 @@ class StepAgreement(Agreement):
         if not self.alone:
             self._given_sum = array_sum([np.asarray(leaf) for leaf in jax.tree.leaves(given.params)])
 
+    def compare_call(self, name: str) -> None:
+        """Wait until all processes have come to a call that takes its part in transfers. Raises PlanError where others
+        made another call, which would pair what they send with what this one waits for."""
+        if not self.alone:
+            self.compare({**dict.fromkeys(COLUMNS, 0), "call": text_sum(name)}, wait=True)
+
+    def compare_program(self, order: Any) -> None:
+        """Wait until all processes have compiled a step, and compare the order of its transfers. Raises PlanError where
+        they differ."""
+        if not self.alone:
+            sums = {**dict.fromkeys(COLUMNS, 0), "call": text_sum("step_for"), "batch": text_sum(order)}
+            self.compare({"order of transfers" if name == "batch" else name: s for name, s in sums.items()}, wait=True)
+
     def compare_step(self, state: TrainState, batch: FlatBatch, *, is_new: bool) -> None:
         """Compare what all processes must share. A step that ran before sums nothing but its batch anew. Raises
         PlanError, naming what differs."""
@@ -61,4 +81,5 @@ class StepAgreement(Agreement):
                 "parameters given to init": self._given_sum,
                 "form of the batch": text_sum((batch.structure, form)),
             }
-        self.compare({**self._sums, "batch": array_sum(batch.leaves)}, wait=is_new)
+        sums = {"call": text_sum("step"), **self._sums, "batch": array_sum(batch.leaves)}
+        self.compare(sums, wait=is_new)
