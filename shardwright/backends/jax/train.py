@@ -177,6 +177,7 @@ class TrainStep:
             if init is None:
                 self._agreement.note_given(given)
             require_model(self.plan, given)
+            self._agreement.compare_call("train.init")
             make = None if init is None else lambda: take_apart(init(), seed, state)
             return self._training(is_module=given.graphdef is not None).init(given, make)
 
@@ -265,7 +266,10 @@ class TrainStep:
             given = with_values(batch, dims, values)
             self._agreement.compare_step(state, given, is_new=known is None)
             given = training.put(given)
-            return known or training.step_for(state, given), given.leaves
+            step = known or training.step_for(state, given)
+            if known is None and step.pipeline is not None:
+                self._agreement.compare_program(step.pipeline.transfer_order())
+            return step, given.leaves
 
         return self._steps.find((structure, dims, shapes, kept), state.graphdef, compile_step)
 
@@ -296,6 +300,7 @@ class TrainStep:
         """
         state.require_alive()
         self.settle()
+        self._agreement.compare_call("train.params")
         with no_mesh():
             parts = replace(parts_of(state), params=self._training_of(state).whole(state))
             if at is not None:

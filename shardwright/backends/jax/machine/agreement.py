@@ -22,6 +22,8 @@ from shardwright.core.errors import PlanError
 MOST_BYTES = 1 << 20
 """The most bytes of an array's contents that are summed up in every step, which takes 0.3 ms. In a larger array these
 many are taken, evenly spread."""
+COLUMNS = 16
+"""The numbers in every row that goes by transfers. Rows of different calls have to be as long, to meet at all."""
 FIX = "give all processes the same: the same script, plan, seed and global batch"
 
 
@@ -63,7 +65,8 @@ class Agreement:
         self.processes = [device.process_index for device in self.devices]
         self.alone = len(set(self.processes)) == 1
         self.pending: deque[tuple[tuple[str, ...], Any]] = deque()
-        self._exchange = RowExchange(self.devices) if by_transfers and not self.alone else None
+        self.by_transfers = by_transfers and not self.alone
+        self._exchange = RowExchange(self.devices) if self.by_transfers else None
         if self._exchange is not None:
             self.processes = list(self._exchange.processes)
         elif not self.alone:
@@ -77,7 +80,8 @@ class Agreement:
         processes."""
         if self.alone:
             return
-        row = np.array([list(sums.values())], np.uint32).view(np.int32)
+        numbers = [*sums.values(), *[0] * (COLUMNS - len(sums))] if self.by_transfers else list(sums.values())
+        row = np.array([numbers], np.uint32).view(np.int32)
         if self._exchange is not None:
             self.pending.append((tuple(sums), self._exchange(row[0])))
             self.settle(0 if wait else 1)

@@ -9,6 +9,7 @@ another process, and no program of a device waits inside of itself: a transfer t
 An array without a shard in this process is *absent* here: it has a shape, a dtype and a sharding, and no data.
 """
 
+import os
 from collections.abc import Sequence
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
@@ -36,9 +37,30 @@ class Way(NamedTuple):
     shard_shape: tuple[int, ...]
 
 
+def processes_of(devices: Sequence[jax.Device]) -> set[int]:
+    """The processes that have a device of these."""
+    return {device.process_index for device in devices}
+
+
 def several_processes(devices: Sequence[jax.Device]) -> bool:
     """Whether devices belong to more than one process."""
-    return len({device.process_index for device in devices}) > 1
+    return len(processes_of(devices)) > 1
+
+
+def require_threads(stage: int, devices: Sequence[jax.Device]) -> None:
+    """Raise MissingCapabilityError for a stage on the CPU devices of several processes where JAX has too few threads. A
+    collective holds a thread for every device of this process until the other processes have come to it, and what
+    they wait for takes one more."""
+    threads = os.environ.get("NPROC", "") or str(os.cpu_count() or 1)
+    own = len(jax.local_devices())
+    if devices[0].platform != "cpu" or not several_processes(devices) or not threads.isdigit() or int(threads) > own:
+        return
+    raise MissingCapabilityError(
+        f"stage {stage} lies on CPU devices of {len(processes_of(devices))} processes, and JAX has {threads} threads for "
+        f"the {own} devices of this one: where all of them wait in a collective, none is left for what other processes "
+        f"wait for. Set the environment variable NPROC={own + 2} before JAX is first used, or give each stage the "
+        "devices of one process, by the order of devices="
+    )
 
 
 @lru_cache(maxsize=4096)

@@ -20,7 +20,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from shardwright.backends.jax.machine.process_transfers import across, placed
+from shardwright.backends.jax.machine.process_transfers import across, placed, processes_of
 from shardwright.backends.jax.pipeline.compilation import Compiler
 from shardwright.backends.jax.pipeline.microbatch import CutMicrobatch
 from shardwright.backends.jax.pipeline.multi_mesh import PlacedProgram
@@ -31,6 +31,7 @@ from shardwright.backends.jax.state.ownership import StageMeshes
 from shardwright.core.schedule import Schedule, StageCosts
 from shardwright.core.schedule.actions import Action, Kind
 from shardwright.core.schedule.checks import require_trains
+from shardwright.core.schedule.process_order import check_processes, ordered_steps, processes_steps
 from shardwright.core.schedule.simulate import simulate_schedule
 
 BATCH = 5
@@ -124,6 +125,8 @@ class Pipeline:
             self.cancel()
             raise
         self.done = self._compiler.done
+        if meshes.several:
+            self._check_order()
         self.numbers = [
             [placed(np.int32(m), whole) for m in range(schedule.microbatches)] if here else []
             for whole, here in zip(meshes.whole, meshes.here, strict=True)
@@ -158,6 +161,29 @@ class Pipeline:
         uses = [(self.weights[key[1]].holding.leaf, stage) for stage, key in self.gradient_keys]
         totals = self.sums[WEIGHT], self.sums[TOTAL]
         return optimizer.compile_update(uses, *totals, self.micro.divisor, self.nonfinite, self._compiler)
+
+    def _check_order(self) -> None:
+        """Check that all processes come to the end of a step, whatever time each takes. Raises ScheduleError."""
+        parts = self.micro.cut.parts
+        edges = {(a.source, stage) for stage, part in enumerate(parts) for a in part.arrivals}
+        gradients = {(a.source, stage) for stage, part in enumerate(parts) for a in part.arrivals if a.differentiable}
+        owners = [processes_of(self.meshes.devices(stage)) for stage in range(len(parts))]
+        steps = ordered_steps(self.order, edges, gradients)
+        check_processes(processes_steps(steps, owners), owners, edges, gradients)
+
+    def transfer_order(self) -> list[Any]:
+        """The transfers of a step, which all processes make in one order, as values to be compared."""
+        flat, update = self.micro.cut.flat, self.update
+        return [
+            [str(action) for action in self.order],
+            [
+                [(a.value, a.source, str(flat.avals[a.value]), a.differentiable) for a in part.arrivals]
+                for part in self.micro.cut.parts
+            ],
+            [str(load) for load in self.loads],
+            update.first_moves,
+            [(sources, targets) for _, sources, targets, _ in update.levels],
+        ]
 
     def finish(self) -> None:
         """Wait until all programs are compiled."""

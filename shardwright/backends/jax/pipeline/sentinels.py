@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from shardwright.backends.jax.machine.process_transfers import across
 from shardwright.backends.jax.pipeline.stage_functions import BACKWARD, FORWARD, LOSS, TOTAL
 from shardwright.backends.jax.program.cut import Cut
 from shardwright.core.errors import NonFiniteError, ShardwrightError
@@ -144,7 +145,7 @@ class Sentinel:
                 continue
             if np.isfinite(_host(evidence.loss)) and np.isfinite(_host(evidence.norm)):
                 continue
-            found: Evidence = jax.tree.map(_host, evidence)
+            found: Evidence = jax.tree.map(_host, _with_all_details(evidence))
             if int(found.step) in self._told:
                 continue
             more = "; no op of a microbatch made it when it ran by itself on one device" if self.debugged else ""
@@ -211,6 +212,15 @@ def judged(answer: Answer, evidence: Evidence, after: Any, before: Any) -> tuple
     if answer == "error":
         after = chosen(is_sound(evidence.loss, evidence.norm), after, before)
     return after, None if answer == "ignore" else evidence
+
+
+def _with_all_details(evidence: Evidence) -> Evidence:
+    """The evidence with details that other processes have. All processes look at the same steps."""
+    at = evidence.loss.sharding
+    if at.is_fully_addressable:
+        return evidence
+    leaves, structure = jax.tree.flatten(evidence.details)
+    return evidence._replace(details=jax.tree.unflatten(structure, across(leaves, [at] * len(leaves))))
 
 
 def _is_there(array: Any) -> bool:

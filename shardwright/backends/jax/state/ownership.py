@@ -14,6 +14,7 @@ from shardwright.backends.jax.machine.process_transfers import (
     first_devices,
     is_here,
     require_carrier,
+    require_threads,
     several_processes,
 )
 from shardwright.core.errors import PlanError
@@ -120,6 +121,8 @@ class StageMeshes:
         self.placement = tuple(placement)
         self.meshes = tuple(ranks[rank] for rank in placement)
         self.whole = tuple(NamedSharding(mesh, jax.sharding.PartitionSpec()) for mesh in self.meshes)
+        for stage in range(len(self.meshes)):
+            require_threads(stage, self.devices(stage))
         self.here = tuple(is_here(whole) for whole in self.whole)
         """Whether this process has a device of each stage, and so runs its programs."""
         self.everywhere = NamedSharding(jax.sharding.Mesh(grid, ("pp", "dp", "tp")), jax.sharding.PartitionSpec())

@@ -17,11 +17,8 @@ from shardwright.backends.jax.state.train_state import TrainState
 from shardwright.core.plan.plan import Plan
 
 
-COLUMNS = (
-    "call", "versions of JAX and its libraries", "plan", "parameters and optimizer", "settings of train_step", "seed",
-    "parameters given to init", "form of the batch", "batch",
-)  # fmt: skip
-"""The names of what is compared, in every comparison as many."""
+CALL = "call (a step, train.init, train.params), made in the same order"
+"""The name of what is compared first: the method of the training step that was called."""
 
 
 class StepAgreement(Agreement):
@@ -52,17 +49,16 @@ class StepAgreement(Agreement):
             self._given_sum = array_sum([np.asarray(leaf) for leaf in jax.tree.leaves(given.params)])
 
     def compare_call(self, name: str) -> None:
-        """Wait until all processes have come to a call that takes its part in transfers. Raises PlanError where others
-        made another call, which would pair what they send with what this one waits for."""
-        if not self.alone:
-            self.compare({**dict.fromkeys(COLUMNS, 0), "call": text_sum(name)}, wait=True)
+        """Wait until all processes have come to a call that makes transfers. Raises PlanError where others made another
+        call, whose transfers would be paired with this one's."""
+        if self.by_transfers:
+            self.compare({CALL: text_sum(name)}, wait=True)
 
     def compare_program(self, order: Any) -> None:
-        """Wait until all processes have compiled a step, and compare the order of its transfers. Raises PlanError where
+        """Wait until all processes have traced a step, and compare the order of its transfers. Raises PlanError where
         they differ."""
-        if not self.alone:
-            sums = {**dict.fromkeys(COLUMNS, 0), "call": text_sum("step_for"), "batch": text_sum(order)}
-            self.compare({"order of transfers" if name == "batch" else name: s for name, s in sums.items()}, wait=True)
+        if self.by_transfers:
+            self.compare({CALL: text_sum("its compilation"), "order of transfers": text_sum(order)}, wait=True)
 
     def compare_step(self, state: TrainState, batch: FlatBatch, *, is_new: bool) -> None:
         """Compare what all processes must share. A step that ran before sums nothing but its batch anew. Raises
@@ -81,5 +77,4 @@ class StepAgreement(Agreement):
                 "parameters given to init": self._given_sum,
                 "form of the batch": text_sum((batch.structure, form)),
             }
-        sums = {"call": text_sum("step"), **self._sums, "batch": array_sum(batch.leaves)}
-        self.compare(sums, wait=is_new)
+        self.compare({CALL: text_sum("step"), **self._sums, "batch": array_sum(batch.leaves)}, wait=is_new)
