@@ -12,9 +12,10 @@ import optax
 from flax import nnx
 
 from shardwright.backends.jax.capture.samples import batch_size, of_no_mesh, resolve_batch_dims
-from shardwright.backends.jax.capture.tree import is_function, put_together, take_apart
+from shardwright.backends.jax.capture.tree import Parts, is_function, put_together, take_apart
 from shardwright.backends.jax.loss.microbatches import LossFunction
 from shardwright.backends.jax.machine.mesh import no_mesh, require_devices
+from shardwright.backends.jax.machine.process_transfers import on_own_device
 from shardwright.backends.jax.pipeline.actions import Pipeline, StepCounts
 from shardwright.backends.jax.pipeline.compilation import Compilation
 from shardwright.backends.jax.pipeline.first_bad_op import OpChecks
@@ -202,13 +203,22 @@ class TrainStep:
 
     def _look_at_ops(self, step: CompiledStep, state: TrainState, leaves: tuple[Any, ...]) -> None:
         """Complain of a step that is not run yet whose losses or gradients will not be finite, and name the op."""
-        parts = replace(parts_of(state), params=self._training_of(state).whole(state))
+        parts, number = self._whole(state)
         if id(step) not in self._op_checks:
             device = jax.local_devices()[0] if not self._agreement.alone else self._agreement.devices[0]
             self._op_checks[id(step)] = OpChecks.of(self.plan, step.microbatches, parts, leaves, device)
-        said = self._op_checks[id(step)].first(parts.params, state.random, state.step, state.other, leaves)
+        said = self._op_checks[id(step)].first(parts.params, parts.random, number, parts.other, leaves)
         if said:
             self._sentinel.tell_beforehand(int(state.step), said)
+
+    def _whole(self, state: TrainState) -> tuple[Parts, jax.Array]:
+        """The model of a state with whole parameters, and the count of steps. Where stages lie on the devices of several
+        processes, all of it is on a device of each."""
+        parts = replace(parts_of(state), params=self._training_of(state).whole(state))
+        if not self._agreement.by_transfers:
+            return parts, state.step
+        beside = on_own_device((parts.random, parts.other, state.step), self._agreement.devices)
+        return replace(parts, random=beside[0], other=beside[1]), beside[2]
 
     def settle(self) -> None:
         """Wait for all steps so far, and report the losses and gradients that are not finite. Raises NonFiniteError
@@ -302,7 +312,7 @@ class TrainStep:
         self.settle()
         self._agreement.compare_call("train.params")
         with no_mesh():
-            parts = replace(parts_of(state), params=self._training_of(state).whole(state))
+            parts, _ = self._whole(state)
             if at is not None:
                 parts = jax.tree.map(lambda leaf: own_copy(leaf, at), parts)
         return put_together(parts)

@@ -249,6 +249,15 @@ def _reshard(at: NamedSharding) -> Any:
     return jax.jit(lambda array: array, out_shardings=at)
 
 
+def on_own_device(tree: Any, devices: Sequence[jax.Device]) -> Any:
+    """The arrays of a tree whole on the first of this process's ``devices``, whichever processes have them. Every
+    process calls it, and gets all of them."""
+    at = NamedSharding(jax.sharding.Mesh(first_devices(devices), "process"), PartitionSpec())
+    leaves, structure = jax.tree.flatten(tree)
+    moved = across(leaves, [at] * len(leaves), from_state=True)
+    return jax.tree.unflatten(structure, [array.addressable_data(0) for array in moved])
+
+
 class RowExchange:
     """The exchange of a row of numbers between processes: the rows of all of them go to the first, and from it to all.
     No process waits for another until it looks at what it got."""

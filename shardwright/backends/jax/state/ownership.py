@@ -11,7 +11,6 @@ from jax.sharding import NamedSharding
 from shardwright.backends.jax.machine.mesh import bind, require_equal_shares
 from shardwright.backends.jax.machine.process_transfers import (
     across,
-    first_devices,
     is_here,
     require_carrier,
     require_threads,
@@ -127,8 +126,7 @@ class StageMeshes:
         """Whether this process has a device of each stage, and so runs its programs."""
         self.everywhere = NamedSharding(jax.sharding.Mesh(grid, ("pp", "dp", "tp")), jax.sharding.PartitionSpec())
         """The sharding of what every device of the plan has whole."""
-        self.first_devices = NamedSharding(jax.sharding.Mesh(first_devices(grid.flat), "process"), jax.sharding.PartitionSpec())
-        """The sharding of what one device of every process has whole."""
+        self.all_devices = tuple(grid.flat)
 
     def __len__(self) -> int:
         return len(self.meshes)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate, compress
+from itertools import accumulate
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ from shardwright.backends.jax.capture.samples import FlatBatch
 from shardwright.backends.jax.capture.tree import Parts, abstract, shape_key
 from shardwright.backends.jax.loss.metrics import Metrics
 from shardwright.backends.jax.loss.microbatches import Microbatches
-from shardwright.backends.jax.machine.process_transfers import absent, across, is_here, placed
+from shardwright.backends.jax.machine.process_transfers import absent, across, is_here, on_own_device, placed
 from shardwright.backends.jax.memory.compiled_peak import pipeline_bytes
 from shardwright.backends.jax.pipeline.action_times import ActionTimer
 from shardwright.backends.jax.pipeline.actions import Observer, Pipeline, PipelineResult, dispatch_order
@@ -100,9 +100,10 @@ class PipelinedTraining(InStages):
         wanted: list[tuple[int, int, Any, Any]] = [
             (h.stage, h.leaf, h.rows, place.sharding) for h, place in zip(holdings, places, strict=True)
         ]
-        wanted += [(0, leaf, None, self._beside) for leaf in range(count, len(flat.outputs))]
+        last = len(self.meshes) if self.meshes.several else 0  # what every device has is a program of its own
+        wanted += [(last, leaf, None, self._beside) for leaf in range(count, len(flat.outputs))]
         made: list[Any] = [None] * len(wanted)
-        for stage in range(len(self.meshes)):
+        for stage in dict.fromkeys(item[0] for item in wanted):
             own = [index for index, item in enumerate(wanted) if item[0] == stage]
             atoms = [(flat.outputs[wanted[index][1]], wanted[index][2]) for index in own]
             equations = needed(flat.equations, (atom for atom, _ in atoms if isinstance(atom, int)))
@@ -119,25 +120,15 @@ class PipelinedTraining(InStages):
         return made[: len(holdings)], *jax.tree.unflatten(beside, made[len(holdings) :])
 
     def _run_init(self, run: Callable[[], list[Any]], places: Sequence[NamedSharding]) -> list[Any]:
-        """The results of a stage's share of an init function: what is on other processes' devices is absent, and what
-        is on all of them is made by each."""
-        here = [is_here(at) for at in places]
-        shapes = [] if all(here) else jax.eval_shape(run)
-        if not any(here):
-            return [absent(aval, at) for aval, at in zip(shapes, places, strict=True)]
-        own = iter(jax.jit(lambda: list(compress(run(), here)), out_shardings=list(compress(places, here)))())
-        return [
-            next(own) if flag else absent(aval, at) for flag, aval, at in zip(here, shapes or here, places, strict=True)
-        ]
+        """The results of a stage's share of an init function, absent where the stage is of other processes."""
+        if is_here(places[0]):
+            return list(jax.jit(run, out_shardings=places)())
+        return [absent(aval, at) for aval, at in zip(jax.eval_shape(run), places, strict=True)]
 
     def whole(self, state: TrainState) -> Any:
         """The parameters as they were given, every stack whole, on the devices of its first stage; over several
         processes all of them on one device of each process."""
-        given = state.params
-        if self.meshes.several:
-            leaves, structure = jax.tree.flatten(given)
-            every = across(leaves, [self.meshes.first_devices] * len(leaves), from_state=True)
-            given = jax.tree.unflatten(structure, [array.addressable_data(0) for array in every])
+        given = on_own_device(state.params, self.meshes.all_devices) if self.meshes.several else state.params
 
         def join(node: Any) -> Any:
             if not is_stack(node):
