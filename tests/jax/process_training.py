@@ -157,7 +157,7 @@ def run(case: Case, devices: Sequence[jax.Device], plan: sw.Plan | None = None) 
     except sw.ShardwrightError as error:
         found.said = f"{type(error).__name__}: {error}"
     trained = train.params(state)
-    found.params = chains.named(nnx.state(trained, nnx.Param, nnx.BatchStat))
+    found.params = chains.named(nnx.state(trained, nnx.Any(nnx.Param, nnx.BatchStat)))
     assert int(state.step) == len(found.losses) or found.said
     return found
 

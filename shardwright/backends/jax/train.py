@@ -67,7 +67,8 @@ def train_step(
         `TrainStep.params` and `TrainStep.original` give the model's own.
     batch_dims: as in capture.
     one_program: run pipeline stages as one SPMD program, which stages that are alike can, instead of programs of their
-        own for each stage, which any model and schedule can, but in one process. Default: only over several processes.
+        own for each stage, which any model and schedule can. Default: only over several processes that arrays cannot go
+        between, as on CPUs without `sw.init`.
     has_aux: the function returns ``(loss, aux)``, or ``(loss, aux, state)``, and the step ``state, loss, aux``: a
         pytree of metrics, each combined over microbatches and replicas by what it is (`backends.jax.loss.metrics`):
         joined where it has a dim of samples, else the weighted mean, integers the sum.
@@ -212,8 +213,8 @@ class TrainStep:
             self._sentinel.tell_beforehand(int(state.step), said)
 
     def _whole(self, state: TrainState) -> tuple[Parts, jax.Array]:
-        """The model of a state with whole parameters, and the count of steps. Where stages lie on the devices of several
-        processes, all of it is on a device of each."""
+        """The model of a state with whole parameters, and the count of steps. Where stages lie on the devices of
+        several processes, all of it is on a device of each."""
         parts = replace(parts_of(state), params=self._training_of(state).whole(state))
         if not self._agreement.by_transfers:
             return parts, state.step

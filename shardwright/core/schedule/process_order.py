@@ -65,8 +65,8 @@ def check_processes(
     edges: Collection[Edge],
     gradients: Collection[Edge],
 ) -> None:
-    """Check that the processes come to the end of their steps, whatever time each takes, even if a transfer holds all of
-    them until they have come to it, and a stage of several processes until all of these have.
+    """Check that the processes come to the end of their steps, whatever time each takes, even if a transfer holds all
+    of them until they have come to it, and a stage of several processes until all of these have.
 
     The process's steps are taken one by one: a transfer ends once it is the next step of every process, and an action
     once it is the next of every process that has devices of its stage. An action has to have been given what it reads.

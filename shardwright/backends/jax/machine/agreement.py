@@ -1,8 +1,8 @@
 """The comparison of the values that all processes of a training step must share.
 
 They are compared before a step is compiled, and its batch in every step. Each process puts checksums on its devices,
-and one small program, or where there are pipeline stages transfers, bring all of them to all. Before the first step of a form every process waits for that; later
-comparisons are looked at when the next step begins.
+and one small program, or where there are pipeline stages transfers, bring all of them to all. Before the first step of
+a form every process waits for that; later comparisons are looked at when the next step begins.
 """
 
 import hashlib

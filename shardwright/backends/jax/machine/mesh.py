@@ -47,7 +47,7 @@ def require_devices(devices: Sequence[jax.Device] | None) -> list[jax.Device]:
 
 def require_equal_shares(devices: Sequence[jax.Device]) -> None:
     """Raise ClusterError unless every process of the run has as many of a plan's devices."""
-    counts = {process: 0 for process in range(jax.process_count())}
+    counts = dict.fromkeys(range(jax.process_count()), 0)
     for device in devices:
         counts[device.process_index] += 1
     if len(set(counts.values())) == 1:

@@ -10,7 +10,7 @@ An array without a shard in this process is *absent* here: it has a shape, a dty
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
@@ -56,9 +56,9 @@ def require_threads(stage: int, devices: Sequence[jax.Device]) -> None:
     if devices[0].platform != "cpu" or not several_processes(devices) or not threads.isdigit() or int(threads) > own:
         return
     raise MissingCapabilityError(
-        f"stage {stage} lies on CPU devices of {len(processes_of(devices))} processes, and JAX has {threads} threads for "
-        f"the {own} devices of this one: where all of them wait in a collective, none is left for what other processes "
-        f"wait for. Set the environment variable NPROC={own + 2} before JAX is first used, or give each stage the "
+        f"stage {stage} lies on CPU devices of {len(processes_of(devices))} processes, and JAX has {threads} threads "
+        f"for the {own} devices of this one: where all of them wait in a collective, none is left for what other "
+        f"processes wait for. Set the environment variable NPROC={own + 2} before JAX is first used, or give each stage the "
         "devices of one process, by the order of devices="
     )
 
@@ -106,7 +106,7 @@ def require_carrier(processes: int) -> None:
 def open_socket(host: str, port: int) -> None:
     """Name the socket for arrays between processes, before the backend starts, where the platform may be CPUs and the
     user has named none. Connections are made at ``host`` alone."""
-    platforms = jax.config.jax_platforms or "cpu"
+    platforms = jax.config.values.get("jax_platforms") or "cpu"
     if "cpu" not in platforms.split(",") or _socket():
         return
     at = f"[{host}]" if ":" in host else host
@@ -148,7 +148,7 @@ def across(
         moved.append((position, data, way, held))
     _hop(moved, far=True, copies=from_state)
     _hop(moved, far=False, copies=False)
-    for position, data, way, held in moved:
+    for position, data, _, held in moved:
         target = targets[position]
         own = [held[device] for device in target.addressable_devices]
         made: jax.Array = jax.make_array_from_single_device_arrays(data.shape, target, own, dtype=data.dtype)
@@ -197,18 +197,20 @@ def _absent_piece(shape: tuple[int, ...], dtype: Any, device: jax.Device) -> jax
 
 
 @lru_cache(maxsize=65536)
-def way_of(
-    shape: tuple[int, ...], source: jax.sharding.Sharding, target: jax.sharding.Sharding
-) -> Way | None:
+def way_of(shape: tuple[int, ...], source: jax.sharding.Sharding, target: jax.sharding.Sharding) -> Way | None:
     """The hops from one sharding to another; None where a device of the target wants a part that no device of the
     source holds as such. A part goes to a process once."""
     holders: dict[Index, list[jax.Device]] = {}
-    for device, index in source.devices_indices_map(shape).items():
-        holders.setdefault(_index(index, shape), []).append(device)
-    stays, far, near = [], [], []
+    held_at: Mapping[Any, Any] = source.devices_indices_map(shape)
+    for holder, held_slices in held_at.items():
+        holders.setdefault(_index(held_slices, shape), []).append(holder)
+    stays: list[jax.Device] = []
+    far: list[tuple[jax.Device, jax.Device]] = []
+    near: list[tuple[jax.Device, jax.Device]] = []
     arrived: dict[tuple[Index, int], jax.Device] = {}
     turn: dict[Index, int] = {}
-    for device, slices in target.devices_indices_map(shape).items():
+    placed_at: Mapping[Any, Any] = target.devices_indices_map(shape)
+    for device, slices in placed_at.items():
         index = _index(slices, shape)
         held = holders.get(index)
         if held is None:

@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
 from shardwright.backends.jax.machine.process_transfers import across
 from shardwright.backends.jax.pipeline.stage_functions import BACKWARD, FORWARD, LOSS, TOTAL
@@ -217,7 +218,7 @@ def judged(answer: Answer, evidence: Evidence, after: Any, before: Any) -> tuple
 def _with_all_details(evidence: Evidence) -> Evidence:
     """The evidence with details that other processes have. All processes look at the same steps."""
     at = evidence.loss.sharding
-    if at.is_fully_addressable:
+    if at.is_fully_addressable or not isinstance(at, NamedSharding):
         return evidence
     leaves, structure = jax.tree.flatten(evidence.details)
     return evidence._replace(details=jax.tree.unflatten(structure, across(leaves, [at] * len(leaves))))

@@ -38,8 +38,8 @@ FOLLOWING = {Kind.FORWARD: (Kind.BACKWARD, Kind.INPUT_GRAD), Kind.INPUT_GRAD: (K
 class Launch:
     """A compiled stage function, the sources of its operands and the destinations of its results."""
 
-    run: jax.stages.Compiled | None
-    """None on a stage of other processes."""
+    run: Any
+    """The compiled program, `jax.stages.Compiled`; None on a stage of other processes."""
     absent: dict[int, jax.Array]
     """Of a stage of other processes, the results that are sent or outlive the microbatch, absent, by their position."""
     function: StageFunction
@@ -185,7 +185,7 @@ class StagePrograms:
             for position in {position for position, *_ in (*sends, *stays)}:
                 key = function.makes[position]
                 away[position] = absent(self._made(key), self.sharding(stage, key))
-            made = [away[position] for position, *_ in sends]
+            made: list[Any] = [away[position] for position, *_ in sends]
             lies = [array.sharding for array in made]
         else:
             made = [run.out_info[position] for position, *_ in sends]

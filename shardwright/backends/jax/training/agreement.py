@@ -16,7 +16,6 @@ from shardwright.backends.jax.machine.rendezvous import current
 from shardwright.backends.jax.state.train_state import TrainState
 from shardwright.core.plan.plan import Plan
 
-
 CALL = "call (a step, train.init, train.params), made in the same order"
 """The name of what is compared first: the method of the training step that was called."""
 

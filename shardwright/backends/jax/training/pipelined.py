@@ -23,7 +23,6 @@ from shardwright.backends.jax.pipeline.compilation import uncollected
 from shardwright.backends.jax.pipeline.microbatch import cut_microbatch
 from shardwright.backends.jax.pipeline.optimizer_cut import OptimizerCut, Places, cut_up, from_pieces, is_stack, pieces
 from shardwright.backends.jax.pipeline.sentinels import Evidence, Staged, chosen, is_sound
-from shardwright.backends.jax.pipeline.transfers import Route
 from shardwright.backends.jax.program.equations import evaluate, needed, value_of
 from shardwright.backends.jax.program.flattening import flatten
 from shardwright.backends.jax.state.checks import require_like, require_places
@@ -344,10 +343,12 @@ def _sound_state(loss: jax.Array, norm: jax.Array, new: jax.Array, old: jax.Arra
     if not isinstance(whole, NamedSharding):
         return new
     at = NamedSharding(whole.mesh, PartitionSpec())
-    given = Route([loss, norm, new, old], [a.sharding for a in (loss, norm, new, old)], [at, at, whole, whole])(
-        [loss, norm, new, old]
-    )
-    return _select_sound(*given) if is_here(whole) else new  # type: ignore[no-any-return]
+    arrays, places = [loss, norm, new, old], [at, at, whole, whole]
+    if loss.sharding.is_fully_addressable:
+        found: jax.Array = _select_sound(*jax.device_put(arrays, places))
+        return found
+    moved = across(arrays, places)
+    return _select_sound(*moved) if is_here(whole) else new
 
 
 def _of_process(leaf: Any) -> Any:
