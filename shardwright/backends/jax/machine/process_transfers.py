@@ -58,8 +58,8 @@ def require_threads(stage: int, devices: Sequence[jax.Device]) -> None:
     raise MissingCapabilityError(
         f"stage {stage} lies on CPU devices of {len(processes_of(devices))} processes, and JAX has {threads} threads "
         f"for the {own} devices of this one: where all of them wait in a collective, none is left for what other "
-        f"processes wait for. Set the environment variable NPROC={own + 2} before JAX is first used, or give each stage the "
-        "devices of one process, by the order of devices="
+        f"processes wait for. Set the environment variable NPROC={own + 2} before JAX is first used, or give each "
+        "stage the devices of one process, by the order of devices="
     )
 
 
@@ -99,7 +99,7 @@ def require_carrier(processes: int) -> None:
             f"the plan's stages lie on the devices of {processes} processes, and JAX on CPUs carries arrays between "
             "processes over a socket that is named before its backend starts: begin with sw.init(...) in place of "
             "jax.distributed.initialize, or set jax_cross_host_transfer_socket_address to this host's address and a "
-            "free port"
+            "free port; stages that are alike run as one program without it (one_program=True)"
         )
 
 
