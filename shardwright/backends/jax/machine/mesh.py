@@ -45,6 +45,16 @@ def require_devices(devices: Sequence[jax.Device] | None) -> list[jax.Device]:
     return given
 
 
+def require_own_device(devices: Sequence[jax.Device]) -> None:
+    """Raise ClusterError where none of a plan's devices is this process's."""
+    own = jax.process_index()
+    if all(device.process_index != own for device in devices):
+        raise ClusterError(
+            f"none of the plan's {len(devices)} devices is of this process, {own} of {jax.process_count()}: give "
+            "devices= with as many of each process, or jax.local_devices() where each trains by itself"
+        )
+
+
 def require_equal_shares(devices: Sequence[jax.Device]) -> None:
     """Raise ClusterError unless every process of the run has as many of a plan's devices."""
     counts = dict.fromkeys(range(jax.process_count()), 0)

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from shardwright.backends.jax.machine.mesh import bind, require_equal_shares
+from shardwright.backends.jax.machine.mesh import bind, require_equal_shares, require_own_device
 from shardwright.backends.jax.machine.process_transfers import (
     across,
     is_here,
@@ -107,11 +107,13 @@ class StageMeshes:
     """The devices of every stage, as a mesh with the axes dp and tp. Stages of one rank share a mesh."""
 
     def __init__(self, plan: Plan, devices: Sequence[jax.Device] | None, placement: Sequence[int]) -> None:
-        """Lay the plan's mesh over ``devices``. Raises ClusterError when their number is not the plan's, or several
-        processes have them unequally, MissingCapabilityError where arrays cannot go between their processes."""
+        """Lay the plan's mesh over ``devices``. Raises ClusterError when their number is not the plan's, none of them
+        is this process's, or several processes have them unequally; MissingCapabilityError where arrays cannot go
+        between these processes."""
         mesh = bind(plan.mesh, devices)
         self.several = several_processes(list(mesh.devices.flat))
         """Whether the stages lie on the devices of more than one process."""
+        require_own_device(list(mesh.devices.flat))
         if self.several:
             require_equal_shares(list(mesh.devices.flat))
             require_carrier(len({device.process_index for device in mesh.devices.flat}))
