@@ -41,6 +41,16 @@ LIMIT = 1.05
 LIMIT_S = 900.0
 
 
+def repeats_for(stage_ms: float) -> int:
+    """Repeats of a chunk in every layer for which a stage takes so long, forward and backward, both devices busy: by
+    the fastest of some steps, so that other work on the machine does not make stages short."""
+    repeats = 8
+    ways = [jax_pipeline.single(repeats, device) for device in jax.devices()]
+    took = [max(jax_pipeline.side_by_side([way.step for way in ways])) for _ in range(30)]
+    of_one = min(took) / (jax_pipeline.MICROBATCHES * jax_pipeline.STAGES * repeats)
+    return max(1, round(stage_ms / 1e3 / of_one))
+
+
 def step_times(repeats: int, schedule: str, repetitions: int) -> dict[str, Any]:
     """The seconds of the steps of this process, its losses, and the sum of its parameters."""
     ours = jax_pipeline.Ours(repeats, schedule, one_program=False)
@@ -134,7 +144,7 @@ def main() -> int:
     if argv.rank >= 0:
         work(argv)
         return 0
-    argv.repeats = jax_pipeline.repeats_for(argv.stage_ms)
+    argv.repeats = repeats_for(argv.stage_ms)
     runs: dict[int, list[list[dict[str, Any]]]] = {1: [], 2: []}
     for number in range(argv.launches):
         for processes in (1, 2) if number % 2 == 0 else (2, 1):

@@ -31,6 +31,7 @@ class StepAgreement(Agreement):
         self._given_sum = 0
         """The sum of the parameters that init was given as arrays."""
         self._calls = 0
+        self._plan_sum = text_sum((plan.decision, plan.mesh))
 
     def explained(self) -> AbstractContextManager[Any]:
         """A context that names a peer that has failed in a step, in runs that began with `rendezvous.init`."""
@@ -51,7 +52,7 @@ class StepAgreement(Agreement):
         """Wait until all processes have come to a call that makes transfers. Raises PlanError where others made another
         call, whose transfers would be paired with this one's."""
         if self.by_transfers:
-            self.compare({CALL: text_sum(name)}, wait=True)
+            self.compare({CALL: text_sum(name), "plan": self._plan_sum}, wait=True)
 
     def compare_program(self, order: Any) -> None:
         """Wait until all processes have traced a step, and compare the order of its transfers. Raises PlanError where
@@ -69,7 +70,7 @@ class StepAgreement(Agreement):
             form = [(np.shape(leaf), str(leaf.dtype), dim) for leaf, dim in zip(batch.leaves, batch.dims, strict=True)]
             self._sums = {
                 "versions of JAX and its libraries": text_sum(versions()),
-                "plan": text_sum((self.plan.decision, self.plan.mesh)),
+                "plan": self._plan_sum,
                 "parameters and optimizer": text_sum(held),
                 "settings of train_step": text_sum((self.loss.has_aux, self.loss.reduction)),
                 "seed": array_sum(jax.tree.leaves(state.random)),
