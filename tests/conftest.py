@@ -24,6 +24,7 @@ LONGEST = (
     "torch/test_schedules.py",
     "twins/test_five.py",
     "jax/test_pipeline_models.py",
+    "jax/test_processes.py",
     "jax/test_spmd.py",
     "torch/test_failure.py",
     "torch/test_tensor_parallel_misuse.py",

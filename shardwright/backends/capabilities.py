@@ -34,7 +34,7 @@ JAX = Capabilities(
     uneven_shards=False,  # a NamedSharding of a jit argument cuts evenly
     partial_layouts=True,  # inside a jit the compiler keeps partial sums until they are needed
     block_layouts=True,  # a PartitionSpec splits a dim as one piece: the compiler moves the parts of a fused one
-    point_to_point=False,
+    point_to_point=True,
     single_controller=True,
     reduce_ops=("sum", "max", "min"),
 )

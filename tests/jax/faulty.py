@@ -29,11 +29,13 @@ class Case:
     """One fault.
 
     Attributes:
-        fault: kill, stop, exit, leave (its script ends), raise, nan (in its share of the batch), sleep (which is none);
-            and for the start of a run those of `AT_START`.
+        fault: kill, stop, exit, leave (its script ends), raise, nan (in its share of the batch), sleep (which is none),
+            batch (it has another one), call (it asks for the parameters where others make a step); and for the start of
+            a run those of `AT_START`.
         where: loader (between steps), or trace (in the loss function, before the first step).
         victim: the process that it happens to.
         dp: how many processes.
+        stages: whether each process has a pipeline stage of its own, in place of a share of the batch.
         step: before which step; they are counted from 0.
         timeout_s: of `sw.init`; 0 leaves the default.
     """
@@ -42,6 +44,7 @@ class Case:
     where: str = "loader"
     victim: int = 0
     dp: int = 2
+    stages: bool = False
     step: int = 2
     timeout_s: float = 0.0
 
@@ -63,6 +66,12 @@ def happen(case: Case) -> None:
         time.sleep(2 * case.timeout_s)
 
 
+def plain(params: dict[str, list[jax.Array]], x: jax.Array) -> jax.Array:
+    for weight in params["w"]:
+        x = jnp.tanh(x @ weight)
+    return jnp.square(x).mean()
+
+
 def train(case: Case) -> None:
     """What a process does."""
     note("began", str(time.time()))
@@ -74,14 +83,15 @@ def train(case: Case) -> None:
     def loss(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
         if case.where == "trace" and rank == case.victim:
             happen(case)
-        return jnp.square(x @ params["w"]).mean()
+        return plain(params, x)
 
-    params = {"w": jnp.ones((WIDTH, WIDTH))}
+    params = {"w": [jnp.eye(WIDTH)] * (2 * world if case.stages else 1)}
     batch = np.ones((2 * world, WIDTH), np.float32)
-    graph = sw.capture(lambda p, x: jnp.square(x @ p["w"]).mean(), (params, batch))
+    graph = sw.capture(plain, (params, batch))
+    degrees = {"pp": world, "dp": 1, "schedule": "1f1b", "virtual_stages": 1} if case.stages else {"pp": 1, "dp": world}
     plan = sw.plan(
-        graph, sw.Cluster("cpu", devices_per_node=world), batch=2 * world, pp=1, dp=world, tp=1, microbatch=2,
-        precision="fp32", recompute="none", shard=0,
+        graph, sw.Cluster("cpu", devices_per_node=world), batch=2 * world, tp=1, microbatch=2,
+        precision="fp32", recompute="none", shard=0, **degrees,
     )  # fmt: skip
     train = sw.train_step(loss, optax.sgd(0.1), plan, nonfinite="error")
     state = train.init(params)
@@ -92,6 +102,9 @@ def train(case: Case) -> None:
             given = np.full_like(batch, np.nan)
         elif number == case.step and rank == case.victim and case.where == "loader":
             happen(case)
+            given = 2 * batch if case.fault == "batch" else batch
+            if case.fault == "call":
+                train.params(state)
         state, value = train(state, given)
         value.block_until_ready()
     train.settle()

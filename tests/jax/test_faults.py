@@ -25,6 +25,11 @@ CASES: dict[str, dict[str, Any]] = {
     "missing": {"fault": "missing", "victim": 1, "dp": 3, "timeout_s": 4.0},
     "twice": {"fault": "twice", "victim": 2, "dp": 3},
     "world": {"fault": "world", "victim": 1},
+    "killed stage": {"fault": "kill", "victim": 1, "stages": True},
+    "raised in a stage": {"fault": "raise", "victim": 0, "stages": True},
+    "left stage": {"fault": "leave", "victim": 0, "stages": True, "timeout_s": 4.0},
+    "another batch": {"fault": "batch", "victim": 1, "stages": True},
+    "another call": {"fault": "call", "victim": 0, "stages": True},
 }
 
 
@@ -92,6 +97,45 @@ def test_a_run_that_cannot_start_says_why_in_every_process(
         assert end["code"] == 1, end["output"][-3000:]
         assert re.search(f"ClusterError: .*{wanted}", end["noted"]["error"], re.DOTALL), end["noted"]["error"]
         assert not end["left"], "processes are left behind"
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        (
+            "killed stage",
+            r"process 0, (after )?step \d of this process, stage 0: process 1 \(pid .* ended without a word",
+        ),
+        ("raised in a stage", r"process 1, .*, stage 1: process 0 \(pid .*\) failed, after step 2 of.*: KeyError"),
+        ("left stage", r"process 1, .*, stage 1: process 0 left the run"),
+    ],
+)
+def test_a_stage_that_fails_ends_the_others(found: dict[str, list[dict[str, Any]]], name: str, said: str) -> None:
+    victim = CASES[name]["victim"]
+    other = found[name][1 - victim]
+    assert not other["was_killed"], other["output"][-3000:]
+    assert other["code"] == 1, other["output"][-3000:]
+    assert re.search(rf"\[shardwright\] {said}", other["output"]), other["output"][-3000:]
+    assert float(other["at"]) - float(found[name][victim]["noted"]["fault"]) < SOON_S
+    assert sum(end["left"] for end in found[name]) == 0, "processes are left behind"
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("another batch", r"PlanError: the processes do not have the same batch: .* process 1 differs from process 0"),
+        ("another call", r"PlanError: the processes do not have the same call \(a step, train.init, train.params\)"),
+    ],
+)
+def test_stages_of_processes_that_do_unlike_things(
+    found: dict[str, list[dict[str, Any]]], name: str, said: str
+) -> None:
+    errors = [end["noted"].get("error", "") for end in found[name]]
+    assert any(re.search(said, error) for error in errors), found[name]
+    for end, error in zip(found[name], errors, strict=True):
+        assert not end["was_killed"], end["output"][-3000:]
+        assert re.search(said, error) or "PeerError" in error or "[shardwright]" in end["output"], end["output"][-3000:]
+        assert end["code"] == 1
 
 
 def test_all_processes_stop_at_the_same_step_that_is_not_finite(found: dict[str, list[dict[str, Any]]]) -> None:

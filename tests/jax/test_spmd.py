@@ -135,7 +135,7 @@ def test_two_processes_of_four_devices_each(expected: Run) -> None:
         assert match, text
         Comparison().losses([float(x) for x in match[1].split(",")], expected.losses).require()
         refusal = (
-            r"refused: MissingCapabilityError: the plan has pp=4 over the devices of 2 processes, .*one_program=True"
+            r"refused: MissingCapabilityError: the plan's stages lie on the devices of 2 processes, .*sw.init.*one_pro"
         )
         assert re.search(refusal, text), text
         for what, name in (("plan", "plan"), ("batch", "batch"), ("later batch", "batch")):

@@ -16,6 +16,7 @@ from shardwright.backends.jax.capture.samples import batch_size, of_no_mesh, res
 from shardwright.backends.jax.capture.tree import Parts, abstract, is_function, put_together, take_apart
 from shardwright.backends.jax.loss.microbatches import LossFunction
 from shardwright.backends.jax.machine.mesh import no_mesh, require_devices
+from shardwright.backends.jax.machine.process_transfers import on_own_device
 from shardwright.backends.jax.pipeline.actions import Pipeline, StepCounts
 from shardwright.backends.jax.pipeline.compilation import Compilation
 from shardwright.backends.jax.pipeline.first_bad_op import OpChecks
@@ -34,6 +35,7 @@ from shardwright.backends.jax.training.arguments import (
 )
 from shardwright.backends.jax.training.compiled_steps import CompiledSteps
 from shardwright.backends.jax.training.form import Form, form_of
+from shardwright.backends.jax.training.pipelined import PipelinedTraining
 from shardwright.backends.jax.training.protocol import CompiledStep, Training
 from shardwright.backends.jax.training.step_log import StepLog
 from shardwright.core.errors import PlanError, ShardwrightError
@@ -73,7 +75,8 @@ def train_step(
         `TrainStep.params` and `TrainStep.original` give the model's own.
     batch_dims: as in capture.
     one_program: run pipeline stages as one SPMD program, which stages that are alike can, instead of programs of their
-        own for each stage, which any model and schedule can, but in one process. Default: only over several processes.
+        own for each stage, which any model and schedule can. Default: only over several processes that arrays cannot go
+        between, as on CPUs without `sw.init`.
     has_aux: the function returns ``(loss, aux)``, or ``(loss, aux, state)``, and the step ``state, loss, aux``: a
         pytree of metrics, each combined over microbatches and replicas by what it is (`backends.jax.loss.metrics`):
         joined where it has a dim of samples, else the weighted mean, integers the sum.
@@ -163,8 +166,9 @@ class TrainStep:
         self._grad_norm: jax.Array | None = None
         self._devices, self._one_program, self._nonfinite = require_devices(devices), one_program, nonfinite
         self._trainings: dict[Form, Training] = {}
-        self._training(is_module=True)
-        self._agreement = StepAgreement(self._devices[: plan.mesh.size], plan, self._loss, self._rule)
+        in_stages = isinstance(self._training(is_module=True), PipelinedTraining)
+        held = self._devices[: plan.mesh.size]
+        self._agreement = StepAgreement(held, plan, self._loss, self._rule, in_stages=in_stages)
         self._op_checks: dict[int, OpChecks] = {}
         """The checks of compiled steps, by the identity of the step."""
         self._sentinel = Sentinel(nonfinite, self._agreement.alone, debug is not None)
@@ -211,6 +215,7 @@ class TrainStep:
                 self._log.model = jax.tree.map(abstract, given)
             given = self._between_steps(given)
             make = None if init is None else lambda: self._between_steps(take_apart(init(), seed, state))
+            self._agreement.compare_call("train.init")
             return self._training(is_module=given.graphdef is not None).init(given, make)
 
     def _between_steps(self, parts: Parts) -> Parts:
@@ -243,13 +248,22 @@ class TrainStep:
 
     def _look_at_ops(self, step: CompiledStep, state: TrainState, leaves: tuple[Any, ...]) -> None:
         """Complain of a step that is not run yet whose losses or gradients will not be finite, and name the op."""
-        parts = replace(parts_of(state), params=self._training_of(state).whole(state))
+        parts, number = self._whole(state)
         if id(step) not in self._op_checks:
             device = jax.local_devices()[0] if not self._agreement.alone else self._agreement.devices[0]
             self._op_checks[id(step)] = OpChecks.of(self.plan, step.microbatches, parts, leaves, device)
-        said = self._op_checks[id(step)].first(parts.params, state.random, state.step, state.other, leaves)
+        said = self._op_checks[id(step)].first(parts.params, parts.random, number, parts.other, leaves)
         if said:
             self._sentinel.tell_beforehand(int(state.step), said)
+
+    def _whole(self, state: TrainState) -> tuple[Parts, jax.Array]:
+        """The model of a state with whole parameters, and the count of steps. Where stages lie on the devices of
+        several processes, all of it is on a device of each."""
+        parts = replace(parts_of(state), params=self._training_of(state).whole(state))
+        if not self._agreement.by_transfers:
+            return parts, state.step
+        beside = on_own_device((parts.random, parts.other, state.step), self._agreement.devices)
+        return replace(parts, random=beside[0], other=beside[1]), beside[2]
 
     def settle(self) -> None:
         """Wait for all steps so far, and report the losses and gradients that are not finite. Raises NonFiniteError
@@ -315,7 +329,10 @@ class TrainStep:
             given = with_values(batch, dims, values)
             self._agreement.compare_step(state, given, is_new=known is None)
             given = training.put(given)
-            return known or training.step_for(state, given), given.leaves
+            step = known or training.step_for(state, given)
+            if known is None and step.pipeline is not None:
+                self._agreement.compare_program(step.pipeline.transfer_order())
+            return step, given.leaves
 
         return self._steps.find((structure, dims, shapes, kept), state.graphdef, compile_step)
 
@@ -346,8 +363,9 @@ class TrainStep:
         """
         state.require_alive()
         self.settle()
+        self._agreement.compare_call("train.params")
         with no_mesh():
-            parts = replace(parts_of(state), params=self._training_of(state).whole(state))
+            parts, _ = self._whole(state)
             if at is not None:
                 parts = jax.tree.map(lambda leaf: own_copy(leaf, at), parts)
         return put_together(parts)

@@ -1,8 +1,8 @@
 """The comparison of the values that all processes of a training step must share.
 
 They are compared before a step is compiled, and its batch in every step. Each process puts checksums on its devices,
-and one small program brings all of them to all. Before the first step of a form every process waits for that; later
-comparisons are looked at when the next step begins.
+and one small program, or where there are pipeline stages transfers, bring all of them to all. Before the first step of
+a form every process waits for that; later comparisons are looked at when the next step begins.
 """
 
 import hashlib
@@ -16,11 +16,14 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from shardwright.backends.jax.machine.process_transfers import RowExchange
 from shardwright.core.errors import PlanError
 
 MOST_BYTES = 1 << 20
 """The most bytes of an array's contents that are summed up in every step, which takes 0.3 ms. In a larger array these
 many are taken, evenly spread."""
+COLUMNS = 16
+"""The numbers in every row that goes by transfers. Rows of different calls have to be as long, to meet at all."""
 FIX = "give all processes the same: the same script, plan, seed and global batch"
 
 
@@ -54,12 +57,19 @@ def versions() -> str:
 class Agreement:
     """A comparison of checksums over the processes of a mesh. It does nothing at all where there is one process."""
 
-    def __init__(self, devices: Sequence[jax.Device]) -> None:
+    def __init__(self, devices: Sequence[jax.Device], *, by_transfers: bool = False) -> None:
+        """by_transfers: the sums go from process to process as pipeline stages' arrays do, and not by a collective. On
+        CPUs a collective holds a thread for every device until all processes have come to it, and what the others wait
+        for may need that thread."""
         self.devices = list(devices)
         self.processes = [device.process_index for device in self.devices]
         self.alone = len(set(self.processes)) == 1
         self.pending: deque[tuple[tuple[str, ...], Any]] = deque()
-        if not self.alone:
+        self.by_transfers = by_transfers and not self.alone
+        self._exchange = RowExchange(self.devices) if self.by_transfers else None
+        if self._exchange is not None:
+            self.processes = list(self._exchange.processes)
+        elif not self.alone:
             mesh = Mesh(np.array(self.devices), "all")
             self._own = NamedSharding(mesh, PartitionSpec("all"))
             self._gather = jax.jit(lambda sums: sums, out_shardings=NamedSharding(mesh, PartitionSpec()))
@@ -70,7 +80,12 @@ class Agreement:
         processes."""
         if self.alone:
             return
-        row = np.array([list(sums.values())], np.uint32).view(np.int32)
+        numbers = [*sums.values(), *[0] * (COLUMNS - len(sums))] if self.by_transfers else list(sums.values())
+        row = np.array([numbers], np.uint32).view(np.int32)
+        if self._exchange is not None:
+            self.pending.append((tuple(sums), self._exchange(row[0])))
+            self.settle(0 if wait else 1)
+            return
         shape = (len(self.devices), len(sums))
         own = jax.make_array_from_callback(shape, self._own, lambda index: row)
         self.pending.append((tuple(sums), self._gather(own)))

@@ -69,6 +69,36 @@ def require_devices(devices: Sequence[jax.Device] | None) -> list[jax.Device]:
     return given
 
 
+def require_own_device(devices: Sequence[jax.Device]) -> None:
+    """Raise ClusterError where none of a plan's devices is this process's."""
+    own = jax.process_index()
+    if all(device.process_index != own for device in devices):
+        raise ClusterError(
+            f"none of the plan's {len(devices)} devices is of this process, {own} of {jax.process_count()}: give "
+            "devices= with as many of each process, or jax.local_devices() where each trains by itself"
+        )
+
+
+def require_equal_shares(devices: Sequence[jax.Device]) -> None:
+    """Raise ClusterError unless every process of the run has as many of a plan's devices."""
+    counts = dict.fromkeys(range(jax.process_count()), 0)
+    for device in devices:
+        counts[device.process_index] += 1
+    if len(set(counts.values())) == 1:
+        return
+    said = ", ".join(f"process {process} has {count}" for process, count in counts.items())
+    share, rest = divmod(len(devices), len(counts))
+    fix = (
+        f"give devices= with {share} of each process, in the order of the processes"
+        if not rest
+        else f"plan for a number of devices that {len(counts)} processes divide"
+    )
+    raise ClusterError(
+        f"the plan's {len(devices)} devices are not divided equally over the {len(counts)} processes of the run: "
+        f"{said}; {fix}"
+    )
+
+
 def no_mesh() -> AbstractContextManager[Any]:
     """A context without a mesh. A plan has meshes of its own; one that the caller has set, of whatever axis types, is
     theirs alone."""

@@ -19,6 +19,7 @@ from typing import Any
 import jax
 
 from shardwright.backends.jax.machine.heartbeat import Pulse
+from shardwright.backends.jax.machine.process_transfers import open_socket
 from shardwright.core.errors import ClusterError
 
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
@@ -86,6 +87,8 @@ def init(
     connection, told = _meet(host, port, processes, process, float(wait_timeout_s))
     pulse = Pulse(connection, process, f"{host}:{port}", float(wait_timeout_s))
     pulse.start()
+    own = str(connection.getsockname()[0])
+    open_socket(own, _free_port(own))
     with pulse.explained("jax.distributed.initialize"):
         jax.distributed.initialize(
             f"{host}:{told['port']}", processes, process, local_device_ids,

@@ -1,7 +1,10 @@
-"""A cut training step run under a core schedule: one process drives all stages, one dispatch per action.
+"""A cut training step run under a core schedule: every process drives the stages of its devices, one dispatch per
+action.
 
 Dispatch is asynchronous: the host hands out actions in an order that agrees with every rank's own and with the flow of
-values, and devices run as soon as what they wait for is there. Between stages arrays go by `transfers`.
+values, and devices run as soon as what they wait for is there. Between stages arrays go by `transfers`. Of several
+processes each goes through all actions in this one order: it runs those of its own stages, and takes its part in every
+transfer.
 
 A rank runs its actions one after the other and in the schedule's order: every function reads a number that the one
 before it made. GPUs do so by themselves; on CPUs JAX starts whatever has its operands, also two functions at a time on
@@ -14,8 +17,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
 
+from shardwright.backends.jax.machine.process_transfers import across, placed, processes_of
 from shardwright.backends.jax.pipeline.compilation import Compiler
 from shardwright.backends.jax.pipeline.microbatch import CutMicrobatch
 from shardwright.backends.jax.pipeline.multi_mesh import PlacedProgram
@@ -28,8 +33,11 @@ from shardwright.core.model.loss.scaling import LossScale
 from shardwright.core.schedule import Schedule, StageCosts
 from shardwright.core.schedule.actions import Action, Kind
 from shardwright.core.schedule.checks import require_trains
+from shardwright.core.schedule.process_order import check_processes, ordered_steps, processes_steps
 from shardwright.core.schedule.simulate import simulate_schedule
 
+BATCH = 5
+"""The number of a step's argument that is the batch."""
 MOST_AHEAD = 8
 """The most actions that a rank of several CPU devices is handed before they are done. XLA's CPU client lets a device
 have 32 programs under way; one for several devices that finds them full waits in a thread of the pool that runs
@@ -126,18 +134,23 @@ class Pipeline:
             self.cancel()
             raise
         self.done = self._compiler.done
+        if meshes.several:
+            self._check_order()
         self.numbers = [
-            jax.device_put([jnp.int32(m) for m in range(schedule.microbatches)], whole) for whole in meshes.whole
+            [placed(np.int32(m), whole) for m in range(schedule.microbatches)] if here else []
+            for whole, here in zip(meshes.whole, meshes.here, strict=True)
         ]
         self.markers = {
-            rank: jax.device_put(jnp.int32(0), whole)
-            for rank, whole in zip(schedule.placement, meshes.whole, strict=True)
+            rank: placed(np.int32(0), whole)
+            for rank, whole, here in zip(schedule.placement, meshes.whole, meshes.here, strict=True)
+            if here
         }
         changed = micro.operands.state.items()
         self.state_homes = {value: micro.cut.maker(position) for value, position in changed}
         """The stage that changes each of the model's other values that a step changes."""
         self.owned, self.loads = self._loads()
         self.load_targets = [self.programs.sharding(load.stage, load.key) for load in self.loads]
+        self.loading = Loading(self.loads, self.load_targets, meshes)
         devices = meshes.devices(0)
         self.under_way: dict[int, deque[jax.Array]] | None = None
         """The arrays that are there when the last actions of each rank of several CPU devices are done."""
@@ -157,6 +170,29 @@ class Pipeline:
         uses = [(self.weights[key[1]].holding.leaf, stage) for stage, key in self.gradient_keys]
         totals = self.sums[WEIGHT], self.sums[TOTAL]
         return optimizer.compile_update(uses, *totals, self.micro.divisor, self.nonfinite, self.rule, self._compiler)
+
+    def _check_order(self) -> None:
+        """Check that all processes come to the end of a step, whatever time each takes. Raises ScheduleError."""
+        parts = self.micro.cut.parts
+        edges = {(a.source, stage) for stage, part in enumerate(parts) for a in part.arrivals}
+        gradients = {(a.source, stage) for stage, part in enumerate(parts) for a in part.arrivals if a.differentiable}
+        owners = [processes_of(self.meshes.devices(stage)) for stage in range(len(parts))]
+        steps = ordered_steps(self.order, edges, gradients)
+        check_processes(processes_steps(steps, owners), owners, edges, gradients)
+
+    def transfer_order(self) -> list[Any]:
+        """The transfers of a step, which all processes make in one order, as values to be compared."""
+        flat, update = self.micro.cut.flat, self.update
+        return [
+            [str(action) for action in self.order],
+            [
+                [(a.value, a.source, str(flat.avals[a.value]), a.differentiable) for a in part.arrivals]
+                for part in self.micro.cut.parts
+            ],
+            [str(load) for load in self.loads],
+            update.first_moves,
+            [(sources, targets) for _, sources, targets, _ in update.levels],
+        ]
 
     def finish(self) -> None:
         """Wait until all programs are compiled."""
@@ -224,16 +260,21 @@ class Pipeline:
         for run in runs:
             run.shared.clear()
         self.finish()
-        made = self.update([*gradients, *sums, step, *scaling, *optimizer, *params])
+        made = self.update([*gradients, *sums, *self._at_home([step, *scaling]), *optimizer, *params])
         self.counts.dispatches += self.update.dispatches
         bad_stage = None if self.nonfinite == "ignore" else made.pop()
-        scales = None if self.rule is None else made.pop()
-        norm, loss = made.pop(), made.pop()
+        told = [] if self.rule is None else [made.pop()]
         first, behind = 1 + len(scaling), 1 + len(scaling) + len(optimizer)
+        step, *scaling, loss, norm = self.meshes.for_all([*made[:first], *made[-2:]])
+        scales = next(iter(self.meshes.for_all(told)), None)
         return PipelineResult(
-            made[0], made[behind:], made[first:behind], other, made[1:first], loss, norm, metric_sums, rows, bad_stage,
-            faults, scales,
+            step, made[behind:-2], made[first:behind], other, scaling, loss, norm, metric_sums, rows, bad_stage, faults,
+            scales,
         )  # fmt: skip
+
+    def _at_home(self, arrays: list[jax.Array]) -> list[jax.Array]:
+        """The count of steps and the factor of the loss on the devices of stage 0, whose update counts on."""
+        return across(arrays, [self.meshes.whole[0]] * len(arrays)) if self.meshes.several else arrays
 
     def _begin(self, *arguments: Sequence[jax.Array]) -> list[StageRun]:
         """The arrays that each stage begins a step with, put there in one transfer, and its sums, at zero."""
@@ -241,14 +282,13 @@ class Pipeline:
         runs = [StageRun({}, [{} for _ in microbatches]) for _ in self.micro.cut.parts]
         for own in self.owned:
             runs[own.stage].shared[own.key] = arguments[own.argument][own.position]
-        moved = [arguments[load.argument][load.position] for load in self.loads]
-        put = jax.device_put(moved, self.load_targets) if moved else []
-        self.counts.transfers += len(moved)
+        put = self.loading([arguments[load.argument][load.position] for load in self.loads])
+        self.counts.transfers += len(put)
         for load, array in zip(self.loads, put, strict=True):
             runs[load.stage].shared[load.key] = array
         for run, zeros, keys in zip(runs, self.programs.zeros, self.programs.zero_keys, strict=True):
             run.shared.update(zip(keys, zeros()() if keys else (), strict=True))
-        self.counts.dispatches += len(runs)
+        self.counts.dispatches += sum(self.meshes.here)
         return runs
 
     def _act(self, runs: list[StageRun], part: Action, observe: Observer | None) -> None:
@@ -259,14 +299,13 @@ class Pipeline:
             return
         shared, local = runs[stage].shared, runs[stage].local[m]
         rank = self.schedule.placement[stage]
-        shared[("m", 0, 0)], shared[MARKER] = self.numbers[stage][m], self.markers[rank]
-        made = launch.run(*[local[key] if is_local else shared[key] for is_local, key in launch.reads])
-        self.markers[rank] = made[-1]
-        self.counts.dispatches += 1
-        if self.under_way is not None:
-            if len(self.under_way[rank]) == MOST_AHEAD:
-                self.under_way[rank].popleft().block_until_ready()
-            self.under_way[rank].append(made[-1])
+        made: Any = launch.absent
+        if launch.run is not None:
+            shared[("m", 0, 0)], shared[MARKER] = self.numbers[stage][m], self.markers[rank]
+            made = launch.run(*[local[key] if is_local else shared[key] for is_local, key in launch.reads])
+            self.markers[rank] = made[-1]
+            self.counts.dispatches += 1
+            self._pace(rank, made[-1])
         for position, is_local, key in launch.stays:
             if key[0] == "row":  # of every microbatch, until the step ends
                 key = (key[0], key[1], m)
@@ -280,6 +319,36 @@ class Pipeline:
             local.clear()  # whoever else knows it lets go of its arrays too
         if observe is not None:
             observe(part, rank, made[-1])
+
+    def _pace(self, rank: int, marker: jax.Array) -> None:
+        """Note an action of a rank, and wait for an earlier one where too many are under way."""
+        if self.under_way is None:
+            return
+        if len(self.under_way[rank]) == MOST_AHEAD:
+            self.under_way[rank].popleft().block_until_ready()
+        self.under_way[rank].append(marker)
+
+
+class Loading:
+    """The transfer of what stages take of state and batch, which is the same in every step."""
+
+    def __init__(self, loads: Sequence[Load], targets: Sequence[NamedSharding], meshes: StageMeshes) -> None:
+        self.targets, self.several = list(targets), meshes.several
+        self.of_batch = [n for n, load in enumerate(loads) if load.argument == BATCH and meshes.here[load.stage]]
+        """The loads of the batch, which every process has whole, that stages of this process take."""
+        self.of_state = [n for n, load in enumerate(loads) if load.argument != BATCH]
+
+    def __call__(self, arrays: Sequence[Any]) -> Sequence[Any]:
+        """The arrays where stages take them. None for parts of the batch that stages of other processes take."""
+        if not self.several:
+            return jax.device_put(list(arrays), self.targets) if arrays else []
+        found: list[Any] = [None] * len(arrays)
+        moved = across([arrays[n] for n in self.of_state], [self.targets[n] for n in self.of_state], from_state=True)
+        for n, array in zip(self.of_state, moved, strict=True):
+            found[n] = array
+        for n in self.of_batch:
+            found[n] = placed(arrays[n], self.targets[n])
+        return found
 
 
 def dispatch_order(schedule: Schedule) -> list[Action]:

@@ -76,7 +76,7 @@ class Compiler:
         lowered again either; None is like no other key.
         """
         first, running = self._known.get((key, len(devices)), (devices, None))
-        if key is None or running is None or not (devices == first or can_move(first)):
+        if key is None or running is None or not (devices == first or (can_move(first) and can_move(devices))):
             return self._start(lower(), devices, key)
         self.done.programs += 1
         loading = self._loaders.submit(_load, running, first, devices)
@@ -95,7 +95,7 @@ class Compiler:
         self.done.programs += 1
         first, running = self._known.get(by_text, (devices, None))
         calls_python = CALLBACK.search(text) is not None
-        if running is None or calls_python or not (devices == first or can_move(first)):
+        if running is None or calls_python or not (devices == first or (can_move(first) and can_move(devices))):
             self._count()
             first, running = devices, self._pool.submit(lowered.compile)
             self._known[by_text] = first, running

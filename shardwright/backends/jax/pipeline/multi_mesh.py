@@ -16,11 +16,12 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from shardwright.backends.jax.capture.tree import abstract
+from shardwright.backends.jax.machine.process_transfers import absent, is_here, several_processes
 from shardwright.backends.jax.pipeline.compilation import Compiler, lower
 from shardwright.backends.jax.pipeline.deduplication import signature
 from shardwright.backends.jax.pipeline.transfers import Route
 from shardwright.backends.jax.program.cross_mesh_sums import regrouped
-from shardwright.backends.jax.program.equations import Equation, FlatProgram, evaluate, value_of
+from shardwright.backends.jax.program.equations import Equation, FlatProgram, aval_of, evaluate, value_of
 from shardwright.backends.jax.program.mesh_shards import Piece, divided, prepared, summed_later
 from shardwright.core.errors import PlanError
 
@@ -58,6 +59,10 @@ class PlacedProgram:
         ``whole`` are the replicated shardings of all meshes; ``successors`` are outputs → the argument that each takes
         the place of."""
         self.whole, self.donate = list(whole), list(donate)
+        self._in_turn = [several_processes(list(at.mesh.devices.flat)) for at in self.whole]
+        """Whether the pieces of each mesh run one after the other: those that meet in collectives over processes."""
+        self._nothing: dict[Hashable, jax.Array] = {}
+        """The results, and packs of small values, of pieces that other processes run."""
         self.position = {value: index for index, value in enumerate(flat.arguments)}
         self.arguments, self.outputs = list(arguments), list(outputs)
         self._place_all(flat, shared)
@@ -212,6 +217,8 @@ class PlacedProgram:
         self._waiting: dict[int, Callable[[], Any]] = {}
         longest_first = sorted(enumerate(self.pieces), key=lambda numbered: -len(numbered[1].equations))
         for number, piece in longest_first:
+            if not is_here(self.whole[piece.stage]):
+                continue
             shapes = [abstract(self.flat.avals[v]) for v in piece.arguments]
             shardings = [self._at(v, piece.stage) for v in piece.arguments]
             for source, name in self.bundles[number]:
@@ -284,7 +291,7 @@ class PlacedProgram:
         before the pieces of a level run."""
         first = [(self.flat.avals[v], self.arguments[self.position[v]].sharding, self._at(v, stage))
                  for v, stage in self.first_moves]  # fmt: skip
-        self.first_route = Route(*zip(*first, strict=True)) if first else None
+        self.first_route = Route(*zip(*first, strict=True), from_state=True) if first else None
         self.levels: list[tuple[list[int], list[_Pack], list[_Pack], Route | None]] = []
         there = {(n, name, piece.stage) for n, piece in enumerate(self.pieces) for name in self.packs[n]}
         for _, level in groupby(enumerate(self.pieces), key=lambda numbered: numbered[1].level):
@@ -313,24 +320,47 @@ class PlacedProgram:
             away = self.first_route([arguments[self.position[v]] for v, _ in self.first_moves])
         results: list[Any] = [None] * len(self.flat.outputs)
         given: dict[_Pack, Any] = {}
+        before: Any = None
         for numbers, sources, targets, route in self.levels:
             if route is not None:
                 given.update(zip(targets, route([given[source] for source in sources]), strict=True))
             for number in numbers:
                 piece = self.pieces[number]
+                if piece.run is None:  # of a stage of other processes
+                    for position in piece.results:
+                        results[position] = self._absent(position)
+                    for name in self.packs[number]:
+                        given[number, name, piece.stage] = self._absent_pack(number, name)
+                    continue
                 operands = [arguments[at] if moved is None else away[moved] for moved, at in self.operands[number]]
                 operands += [given[(*b, piece.stage)] for b in self.bundles[number]]
+                if self._in_turn[piece.stage] and before is not None:
+                    before.block_until_ready()
                 made = piece.run(*operands)
+                if self._in_turn[piece.stage]:
+                    before = made[-1]
                 for position, value in zip(piece.results, made, strict=False):
                     results[position] = value
                 for name, packed in zip(self.packs[number], made[len(piece.results) :], strict=True):
                     given[number, name, piece.stage] = packed
         return results
 
+    def _absent(self, position: int) -> jax.Array:
+        if position not in self._nothing:
+            aval = aval_of(self.flat, self.flat.outputs[position])
+            self._nothing[position] = absent(aval, self.outputs[position].sharding)
+        return self._nothing[position]
+
+    def _absent_pack(self, number: int, name: str) -> jax.Array:
+        if (number, name) not in self._nothing:
+            aval = jax.ShapeDtypeStruct((self._length(number, name),), name)
+            self._nothing[number, name] = absent(aval, self.whole[self.pieces[number].stage])
+        return self._nothing[number, name]
+
     @property
     def dispatches(self) -> int:
         """The number of compiled pieces that a call starts."""
-        return len(self.pieces)
+        return sum(piece.run is not None for piece in self.pieces)
 
 
 def _refuse_ordered(equation: Equation) -> None:

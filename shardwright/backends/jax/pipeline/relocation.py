@@ -13,22 +13,24 @@ import jax
 from jax.experimental import serialize_executable
 
 from shardwright.backends.jax.compat import reader_on
+from shardwright.backends.jax.machine.process_transfers import several_processes
 
 Devices = tuple[jax.Device, ...]
 
 
 def can_move(devices: Devices) -> bool:
-    """Whether programs for such devices can be loaded on others at all. A program that JAX's persistent cache gives
-    back on CPUs has lost functions when it is serialised again, which shows as an error when it runs."""
+    """Whether programs for such devices can be loaded on others at all, which those of several processes cannot. A
+    program that JAX's persistent cache gives back on CPUs has lost functions when it is serialised again, which shows
+    as an error when it runs."""
     caches = jax.config.values["jax_enable_compilation_cache"] and jax.config.values["jax_compilation_cache_dir"]
-    return str(devices[0].platform) == "cpu" and not caches
+    return str(devices[0].platform) == "cpu" and not caches and not several_processes(devices)
 
 
 def load_on(compiled: jax.stages.Compiled, devices: Devices, others: Devices) -> jax.stages.Compiled | None:
     """The program, compiled for ``devices``, on as many ``others``. None where it cannot be moved: on platforms other
     than CPU, for programs with callbacks or constants of their own, and under a JAX that keeps programs differently (of
     which it warns)."""
-    if not can_move(devices):
+    if not (can_move(devices) and can_move(others)):
         return None
     try:
         data, in_tree, out_tree = serialize_executable.serialize(compiled)

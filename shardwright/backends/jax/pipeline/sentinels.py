@@ -16,8 +16,10 @@ from typing import Any, Literal, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
 from shardwright.backends.jax.loss.scaling import Scaling
+from shardwright.backends.jax.machine.process_transfers import across
 from shardwright.backends.jax.pipeline.stage_functions import BACKWARD, FORWARD, LOSS, TOTAL
 from shardwright.backends.jax.program.cut import Cut
 from shardwright.core.errors import NonFiniteError, ShardwrightError
@@ -150,7 +152,7 @@ class Sentinel:
                 continue
             if np.isfinite(_host(evidence.loss)) and np.isfinite(_host(evidence.norm)):
                 continue
-            found: Evidence = jax.tree.map(_host, evidence)
+            found: Evidence = jax.tree.map(_host, _with_all_details(evidence))
             has_loss = bool(np.isfinite(found.loss))
             if found.scales is not None and (has_loss or self.answer != "error"):
                 log.warning(
@@ -245,6 +247,15 @@ def judged(
     if answer == "error":
         after = chosen(sound, after, before)
     return after, None if answer == "ignore" and rule is None else evidence
+
+
+def _with_all_details(evidence: Evidence) -> Evidence:
+    """The evidence with details that other processes have. All processes look at the same steps."""
+    at = evidence.loss.sharding
+    if at.is_fully_addressable or not isinstance(at, NamedSharding):
+        return evidence
+    leaves, structure = jax.tree.flatten(evidence.details)
+    return evidence._replace(details=jax.tree.unflatten(structure, across(leaves, [at] * len(leaves))))
 
 
 def _is_there(array: Any) -> bool:

@@ -16,18 +16,22 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardwright.backends.jax.capture.inner_programs import Aval
 from shardwright.backends.jax.capture.precision import computed_in
 from shardwright.backends.jax.machine.mesh import data_axes
+from shardwright.backends.jax.machine.process_transfers import absent
 from shardwright.backends.jax.pipeline.compilation import Compiler, lower, uncollected
 from shardwright.backends.jax.pipeline.deduplication import TracedStages
 from shardwright.backends.jax.pipeline.microbatch import CutMicrobatch
 from shardwright.backends.jax.pipeline.optimizer_cut import OptimizerCut
 from shardwright.backends.jax.pipeline.stage_functions import MARKER, Key, StageFunction, StageFunctions
 from shardwright.backends.jax.pipeline.transfers import Route
+from shardwright.backends.jax.program.equations import aval_of
 from shardwright.backends.jax.state.ownership import StageMeshes
 from shardwright.core.schedule import Schedule
 from shardwright.core.schedule.actions import Kind
 
 LOCAL = frozenset({"arrival", "kept", "between", "cotangent"})
 """The kinds of operand that belong to one microbatch. The others are a stage's for the whole step."""
+Zeros = Callable[[], Sequence[jax.Array]]
+"""A program that makes the sums and gradients of a stage, at zero."""
 FOLLOWING = {Kind.FORWARD: (Kind.BACKWARD, Kind.INPUT_GRAD), Kind.INPUT_GRAD: (Kind.WEIGHT_GRAD,)}
 """The functions that take what another keeps, whose sharding on several devices is the compiler's."""
 
@@ -36,7 +40,10 @@ FOLLOWING = {Kind.FORWARD: (Kind.BACKWARD, Kind.INPUT_GRAD), Kind.INPUT_GRAD: (K
 class Launch:
     """A compiled stage function, the sources of its operands and the destinations of its results."""
 
-    run: jax.stages.Compiled
+    run: Any
+    """The compiled program, `jax.stages.Compiled`; None on a stage of other processes."""
+    absent: dict[int, jax.Array]
+    """Of a stage of other processes, the results that are sent or outlive the microbatch, absent, by their position."""
     function: StageFunction
     reads: tuple[tuple[bool, Key], ...]
     """The operands: (whether of the microbatch, key)."""
@@ -62,7 +69,7 @@ class StagePrograms:
         self.kept: list[dict[Key, jax.sharding.Sharding]] = [{} for _ in range(len(meshes))]
         self.launches: list[dict[Kind, Launch]] = [{} for _ in range(len(meshes))]
         """The launches of each stage, once they are compiled: after a step, or `finish`."""
-        self.zeros: list[Callable[[], jax.stages.Compiled]] = []
+        self.zeros: list[Callable[[], Zeros]] = []
         self.zero_keys: list[tuple[Key, ...]] = []
         self._waiting: dict[tuple[int, Kind], Callable[[], None]] = {}
         self._casts: list[tuple[list[int], Callable[[], jax.stages.Compiled]]] = []
@@ -138,6 +145,10 @@ class StagePrograms:
         if function is None or not asked:
             follow()
             return
+        if not self.meshes.here[stage]:
+            self.launches[stage][kind] = self._launch(stage, function, None)
+            follow()
+            return
         devices = self.meshes.devices(stage)
         into, out = self._shardings(stage, function)
         key = None
@@ -174,7 +185,7 @@ class StagePrograms:
         )
         return into, out
 
-    def _launch(self, stage: int, function: StageFunction, run: jax.stages.Compiled) -> Launch:
+    def _launch(self, stage: int, function: StageFunction, run: jax.stages.Compiled | None) -> Launch:
         sends: list[tuple[int, int, Key]] = []
         stays = []
         for position, key in enumerate(function.makes):
@@ -189,18 +200,35 @@ class StagePrograms:
             elif key != MARKER:
                 stays.append((position, kind in LOCAL, key))
         reads = tuple((key[0] in LOCAL, key) for key in function.reads)
-        made = [run.out_info[position] for position, *_ in sends]
-        lies = [run.output_shardings[position] for position, *_ in sends]
+        away: dict[int, jax.Array] = {}
+        if run is None:
+            stays = [item for item in stays if item[2][0] in ("row", "state")]
+            for position in {position for position, *_ in (*sends, *stays)}:
+                key = function.makes[position]
+                away[position] = absent(self._made(key), self.sharding(stage, key))
+            made: list[Any] = [away[position] for position, *_ in sends]
+            lies = [array.sharding for array in made]
+        else:
+            made = [run.out_info[position] for position, *_ in sends]
+            lies = [run.output_shardings[position] for position, *_ in sends]
         route = Route(made, lies, [self.sharding(user, key) for _, user, key in sends])
-        return Launch(run, function, reads, tuple(sends), route, tuple(stays))
+        return Launch(run, away, function, reads, tuple(sends), route, tuple(stays))
 
-    def _start_zeros(self, stage: int, shapes: dict[Key, Aval]) -> Callable[[], jax.stages.Compiled]:
+    def _made(self, key: Key) -> Any:
+        """The shape and dtype of a result that another stage takes, or that outlives its microbatch."""
+        flat = self.micro.cut.flat
+        return aval_of(flat, flat.outputs[key[1]] if key[0] == "row" else key[1])
+
+    def _start_zeros(self, stage: int, shapes: dict[Key, Aval]) -> Callable[[], Zeros]:
         """Begin with the program that zeroes a stage's sums and gradients, and return a function that waits for it."""
 
         def zeros() -> tuple[jax.Array, ...]:
             return tuple(jnp.zeros(a.shape, a.dtype) for a in shapes.values())
 
         places = tuple(self.sharding(stage, key) for key in shapes)
+        if not self.meshes.here[stage]:
+            none = tuple(absent(aval, at) for aval, at in zip(shapes.values(), places, strict=True))
+            return lambda: lambda: none
         key = ("zeros", *((a.shape, a.dtype, at.spec) for a, at in zip(shapes.values(), places, strict=True)))
         return self.compiler.start(partial(lower, zeros, (), None, places, ()), self.meshes.devices(stage), key)
 

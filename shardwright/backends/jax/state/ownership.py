@@ -8,8 +8,15 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from shardwright.backends.jax.machine.mesh import GROUPS, bind, mesh_of
-from shardwright.core.errors import MissingCapabilityError, PlanError
+from shardwright.backends.jax.machine.mesh import GROUPS, bind, mesh_of, require_equal_shares, require_own_device
+from shardwright.backends.jax.machine.process_transfers import (
+    across,
+    is_here,
+    require_carrier,
+    require_threads,
+    several_processes,
+)
+from shardwright.core.errors import PlanError
 from shardwright.core.model.structure import UnitBinding
 from shardwright.core.plan.plan import Plan
 
@@ -101,26 +108,29 @@ class StageMeshes:
     one rank share a mesh."""
 
     def __init__(self, plan: Plan, devices: Sequence[jax.Device] | None, placement: Sequence[int]) -> None:
-        """Lay the plan's mesh over ``devices``. Raises ClusterError when their number is not the plan's,
-        MissingCapabilityError when they belong to several processes."""
+        """Lay the plan's mesh over ``devices``. Raises ClusterError when their number is not the plan's, none of them
+        is this process's, or several processes have them unequally; MissingCapabilityError where arrays cannot go
+        between these processes."""
         mesh = bind(mesh_of(plan), devices)
-        processes = {device.process_index for device in mesh.devices.flat}
-        if len(processes) > 1:
-            d = plan.decision
-            fix = "stages that are alike, which one program over all processes runs (one_program=True)"
-            if d.pp == 1:
-                fix = f"an nnx.Module, or plan with recompute='none': it is {d.recompute!r}"
-            raise MissingCapabilityError(
-                f"the plan has pp={d.pp} over the devices of {len(processes)} processes, and stages that are programs "
-                "of their own, as what a plain function or a Linen model computes again is, run in one process: give "
-                f"devices=jax.local_devices(), or {fix}"
-            )
+        self.several = several_processes(list(mesh.devices.flat))
+        """Whether the stages lie on the devices of more than one process."""
+        require_own_device(list(mesh.devices.flat))
+        if self.several:
+            require_equal_shares(list(mesh.devices.flat))
+            require_carrier(len({device.process_index for device in mesh.devices.flat}))
         inside = (GROUPS, "dp", "tp") if GROUPS in mesh.axis_names else ("dp", "tp")
         grid = mesh.devices.transpose([mesh.axis_names.index(name) for name in ("pp", *inside)])
         ranks = [jax.sharding.Mesh(grid[rank], inside) for rank in range(plan.decision.pp)]
         self.placement = tuple(placement)
         self.meshes = tuple(ranks[rank] for rank in placement)
         self.whole = tuple(NamedSharding(mesh, jax.sharding.PartitionSpec()) for mesh in self.meshes)
+        for stage in range(len(self.meshes)):
+            require_threads(stage, self.devices(stage))
+        self.here = tuple(is_here(whole) for whole in self.whole)
+        """Whether this process has a device of each stage, and so runs its programs."""
+        self.everywhere = NamedSharding(jax.sharding.Mesh(grid, ("pp", "dp", "tp")), jax.sharding.PartitionSpec())
+        """The sharding of what every device of the plan has whole."""
+        self.all_devices = tuple(grid.flat)
 
     def __len__(self) -> int:
         return len(self.meshes)
@@ -131,3 +141,11 @@ class StageMeshes:
 
     def devices(self, stage: int) -> tuple[jax.Device, ...]:
         return tuple(self.meshes[stage].devices.flat)
+
+    def for_all(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+        """Arrays of single stages, whole on every device where several processes have the plan's; else as they are."""
+        return across(arrays, [self.everywhere] * len(arrays)) if self.several else list(arrays)
+
+    def spans(self, stage: int) -> bool:
+        """Whether the devices of one stage belong to several processes."""
+        return several_processes(self.devices(stage))

@@ -90,7 +90,7 @@ def _over_processes(leaf: Any, sharding: jax.sharding.Sharding) -> jax.Array:
         keys: jax.Array = jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
         return keys
     given = np.asarray(leaf)
-    return jax.make_array_from_callback(given.shape, sharding, lambda index: given[index])
+    return jax.make_array_from_callback(given.shape, sharding, lambda index: given[index], dtype=given.dtype)
 
 
 def fold_random(random: Any, step: jax.Array, microbatch: jax.Array) -> Any:

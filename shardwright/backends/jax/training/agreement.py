@@ -17,18 +17,24 @@ from shardwright.backends.jax.state.train_state import TrainState
 from shardwright.core.model.loss.scaling import LossScale
 from shardwright.core.plan.plan import Plan
 
+CALL = "call (a step, train.init, train.params), made in the same order"
+"""The name of what is compared first: the method of the training step that was called."""
+
 
 class StepAgreement(Agreement):
     """A comparison of the plan, the state and the batch of a step. With one process it does nothing at all."""
 
-    def __init__(self, devices: Sequence[jax.Device], plan: Plan, loss: LossFunction, rule: LossScale | None) -> None:
-        super().__init__(devices)
+    def __init__(
+        self, devices: Sequence[jax.Device], plan: Plan, loss: LossFunction, rule: LossScale | None, *, in_stages: bool
+    ) -> None:
+        super().__init__(devices, by_transfers=in_stages)
         self.plan, self.loss, self.rule = plan, loss, rule
         self._sums: dict[str, int] = {}
         """The sums of what is the same in every step; empty before the first."""
         self._given_sum = 0
         """The sum of the parameters that init was given as arrays."""
         self._calls = 0
+        self._plan_sum = text_sum((plan.decision, plan.mesh))
 
     def explained(self) -> AbstractContextManager[Any]:
         """A context that names a peer that has failed in a step, in runs that began with `rendezvous.init`."""
@@ -45,6 +51,18 @@ class StepAgreement(Agreement):
         if not self.alone:
             self._given_sum = array_sum([np.asarray(leaf) for leaf in jax.tree.leaves(given.params)])
 
+    def compare_call(self, name: str) -> None:
+        """Wait until all processes have come to a call that makes transfers. Raises PlanError where others made another
+        call, whose transfers would be paired with this one's."""
+        if self.by_transfers:
+            self.compare({CALL: text_sum(name), "plan": self._plan_sum}, wait=True)
+
+    def compare_program(self, order: Any) -> None:
+        """Wait until all processes have traced a step, and compare the order of its transfers. Raises PlanError where
+        they differ."""
+        if self.by_transfers:
+            self.compare({CALL: text_sum("its compilation"), "order of transfers": text_sum(order)}, wait=True)
+
     def compare_step(self, state: TrainState, batch: FlatBatch, *, is_new: bool) -> None:
         """Compare what all processes must share. A step that ran before sums nothing but its batch anew. Raises
         PlanError, naming what differs."""
@@ -55,11 +73,11 @@ class StepAgreement(Agreement):
             form = [(np.shape(leaf), str(leaf.dtype), dim) for leaf, dim in zip(batch.leaves, batch.dims, strict=True)]
             self._sums = {
                 "versions of JAX and its libraries": text_sum(versions()),
-                "plan": text_sum((self.plan.decision, self.plan.mesh)),
+                "plan": self._plan_sum,
                 "parameters and optimizer": text_sum(held),
                 "settings of train_step": text_sum((self.loss.has_aux, self.loss.reduction, str(self.rule))),
                 "seed": array_sum(jax.tree.leaves(state.random)),
                 "parameters given to init": self._given_sum,
                 "form of the batch": text_sum((batch.structure, form)),
             }
-        self.compare({**self._sums, "batch": array_sum(batch.leaves)}, wait=is_new)
+        self.compare({CALL: text_sum("step"), **self._sums, "batch": array_sum(batch.leaves)}, wait=is_new)

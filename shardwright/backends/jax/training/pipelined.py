@@ -8,12 +8,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardwright.backends.jax.capture.samples import FlatBatch
 from shardwright.backends.jax.capture.tree import Parts, abstract, shape_key
 from shardwright.backends.jax.loss.metrics import Metrics
 from shardwright.backends.jax.loss.microbatches import Microbatches
+from shardwright.backends.jax.machine.process_transfers import absent, across, is_here, on_own_device, placed
 from shardwright.backends.jax.memory.compiled_peak import pipeline_bytes
 from shardwright.backends.jax.pipeline.action_times import ActionTimer
 from shardwright.backends.jax.pipeline.actions import Observer, Pipeline, PipelineResult, dispatch_order
@@ -29,7 +31,7 @@ from shardwright.backends.jax.state.shardings import parameter_shardings
 from shardwright.backends.jax.state.train_state import StepResult, TrainState, own_copy, parts_of
 from shardwright.backends.jax.tensor_parallel.constrained_loss import FusedParameters, TensorParallel
 from shardwright.backends.jax.training.protocol import InStages
-from shardwright.core.errors import PlanError
+from shardwright.core.errors import MissingCapabilityError, PlanError
 from shardwright.core.schedule.timeline import Timeline
 
 
@@ -58,6 +60,15 @@ class PipelinedTraining(InStages):
             self._cuts[key] = holdings, cut
         return self._cuts[key]
 
+    @property
+    def _beside(self) -> NamedSharding:
+        """The sharding of the count of steps, of random keys, and of other state that no step has changed yet."""
+        return self.meshes.everywhere if self.meshes.several else self.meshes.whole[0]
+
+    def put(self, batch: FlatBatch) -> FlatBatch:
+        """The batch as it is, in arrays that every process has whole: its leaves are split into microbatches first."""
+        return replace(batch, leaves=tuple(map(_of_process, batch.leaves))) if self.meshes.several else batch
+
     # --- state
 
     def init(self, given: Parts, make: Callable[[], Parts] | None) -> TrainState:
@@ -65,7 +76,7 @@ class PipelinedTraining(InStages):
         holdings, optimizer = self.placed(given.params, given.names)
         fused = FusedParameters.of(self.plan, given.names)
         places = [place for held in optimizer.parameters for place in held]
-        whole = self.meshes.whole[0]
+        whole = self._beside
         if make is None:
             leaves = jax.tree.leaves(fused.hold(given.params))
             own = [leaves[h.leaf] if h.rows is None else leaves[h.leaf][h.rows[0] : h.rows[1]] for h in holdings]
@@ -79,8 +90,8 @@ class PipelinedTraining(InStages):
 
             arrays, random, other = self._make(held, holdings, places)
         params = from_pieces(given.params, optimizer.parameters, arrays)
-        step = jax.device_put(jnp.zeros((), jnp.int32), whole)
-        scaling = jax.device_put(self.first_scaling(), whole)
+        step = placed(np.zeros((), np.int32), whole)
+        scaling = jax.tree.map(lambda leaf: placed(np.asarray(leaf), whole), self.first_scaling())
         return TrainState(step, params, optimizer.init(params), random, other, given.graphdef, fused.order, scaling)
 
     def _make(self, init: Callable[[], Parts], holdings: Sequence[Holding], places: Any) -> tuple[list[Any], Any, Any]:
@@ -91,9 +102,10 @@ class PipelinedTraining(InStages):
         wanted: list[tuple[int, int, Any, Any]] = [
             (h.stage, h.leaf, h.rows, place.sharding) for h, place in zip(holdings, places, strict=True)
         ]
-        wanted += [(0, leaf, None, self.meshes.whole[0]) for leaf in range(count, len(flat.outputs))]
+        last = len(self.meshes) if self.meshes.several else 0  # what every device has is a program of its own
+        wanted += [(last, leaf, None, self._beside) for leaf in range(count, len(flat.outputs))]
         made: list[Any] = [None] * len(wanted)
-        for stage in range(len(self.meshes)):
+        for stage in dict.fromkeys(item[0] for item in wanted):
             own = [index for index, item in enumerate(wanted) if item[0] == stage]
             atoms = [(flat.outputs[wanted[index][1]], wanted[index][2]) for index in own]
             equations = needed(flat.equations, (atom for atom, _ in atoms if isinstance(atom, int)))
@@ -104,13 +116,21 @@ class PipelinedTraining(InStages):
                 values = [(value_of(flat, atom, known), rows) for atom, rows in atoms]
                 return [value if rows is None else value[rows[0] : rows[1]] for value, rows in values]
 
-            for index, array in zip(own, jax.jit(run, out_shardings=[wanted[i][3] for i in own])(), strict=True):
+            for index, array in zip(own, self._run_init(run, [wanted[i][3] for i in own]), strict=True):
                 made[index] = array
         beside = jax.tree.structure((shapes.random, shapes.other))
         return made[: len(holdings)], *jax.tree.unflatten(beside, made[len(holdings) :])
 
+    def _run_init(self, run: Callable[[], list[Any]], places: Sequence[NamedSharding]) -> list[Any]:
+        """The results of a stage's share of an init function, absent where the stage is of other processes."""
+        if is_here(places[0]):
+            return list(jax.jit(run, out_shardings=places)())
+        return [absent(aval, at) for aval, at in zip(jax.eval_shape(run), places, strict=True)]
+
     def whole(self, state: TrainState) -> Any:
-        """The parameters as they were given, every stack whole, on the devices of its first stage."""
+        """The parameters as they were given, every stack whole, on the devices of its first stage; over several
+        processes all of them on one device of each process."""
+        given = on_own_device(state.params, self.meshes.all_devices) if self.meshes.several else state.params
 
         def join(node: Any) -> Any:
             if not is_stack(node):
@@ -118,7 +138,7 @@ class PipelinedTraining(InStages):
             first = node.pieces[0].sharding
             return jnp.concatenate([jax.device_put(piece, first) for piece in node.pieces])
 
-        params = jax.tree.map(join, state.params, is_leaf=is_stack)
+        params = jax.tree.map(join, given, is_leaf=is_stack)
         fused = FusedParameters.of(self.plan, parts_of(replace(state, params=params)).names)
         fused.require(state)
         return fused.restore(params)
@@ -126,7 +146,7 @@ class PipelinedTraining(InStages):
     def place(self, state: TrainState) -> TrainState:
         """The state with copies of its arrays, wherever they are, on the devices of their stages."""
         optimizer = self._require(state)
-        whole = self.meshes.whole[0]
+        whole = self._beside
 
         def put(tree: Any, places: Sequence[Places]) -> Any:
             at = [place.sharding for held in places for place in held]
@@ -227,6 +247,7 @@ class StagedMetrics:
         for number, (sums, rows) in enumerate(self.uses):
             home = pipeline.sums[operands.rows[rows[0]] if rows else operands.sums[sums[0]]]
             of_stage.setdefault(home, []).append(number)
+        self.meshes = pipeline.meshes
         self.stages = [
             (numbers, at := pipeline.meshes.whole[stage], jax.jit(partial(self._made, numbers), out_shardings=at))
             for stage, numbers in of_stage.items()
@@ -239,15 +260,26 @@ class StagedMetrics:
         ]
 
     def __call__(self, made: PipelineResult) -> Any:
-        """The metrics as the loss function returns them, on the devices of their stages."""
+        """The metrics as the loss function returns them, on the devices of their stages; over several processes on all
+        devices."""
         found: dict[int, Any] = {}
         for numbers, at, run in self.stages:
             given = [
-                (jax.device_put([made.metric_sums[i] for i in sums], at), [made.metric_rows[i] for i in rows])
+                (self._moved([made.metric_sums[i] for i in sums], at), [made.metric_rows[i] for i in rows])
                 for sums, rows in (self.uses[number] for number in numbers)
             ]
-            found.update(zip(numbers, run(given), strict=True))
-        return self.metrics.unflatten([found[number] for number in range(len(self.uses))])
+            if is_here(at):
+                found.update(zip(numbers, run(given), strict=True))
+            else:
+                shapes = jax.eval_shape(partial(self._made, numbers), given)
+                found.update((number, absent(aval, at)) for number, aval in zip(numbers, shapes, strict=True))
+        return self.metrics.unflatten(self.meshes.for_all([found[number] for number in range(len(self.uses))]))
+
+    def _moved(self, arrays: Sequence[jax.Array], at: NamedSharding) -> list[jax.Array]:
+        if self.meshes.several:
+            return across(arrays, [at] * len(arrays))
+        moved: list[jax.Array] = jax.device_put(list(arrays), at)
+        return moved
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -280,7 +312,8 @@ class PipelinedStep:
         batch = [self.microbatches.split(leaf, dim) for leaf, dim in zip(leaves, dims, strict=True)]
         made = self.pipeline([*step, params, optimizer, random, other, scaling], batch, observe)
         for leaf in (*params, *optimizer):
-            leaf.delete()  # what was not donated: an array whose memory no result could take
+            if is_here(leaf.sharding):  # the others have no memory, and serve again
+                leaf.delete()  # what was not donated: an array whose memory no result could take
         changed = made.other
         rule, answer = self.pipeline.rule, self.pipeline.nonfinite
         if answer == "error" or rule is not None:
@@ -299,7 +332,9 @@ class PipelinedStep:
         return StepResult(after, made.loss, aux, made.grad_norm, evidence)
 
     def measure(self, state: TrainState, leaves: Sequence[Any]) -> tuple[StepResult, Timeline]:
-        """The result of one step and its timeline. Nothing is compiled meanwhile."""
+        """The result of one step and its timeline. Nothing is compiled meanwhile. Raises MissingCapabilityError over
+        several processes, whose clocks are not one."""
+        self._require_alone("train.measure")
         self.pipeline.finish()
         with ActionTimer(self.pipeline.micro.cut, self.pipeline.schedule.ranks) as timer:
             made = self(state, leaves, timer)
@@ -307,9 +342,17 @@ class PipelinedStep:
 
     def memory_bytes(self, state: TrainState, leaves: Sequence[Any]) -> tuple[int, ...]:
         """The bytes that every device holds at the peak, those of the first stage's first."""
+        self._require_alone("train.memory_bytes")
         meshes = self.pipeline.meshes
         devices = dict.fromkeys(d for stage in range(len(meshes)) for d in meshes.devices(stage))
         return pipeline_bytes(self.pipeline, state, list(devices))
+
+    def _require_alone(self, name: str) -> None:
+        if self.pipeline.meshes.several:
+            raise MissingCapabilityError(
+                f"{name} looks at the programs of all stages, and those of this plan are divided among processes: call "
+                "it in one process that has all devices, or look at plan.predicted and jax.profiler"
+            )
 
     def cancel(self) -> bool:
         """Compile no more of the step. Returns whether something was left to be compiled."""
@@ -331,8 +374,25 @@ def _sound_state(loss: jax.Array, norm: jax.Array, new: jax.Array, old: jax.Arra
     if not isinstance(whole, NamedSharding):
         return new
     at = NamedSharding(whole.mesh, PartitionSpec())
-    found: jax.Array = _select_sound(*jax.device_put([loss, norm, new, old], [at, at, whole, whole]))
-    return found
+    arrays, places = [loss, norm, new, old], [at, at, whole, whole]
+    if loss.sharding.is_fully_addressable:
+        found: jax.Array = _select_sound(*jax.device_put(arrays, places))
+        return found
+    moved = across(arrays, places)
+    return _select_sound(*moved) if is_here(whole) else new
+
+
+def _of_process(leaf: Any) -> Any:
+    """A leaf of the batch as an array that this process has whole. Raises PlanError for one that it has a part of."""
+    if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
+        return leaf
+    if not leaf.is_fully_replicated:
+        raise PlanError(
+            f"a leaf of the batch, {leaf.dtype}{list(leaf.shape)}, is divided among processes, and pipeline stages "
+            "take what they read from a batch that every process gives whole: give the global batch as NumPy arrays, "
+            "the same in all processes"
+        )
+    return np.asarray(leaf.addressable_data(0))
 
 
 def _require_on_devices(leaves: Sequence[Any]) -> None:
