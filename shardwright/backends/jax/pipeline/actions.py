@@ -36,7 +36,7 @@ from shardwright.core.schedule.checks import require_trains
 from shardwright.core.schedule.process_order import check_processes, ordered_steps, processes_steps
 from shardwright.core.schedule.simulate import simulate_schedule
 
-BATCH = 5
+BATCH = 6
 """The number of a step's argument that is the batch."""
 MOST_AHEAD = 8
 """The most actions that a rank of several CPU devices is handed before they are done. XLA's CPU client lets a device

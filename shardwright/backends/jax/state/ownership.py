@@ -128,7 +128,7 @@ class StageMeshes:
             require_threads(stage, self.devices(stage))
         self.here = tuple(is_here(whole) for whole in self.whole)
         """Whether this process has a device of each stage, and so runs its programs."""
-        self.everywhere = NamedSharding(jax.sharding.Mesh(grid, ("pp", "dp", "tp")), jax.sharding.PartitionSpec())
+        self.everywhere = NamedSharding(jax.sharding.Mesh(grid, ("pp", *inside)), jax.sharding.PartitionSpec())
         """The sharding of what every device of the plan has whole."""
         self.all_devices = tuple(grid.flat)
 
