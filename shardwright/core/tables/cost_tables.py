@@ -238,6 +238,7 @@ class CostTables:
             model_buffers=tuple((self.graph.tensors[t].size_bytes(1), by) for t, by in self._read.buffer_users),
             remembered_bytes=self._read.remembered_bytes if traits.replicas_norm_apart else (),
             batch_is_everywhere=not self.graph.capabilities.single_controller,
+            tie_width=PRECISION_BYTES[self.precision] if traits.gradients_when_made else 0,
             waiting_bytes=tuple(sum(map(size_bytes, values)) for values in self._read.passing_by),
             constant_bytes=tuple(fixed + slope * microbatch for fixed, slope in self._boundaries(flowing=False)),
             given_stay=not traits.stages_are_programs,

@@ -214,7 +214,7 @@ class RankTables:
     ) -> tuple[MemoryUse, ...]:
         """The memory of every pipeline rank, with all of its stages."""
         found = []
-        held = self._held(tuple(starts), tuple(placement), summed=request.is_summed)
+        held = self._held(tuple(starts), tuple(placement), summed=request.is_summed, again=request.microbatches > 1)
         activations = [of_rank.kept * count for count, of_rank in zip(live, held, strict=True)]
         buffers = self.buffers(starts, placement, request)
         for count, own, kept, beside in zip(live, held, activations, buffers, strict=True):
@@ -244,7 +244,7 @@ class RankTables:
 
     def buffers(self, starts: Sequence[int], placement: Sequence[int], request: MemoryRequest) -> list[int]:
         """The bytes that passes hold for a while, on every rank."""
-        held = self._held(tuple(starts), tuple(placement), summed=request.is_summed)
+        held = self._held(tuple(starts), tuple(placement), summed=request.is_summed, again=request.microbatches > 1)
         rows = zip(held, self.gathered(starts, placement, request), strict=True)
         buckets = [min(request.bucket_bytes, request.gradient_width * own.trained) for own in held]
         both = zip(rows, buckets, strict=True)
@@ -274,13 +274,14 @@ class RankTables:
         table, (first, end) = self.tables[rank], ends
         gathered = self.gathered_by_unit(rank, ends, request)  # activations are freed while gradients are made
         saved = table.range_kept[first, first + 1 : end + 1]
-        backward = saved + table.beside_bytes[first:end] + table.given_bytes(first, end) + gathered.sum(0)
+        beside = table.beside_bytes[first:end] + table.tie_sums(first, end)
+        backward = saved + beside + table.given_bytes(first, end) + gathered.sum(0)
         return int(max(backward.max(), saved[-1] + table.range_working[first, end] + gathered[0, -1]))
 
     @found_once
-    def _held(self, starts: tuple[int, ...], placement: tuple[int, ...], *, summed: bool) -> list["_Held"]:
+    def _held(self, starts: tuple[int, ...], placement: tuple[int, ...], *, summed: bool, again: bool) -> list["_Held"]:
         """The holdings of every rank; where it has several stages, the bytes of one microbatch are of its fullest.
-        ``summed``: whether gradients are summed over replicas."""
+        ``summed``: whether gradients are summed over replicas; ``again``: whether there are several microbatches."""
         found = []
         for rank, table in enumerate(self.tables):
             held = [ends for stage, ends in enumerate(self.ends(starts)) if placement[stage] == rank]
@@ -290,7 +291,10 @@ class RankTables:
             kept = int(max(table.range_kept[a, b] for a, b in held))
             several = len(placement) > 1
             working = max(
-                table.stage_working(a, b, summed=summed) if several else int(table.range_working[a, b]) for a, b in held
+                table.stage_working(a, b, summed=summed, again=again)
+                if several or not table.found_bytes
+                else int(table.range_working[a, b])
+                for a, b in held
             )
             sent = 0
             if self.ranks > 1:  # a value and a gradient at either end, on their way or there before they are used

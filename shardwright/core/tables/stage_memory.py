@@ -44,7 +44,8 @@ def _stage_memory(
     first, end = units
     saved = table.range_kept[first, first + 1 : end + 1]
     made = table.trained_from(first, end, before) * gradient_width
-    passes = saved + table.beside_bytes[first:end] + table.given_bytes(first, end)
+    beside = table.beside_bytes[first:end] + table.tie_sums(first, end)
+    passes = saved + beside + table.given_bytes(first, end)
     return StageMemory(
         activations=int(saved[-1]),
         working=int(table.range_working[first, end]),

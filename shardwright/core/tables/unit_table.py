@@ -74,6 +74,9 @@ class UnitTable:
     """The bytes of running statistics that each of several replicas remembers, for each unit. Empty: none."""
     batch_is_everywhere: bool = False
     """Whether every rank is given the whole batch, whatever it reads of it."""
+    tie_width: int = 0
+    """The bytes of one entry of a tied parameter's gradient where autograd makes it, which adds up those of its uses
+    out of place; 0: in place."""
     waiting_bytes: tuple[int, ...] = ()
     """The bytes of waiting gradients for each unit, of values made before it and read after it. Empty: none."""
     constant_bytes: tuple[int, ...] = ()
@@ -264,7 +267,44 @@ class UnitTable:
     def range_working(self) -> Matrix:
         """The bytes that the passes of one microbatch hold beside the kept activations. The backward of a unit finds
         the units after it finished."""
-        return self._working(self.beside_bytes + self.found_bytes * np.array([u.trained_elements for u in self.units]))
+        found = self._working(self.beside_bytes + self.found_bytes * np.array([u.trained_elements for u in self.units]))
+        return self._with_tie_sums(found, again=False)
+
+    @cached_property
+    def range_working_again(self) -> Matrix:
+        """As `range_working`, for microbatches after the first: the gradient of a tied parameter's last use waits for
+        those of the others, beside the gradient of the microbatches before."""
+        return self._with_tie_sums(self.range_working, again=True)
+
+    def tie_sums(self, first: int, end: int) -> NDArray[np.float64]:
+        """The bytes of sums of a tied parameter's gradients beside the gradients themselves, in the backward of each
+        unit of a stage that has all its uses."""
+        found = np.zeros(end - first)
+        for (user, last), size in self._tie_bytes.items():
+            if first <= user and last < end:
+                found[user - first] += size
+        return found
+
+    @cached_property
+    def _tie_bytes(self) -> dict[tuple[int, int], int]:
+        """The bytes of the gradients of tied parameters, by their first and their last user."""
+        found: dict[tuple[int, int], int] = {}
+        for tie in self.ties:
+            if tie.is_trained and self.tie_width:
+                between = tie.users[0], tie.users[-1]
+                found[between] = found.get(between, 0) + tie.elements * self.tie_width
+        return found
+
+    def _with_tie_sums(self, working: Matrix, *, again: bool) -> Matrix:
+        units = np.arange(len(self.units) + 1)
+        for (first, last), size in self._tie_bytes.items():
+            beside = self.beside_bytes.copy()
+            beside[first] += size
+            if again:
+                beside[first:last] += size
+            has_both = (units[:, None] <= first) & (units[None, :] > last)
+            working = np.where(has_both, np.maximum(working, self._working(beside)), working)
+        return working
 
     @cached_property
     def _range_passing(self) -> Matrix:
@@ -292,11 +332,12 @@ class UnitTable:
         working[:-1, 1:] = np.maximum(0.0, np.maximum(before, last) - self.range_kept[:-1, 1:])
         return working
 
-    def stage_working(self, first: int, end: int, *, summed: bool = False) -> int:
+    def stage_working(self, first: int, end: int, *, summed: bool = False, again: bool = False) -> int:
         """The bytes that the passes of one of several stages hold beside kept activations, with the gradients that
-        wait. Where these are ``summed`` over replicas, all exist twice at the end, as terms and as sums."""
+        wait. Where these are ``summed`` over replicas, all exist twice at the end, as terms and as sums. ``again``:
+        there are microbatches after the first."""
         if not self.found_bytes:
-            return int(self.range_working[first, end])
+            return int((self.range_working_again if again else self.range_working)[first, end])
         found = self.found_bytes * self.range_trained[first, end]
         last = self.found_bytes * self.looked_up[first] if self.looked_up else 0
         return int(found + max(0, self._range_passing[first, end] - last, found if summed else 0))
