@@ -138,6 +138,15 @@ def sharded_zoo(results: Sequence[Mapping[str, Any]], asked: Sequence[str], is_w
     return claims
 
 
+def never_whole(built: float, cut: float, share: float, largest: float) -> Claims:
+    """In bytes: while a model is built no more than a block and a half, and until its pieces are cut no more than this
+    rank's share and a block beside it."""
+    claims = Claims()
+    claims.at_most("peak while it is built, in blocks", built / largest, 1.5)
+    claims.at_most("above its share until pieces are cut, in blocks", (cut - share) / largest, 1.0)
+    return claims
+
+
 def zoo(found: Mapping[int, Mapping[str, bool]], is_whole: bool) -> Claims:
     """By ranks and class, whether it trains as the plain model: of all classes all but one, of a few all."""
     claims = Claims()

@@ -31,6 +31,7 @@ import jax_pipeline  # it sets the flags of XLA, which are read when devices are
 import numpy as np
 
 import shardwright.jax as sw
+from tests.comparison import Comparison
 
 if "SHARDWRIGHT_BENCHMARK_DEVICES" in os.environ:
     count = os.environ["SHARDWRIGHT_BENCHMARK_DEVICES"]
@@ -128,8 +129,8 @@ def launch(processes: int, argv: argparse.Namespace) -> list[dict[str, Any]]:
 def require_same(schedule: str, alone: list[dict[str, Any]], found: list[dict[str, Any]]) -> None:
     for own in found:
         for what in ("losses", "sum"):
-            if not np.allclose(own[schedule][what], alone[0][schedule][what], rtol=1e-6, atol=0):
-                raise SystemExit(f"{schedule}: the {what} over two processes are not those of one")
+            same = Comparison(f"{schedule} over two processes")
+            same.values(own[schedule][what], alone[0][schedule][what], relative=1e-6, absolute=0.0, what=what).require()
 
 
 def main() -> int:

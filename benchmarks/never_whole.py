@@ -10,9 +10,11 @@ figures are the process's own: resident memory above what it had before.
 import argparse
 import ctypes
 import gc
+import sys
 import time
 from pathlib import Path
 
+import claims
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -47,7 +49,7 @@ def reset_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="60m")
     parser.add_argument("--ranks", type=int, default=8)
@@ -82,7 +84,10 @@ def main() -> None:
     print(f"  peak while it is built {built / GIB:.2f} GiB, in {built_s:.0f} s")
     print(f"  peak until its pieces are cut {cut / GIB:.2f} GiB, in {cut_s:.0f} s")
     print(f"  above its share {(cut - share) / GIB:.2f} GiB, {(cut - share) / largest:.2f} of the largest block")
+    judged = claims.never_whole(built, cut, share, largest)
+    print("\n" + judged.verdict())
+    return judged.exit_code
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

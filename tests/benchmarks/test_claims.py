@@ -111,6 +111,14 @@ JUDGED: dict[str, tuple[Callable[[], Claims], list[Callable[[], Claims]]]] = {
             lambda: claims.sharded_zoo([], [], False),
         ],
     ),
+    "never_whole": (
+        lambda: claims.never_whole(14.0, 110.0, 100.0, 10.0),
+        [
+            lambda: claims.never_whole(16.0, 110.0, 100.0, 10.0),
+            lambda: claims.never_whole(14.0, 111.0, 100.0, 10.0),
+            lambda: claims.never_whole(NAN, 110.0, 100.0, 10.0),
+        ],
+    ),
     "zoo": (
         lambda: claims.zoo({2: {"A": True}, 4: {"A": True}}, False),
         [

@@ -20,6 +20,7 @@ from shardwright.backends.jax.machine.process_transfers import (
     way_of,
 )
 from shardwright.core.errors import ClusterError, MissingCapabilityError
+from tests.comparison import Comparison
 
 
 @dataclass(frozen=True)
@@ -123,4 +124,4 @@ def test_arrays_arrive_as_they_were(source: PartitionSpec, target: PartitionSpec
         assert found.sharding.is_equivalent_to(there, found.ndim)
         data = jax.random.key_data(found) if found.dtype != np.float32 else found
         wanted = jax.random.key_data(given) if found.dtype != np.float32 else given  # type: ignore[arg-type]
-        np.testing.assert_array_equal(np.asarray(data), np.asarray(wanted))
+        Comparison("across").equal(np.asarray(data), np.asarray(wanted)).require()
