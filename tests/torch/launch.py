@@ -31,6 +31,13 @@ ENDING_S = 30.0
 DYING = re.compile(r"dying at ([\d.]+)")
 
 
+def checks_in(worker: str) -> list[str]:
+    """The names of the checks of a worker that runs all of them in one launch."""
+    found = re.search(r"CHECKS.*?= \((.*?)\n\)", (WORKERS / worker).read_text(), re.DOTALL)
+    assert found is not None, f"{worker} has no CHECKS"
+    return re.findall(r"(\w+),", found[1])
+
+
 @dataclass(frozen=True)
 class Outcome:
     code: int

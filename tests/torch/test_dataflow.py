@@ -1,49 +1,18 @@
 """Arbitrary dataflow between stages: several stages in this one process, against the plain model."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from shardwright.backends.torch.machine.mesh import bind
-from shardwright.backends.torch.machine.process import Launch, start
-from shardwright.backends.torch.machine.watchdog import Watchdog
-from shardwright.backends.torch.program.stage_map import StageMap
 from shardwright.backends.torch.runtime import Runtime
-from shardwright.backends.torch.training.call import Result, StepBody, StepCall
 from shardwright.core.errors import CaptureError, PlanError, UnrecordableError
-from shardwright.core.layout.mesh import Mesh
-from shardwright.core.schedule import Schedule
 from tests.comparison import Comparison
-
-WIDTH = 6
-MICROBATCHES = 2
-
-
-@pytest.fixture(scope="module", autouse=True)
-def world_of_one() -> Iterator[None]:
-    start(Launch("none"), torch.device("cpu"), 30.0)
-    yield
-    dist.destroy_process_group()
-
-
-def make_runtime(model: nn.Module, calls: list[list[tuple[str, int]]], stages: dict[str, tuple[int, ...]]) -> Runtime:
-    """Stages that all lie on this rank, so that values travel through the mailbox and not through a network."""
-    schedule = Schedule.build("looped-bfs", ranks=1, microbatches=MICROBATCHES, virtual_stages=len(calls))
-    bound = bind(Mesh.of(pp=1, dp=1, tp=1))
-    runtime = Runtime(model, bound, Watchdog("rank 0", 30.0), seed=0, weights=None)
-    runtime.split(StageMap(schedule, tuple(map(tuple, calls)), stages))
-    return runtime
-
-
-def run_step(runtime: Runtime, body: StepBody, microbatches: list[list[torch.Tensor]]) -> Result:
-    shares = runtime.begin("a step", [1] * len(microbatches))
-    return runtime.run(StepCall("a", body, microbatches, shares))
+from tests.torch.stages_here import MICROBATCHES, WIDTH, make_runtime, run_step, samples, world_of_one  # noqa: F401
 
 
 def compare(
@@ -84,10 +53,6 @@ def compare(
 
 def gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
     return {name: parameter.grad for name, parameter in model.named_parameters()}
-
-
-def samples(*shape: int) -> torch.Tensor:
-    return torch.randn(4, *shape, generator=torch.Generator().manual_seed(7))
 
 
 class Block(nn.Module):
@@ -447,80 +412,3 @@ def test_stages_against_the_order_of_the_model_are_refused() -> None:
 
     with pytest.raises(PlanError, match="do not follow the order"):
         run_step(runtime, body, [[samples(WIDTH)[:2]] for _ in range(MICROBATCHES)])
-
-
-class Writing(nn.Module):
-    """Writes between its units to what it holds."""
-
-    def __init__(self, write: Callable[["Writing"], Any]) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.scale = nn.Parameter(torch.ones(WIDTH))
-        self.register_buffer("seen", torch.zeros(WIDTH))
-        self.register_buffer("spread", torch.ones(WIDTH))
-        self._write = write
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.a(x)
-        self._write(self)
-        return self.b(x * self.scale) + self.seen
-
-
-def _scaled(model: Writing) -> None:
-    with torch.no_grad():
-        model.scale.mul_(0.9)
-
-
-def _moved(model: Writing) -> None:
-    model.scale.data = model.scale.data * 0.9
-
-
-WRITES: dict[str, tuple[Callable[[Writing], Any], str]] = {
-    "data": (lambda model: model.scale.data.mul_(0.9), "parameter scale is changed in place"),
-    "detached": (lambda model: model.scale.detach().mul_(0.9), "parameter scale is changed in place"),
-    "a view of it": (lambda model: model.scale.data[2:].zero_(), "parameter scale is changed in place"),
-    "of a unit": (lambda model: model.b.weight.data.mul_(0.9), "parameter b.weight is changed in place"),
-    "of a unit that is over": (lambda model: model.a.bias.data.fill_(1), "parameter a.bias is changed in place"),
-    "copied": (lambda model: model.b.weight.data.copy_(model.a.weight), "parameter b.weight is changed in place"),
-    "no_grad": (_scaled, "parameter scale is changed in place"),
-    "set": (_moved, r"data is assigned to a tensor of shape"),
-    "a buffer": (lambda model: model.seen.add_(1), "writes to buffer 'seen'.*let the model run by message passing"),
-    "a buffer's data": (lambda model: model.seen.data.add_(1), "writes to buffer 'seen'"),
-    "a part of a buffer": (lambda model: model.seen[1:].add_(1), "writes to buffer 'seen'"),
-}
-
-
-@pytest.mark.parametrize("how", list(WRITES))
-def test_writes_between_units_to_what_the_model_holds_are_refused(how: str) -> None:
-    """They were lost, or done on a rank that does not hold it."""
-    write, said = WRITES[how]
-    runtime = make_runtime(Writing(write), [[("a", 0)], [("b", 0)]], {"scale": (1,)})
-
-    def body(given: list[torch.Tensor]) -> Any:
-        runtime.backward(runtime.model(given[0]).mean())
-
-    with pytest.raises(CaptureError, match=said):
-        run_step(runtime, body, [[samples(WIDTH)[:2]] for _ in range(MICROBATCHES)])
-
-
-def test_statistics_and_values_are_written_between_units() -> None:
-    def write(model: Writing) -> None:
-        torch.zeros(3).data.add_(1)
-
-    class Normed(Writing):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = nn.functional.batch_norm(self.a(x), self.seen, self.spread, training=True)
-            self._write(self)
-            return self.b(x)
-
-    runtime = make_runtime(Normed(write), [[("a", 0)], [("b", 0)]], {"scale": (1,)})
-
-    def body(given: list[torch.Tensor]) -> Any:
-        runtime.backward(runtime.model(given[0]).mean())
-
-    given = [samples(WIDTH)[:2] for _ in range(MICROBATCHES)]
-    run_step(runtime, body, [[t] for t in given])
-    expected = torch.zeros(WIDTH)
-    for tensor in given:
-        nn.functional.batch_norm(runtime.model.a(tensor), expected, torch.ones(WIDTH), training=True)
-    Comparison("running means").values(runtime.model.seen, expected, relative=1e-5, absolute=1e-8).require()

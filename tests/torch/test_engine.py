@@ -1,14 +1,8 @@
 """How steps run: batches of every size, measured timelines, and what is beside them in `workers/engine.py`."""
 
-import re
-from pathlib import Path
-
 import pytest
 
-from tests.torch.launch import WORKERS, Outcome, torchrun
-
-CHECKS = re.search(r"CHECKS.*?= \((.*?)\n\)", Path(WORKERS / "engine.py").read_text(), re.DOTALL)
-NAMES = re.findall(r"(\w+),", CHECKS[1]) if CHECKS else []
+from tests.torch.launch import Outcome, checks_in, torchrun
 
 
 @pytest.fixture(scope="module")
@@ -16,7 +10,7 @@ def outcome() -> Outcome:
     return torchrun("engine.py", 2, timeout_s=300)
 
 
-@pytest.mark.parametrize("check", NAMES)
+@pytest.mark.parametrize("check", checks_in("engine.py"))
 def test_on_two_ranks(outcome: Outcome, check: str) -> None:
     assert f"ok {check}\n" in outcome.text, outcome.text[-4000:]
 

@@ -140,9 +140,8 @@ class Gradients:
                 self._exchange.close()
             if self.data is None:
                 self.data = DataGroups.bind(self.bound, self.bound.size("dp"))
-            if not self.data.have_alike(
-                "; ".join(self._order), self.bound.device, self.watchdog
-            ):  # as where layers are dropped on some
+            order = "; ".join(self._order)
+            if not self.data.have_alike(order, self.bound.device, self.watchdog):  # where some dropped layers
                 self._order = ()
             names = dict.fromkeys((*self._order, *reversed(trainable)))
             chosen = {name: trainable[name] for name in names if name in trainable}

@@ -71,10 +71,8 @@ class StepRecordings:
     def __init__(self, split_model: SplitModel, ahead: RecordedAhead | None) -> None:
         self._split_model, self._ahead = split_model, ahead
         self.cache = Recordings(type(split_model.model).__name__)
-        self._digests: dict[int, tuple[Division, int]] = {}
-        """The digests of recordings, by id: the same on all ranks that recorded the same."""
-        self._called: dict[int, tuple[Division, int]] = {}
-        """Those of the modules that are called."""
+        self._digests: dict[int, tuple[Division, tuple[int, int]]] = {}
+        """The digests of recordings, and of what they call, by id."""
 
     def of(
         self, call: StepCall, stage_map: StageMap, is_ready: Callable[[Sequence[Division]], bool]
@@ -176,21 +174,21 @@ class StepRecordings:
         return found if all_have else None, all(ready for _, ready, *_ in told)
 
     def _digest(self, division: Division) -> int:
+        """The digest of a recording: the same on all ranks that recorded the same."""
+        return self._digests_of(division)[0]
+
+    def _calls(self, division: Division) -> int:
+        """The digest of what a microbatch calls on all stages, in order, and of the parameters that are given."""
+        return self._digests_of(division)[1]
+
+    def _digests_of(self, division: Division) -> tuple[int, int]:
         known = self._digests.get(id(division))
         if known is None:
             if len(self._digests) >= DIGESTS:
                 self._digests.clear()
-            known = self._digests[id(division)] = (division, digest_of(text_of(division.program)))
-        return known[1]
-
-    def _calls(self, division: Division) -> int:
-        """The digest of what a microbatch calls on all stages, in order, and of the parameters that are given."""
-        known = self._called.get(id(division))
-        if known is None:
-            if len(self._called) >= DIGESTS:
-                self._called.clear()
             steps = [step for part in division.parts for step in part.steps]
             given = [[x.name for x in step.arguments.leaves if isinstance(x, ParameterRef)] for step in steps]
-            text = "; ".join(f"{step.path} {names}" for step, names in zip(steps, given, strict=True))
-            known = self._called[id(division)] = (division, digest_of(text))
+            calls = "; ".join(f"{step.path} {names}" for step, names in zip(steps, given, strict=True))
+            both = digest_of(text_of(division.program)), digest_of(calls)
+            known = self._digests[id(division)] = (division, both)
         return known[1]
