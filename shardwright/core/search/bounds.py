@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 from shardwright.core.cluster.cluster import Cluster
 from shardwright.core.errors import PlanError
@@ -80,11 +81,17 @@ class Bounds:
             traits.gradients_when_made,
             traits.gathers_units,
             traits.stages_are_programs,
+            policy.gathered_stages,
+            policy.look_ahead,
+            policy.reduce_after != "last",
         )
 
     @found_once
     def undivided(self, shape: Shape, policy: Policy) -> Decision:
-        """A decision of degrees and policy, before there is a cut: the tail of a step depends on nothing else."""
+        """A decision of degrees and policy, before there is a cut: the tail of a step depends on nothing else, but for
+        how often stages are gathered, here once."""
+        if policy.gathered_stages is not None:
+            policy = replace(policy, gathered_stages=1, look_ahead=None)
         return self.decision(shape, policy, Pipelining("1f1b", 1), ())
 
     def decision(self, shape: Shape, policy: Policy, pipelining: Pipelining, starts: Sequence[int]) -> Decision:
@@ -104,6 +111,9 @@ class Bounds:
             recompute=policy.recompute,
             shard=policy.shard,
             shard_group=policy.shard_group,
+            gathered_stages=policy.gathered_stages,
+            look_ahead=policy.look_ahead,
+            reduce_after=policy.reduce_after,
             precision=self.tables.precision,
             optimizer=request.optimizer,
             loss_scope=request.loss_scope,

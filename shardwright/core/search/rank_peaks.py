@@ -8,6 +8,7 @@ from shardwright.core.plan.decision import Decision
 from shardwright.core.schedule.actions import Action, B, W
 from shardwright.core.schedule.peak_memory import peak_below_sum
 from shardwright.core.search.space import splits_backward
+from shardwright.core.tables.gathered_stages import gathering_schedule, peaks
 from shardwright.core.tables.memory import MemoryUse, live_bytes, named_schedule
 from shardwright.core.tables.rank_tables import RankTables
 from shardwright.core.tables.stage_memory import stage_memories
@@ -52,6 +53,8 @@ def less_apart(
 ) -> tuple[MemoryUse, ...]:
     """Memory less what never exists at once, where gradients take memory when they are made. Where a step has many
     microbatches nothing is subtracted."""
+    if request.goes_by_schedule:
+        return _less_by_schedule(decision, ranked, memory, request)
     if request.gathers_units and decision.shard >= 2:
         return _less_gathered(decision, ranked, memory, request)
     if not request.gradients_when_made or decision.shard >= 2 or is_long(decision):
@@ -93,6 +96,34 @@ def _less_gathered(
         less = together - ranked.gathered_peak(rank, (first, end), request)
         found.append(replace(use, apart_bytes=max(0, less)))
     return tuple(found)
+
+
+def _less_by_schedule(
+    decision: Decision, ranked: RankTables, memory: tuple[MemoryUse, ...], request: MemoryRequest
+) -> tuple[MemoryUse, ...]:
+    """Memory less what is never there at once of stages that the schedule gathers and of gradients that it reduces.
+    Long schedules are extrapolated from short ones, as in `live_bytes`."""
+    starts, placement = decision.stage_starts, decision.stage_ranks
+
+    def peaks_of(microbatches: int) -> list[int]:
+        if decision.generated:
+            table = decision.build_schedule(None).table
+        else:
+            sizes = decision.pp, microbatches, decision.virtual_stages
+            table = gathering_schedule(decision.schedule, *sizes, request).table
+        return peaks(ranked, starts, placement, table, request)
+
+    first, second = 4 * decision.pp, 5 * decision.pp
+    if decision.microbatches <= second or decision.generated:
+        most = peaks_of(decision.microbatches)
+    else:
+        growth = (decision.microbatches - second) / (second - first)
+        early, late = peaks_of(first), peaks_of(second)
+        most = [int(b + (b - a) * growth + 0.5) for a, b in zip(early, late, strict=True)]
+    return tuple(
+        replace(use, apart_bytes=max(0, use.activations_bytes + use.gradients_bytes + passing - peak))
+        for use, passing, peak in zip(memory, ranked.passing(starts, placement, request), most, strict=True)
+    )
 
 
 def _backward_order(actions: Iterable[Action]) -> list[int]:

@@ -245,16 +245,32 @@ class RankTables:
     def buffers(self, starts: Sequence[int], placement: Sequence[int], request: MemoryRequest) -> list[int]:
         """The bytes that passes hold for a while, on every rank."""
         held = self._held(tuple(starts), tuple(placement), summed=request.is_summed, again=request.microbatches > 1)
-        rows = zip(held, self.gathered(starts, placement, request), strict=True)
         buckets = [min(request.bucket_bytes, request.gradient_width * own.trained) for own in held]
-        both = zip(rows, buckets, strict=True)
-        return [own.working + own.sent + more + bucket + UNCOUNTED_BYTES for (own, more), bucket in both]
+        rows = zip(held, self.passing(starts, placement, request), buckets, strict=True)
+        return [own.sent + passing + bucket + UNCOUNTED_BYTES for own, passing, bucket in rows]
+
+    def passing(self, starts: Sequence[int], placement: Sequence[int], request: MemoryRequest) -> list[int]:
+        """These bytes without messages and buckets: temporary values, and what is gathered of what is sharded."""
+        held = self._held(tuple(starts), tuple(placement), summed=request.is_summed, again=request.microbatches > 1)
+        rows = zip(held, self.gathered(starts, placement, request), strict=True)
+        return [own.working + more for own, more in rows]
 
     def gathered(self, starts: Sequence[int], placement: Sequence[int], request: MemoryRequest) -> list[int]:
-        """The most bytes that every rank has whole for a while of what is sharded (`gathered_by_unit`)."""
+        """The most bytes that every rank has whole for a while of what is sharded: of units (`gathered_by_unit`), of as
+        many stages as may be gathered at once, and of all gradients where they add up whole."""
         stages = list(zip(placement, self.ends(starts), strict=True))
-        most = [int(self.gathered_by_unit(rank, ends, request).sum(0).max()) for rank, ends in stages]
-        return [max(m for m, at in zip(most, placement, strict=True) if at == rank) for rank in range(self.ranks)]
+        units = [int(self.gathered_by_unit(rank, ends, request).sum(0).max()) for rank, ends in stages]
+        width, found = PRECISION_BYTES[request.precision], []
+        for rank, table in enumerate(self.tables):
+            most = max(m for m, at in zip(units, placement, strict=True) if at == rank)
+            held = [ends for on, ends in stages if on == rank]
+            if request.gathered_stages is not None:
+                sizes = sorted((int(table.range_elements[ends]) for ends in held), reverse=True)
+                most += width * sum(sizes[: request.gathered_stages])
+            if request.shard >= 2 and not request.reduces_each:
+                most += sum(int(table.range_trained[ends]) for ends in held) * (width + request.gradient_width)
+            found.append(most)
+        return found
 
     def gathered_by_unit(self, rank: int, ends: tuple[int, int], request: MemoryRequest) -> NDArray[np.float64]:
         """The bytes of sharded parameters, and of gradients, that are whole at the backward of each unit of a stage: of
@@ -263,10 +279,11 @@ class RankTables:
         table, units = self.tables[rank], np.arange(*ends)
         if not request.gathers_units or request.shard < 2 or request.ways == 1:
             return np.zeros((2, len(units)))
-        held = np.pad(table.range_elements[units, units + 1], 1) * (request.shard == 3)
+        by_unit = request.shard == 3 and request.gathered_stages is None
+        held = np.pad(table.range_elements[units, units + 1], 1) * by_unit
         trained = np.pad(table.range_trained[units, units + 1], (0, 1))
         width, sent = PRECISION_BYTES[request.precision], request.gradient_width * (2 - 1 / request.ways)
-        gradients = np.maximum(trained[:-1] * width + trained[1:] * sent, trained[:-1] * sent)
+        gradients = np.maximum(trained[:-1] * width + trained[1:] * sent, trained[:-1] * sent) * request.reduces_each
         return np.stack([width * (held[:-2] + held[1:-1] + held[2:]), gradients])
 
     def gathered_peak(self, rank: int, ends: tuple[int, int], request: MemoryRequest) -> int:

@@ -397,6 +397,17 @@ class MemoryRequest:
     """The trait of the same name in `MemoryTraits`."""
     stages_are_programs: bool = False
     """The trait of the same name in `MemoryTraits`: all gradients of a stage are there before any is scattered."""
+    gathered_stages: int | None = None
+    """The most stages that a rank keeps gathered at once; None: units are gathered one by one."""
+    look_ahead: int | None = None
+    """The number of these that may be gathered ahead; None: all but one."""
+    reduces_each: bool = True
+    """Whether divided gradients are summed after each microbatch, so that none adds up whole."""
+
+    @property
+    def goes_by_schedule(self) -> bool:
+        """Whether what is whole when is said by actions of the schedule."""
+        return self.gathered_stages is not None or (self.shard >= 2 and not self.reduces_each)
 
     @property
     def is_summed(self) -> bool:

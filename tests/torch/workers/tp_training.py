@@ -37,6 +37,25 @@ HOW: dict[str, dict[str, Any]] = {
     "z3": {"shard": 3},
     "z3-groups": {"shard": 3, "shard_group": 2},
     "z3-split": {"shard": 3, "pipeline": "zb-h1"},
+    "z3-last": {"shard": 3, "reduce_after": "last"},
+    "z2-last": {"shard": 2, "reduce_after": "last"},
+    "z3-stages": {"shard": 3, "gathered_stages": 1, "reduce_after": "last"},
+    "z3-stages-each": {"shard": 3, "gathered_stages": 1, "bf16": True},
+    "z3-looped": {
+        "shard": 3,
+        "gathered_stages": 2,
+        "reduce_after": "last",
+        "pipeline": "looped-bfs",
+        "virtual_stages": 2,
+    },
+    "z3-looped-ahead": {
+        "shard": 3,
+        "gathered_stages": 2,
+        "look_ahead": 0,
+        "pipeline": "interleaved-1f1b",
+        "virtual_stages": 3,
+    },
+    "z3-looped-split": {"shard": 3, "gathered_stages": 2, "pipeline": "interleaved-zb", "virtual_stages": 3},
     "z3-recompute": {"shard": 3, "recompute": "full"},
     "meta": {},  # the model has no data until it is wrapped, and is given a state dict
 }

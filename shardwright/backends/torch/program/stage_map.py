@@ -86,6 +86,7 @@ class StageMap:
 def _require_policies(plan: Plan) -> None:
     decision = plan.decision
     CAPABILITIES.require_on_device(decision.offloaded_units)
+    CAPABILITIES.require_residency(decision.shard, decision.gathered_stages, decision.reduce_after)
     if decision.recompute == "selective":
         raise MissingCapabilityError(
             "the plan has recompute='selective', and the torch runtime of this version cannot tell the products of "
