@@ -158,7 +158,7 @@ class Options:
         Option(
             'whose runtimes must be able to carry the plan out, "torch", "jax" or both. What is pinned is planned all '
             "the same; where nothing that they carry out fits, the best of all is taken, with a warning",
-            "both, so that a model and its twin get one plan",
+            "that of the captured model; both are named where a model and its twin are to get one plan",
         ),
     ] = None
     devices: Annotated[
