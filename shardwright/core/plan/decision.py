@@ -14,7 +14,7 @@ from shardwright.core.schedule.family import Family, Sizes
 from shardwright.core.schedule.files import from_csv
 from shardwright.core.schedule.passes.sharding import ReduceAfter, insert_sharding
 from shardwright.core.schedule.schedule import require_buildable
-from shardwright.core.tables.memory import OPTIMIZER_STATES, Precision, Recompute
+from shardwright.core.tables.memory import OPTIMIZER_STATES, Precision, Recompute, named_schedule
 from shardwright.core.values.fields import Amount, Choices, Count, Words, require_fields
 
 LossScope = Literal["replica", "global"]
@@ -100,7 +100,9 @@ class Decision:
                 f'{list(self.kept_units)}: they are units that are neither kept nor recomputed, under recompute="full"'
             )
         require_shard_group(self.shard_group, self.shard, self.dp)
-        require_residency(self.shard, self.gathered_stages, self.look_ahead, self.reduce_after, self.virtual_stages)
+        require_residency(
+            self.shard, self.gathered_stages, self.look_ahead, self.reduce_after, self.virtual_stages, self.schedule
+        )
         self._require_runnable_schedule()
 
     def _require_runnable_schedule(self) -> None:
@@ -204,11 +206,22 @@ def require_shard_group(group: int | None, shard: int | None, dp: int | None) ->
         )
 
 
+@lru_cache(maxsize=64)
+def stages_at_once(schedule: str, virtual_stages: int) -> int:
+    """The most stages that a rank runs at once under a schedule: 2 where forwards and backwards overlap."""
+    try:
+        sample = named_schedule(schedule, 2, 4, virtual_stages)
+    except ScheduleError:
+        return 1
+    return max(len({part.stage for part in action.flat}) for order in sample.table for action in order)
+
+
 def require_residency(
-    shard: int | None, gathered: int | None, ahead: int | None, reduce_after: str | None, virtual_stages: int | None
-) -> None:
-    """Raise PlanError for stages that are gathered where nothing is freed, or for more of them than there are, and for
-    gradients that are reduced after each microbatch and yet stay whole. None: not known."""
+    shard: int | None, gathered: int | None, ahead: int | None, reduce_after: str | None, virtual_stages: int | None,
+    schedule: str | None = None,
+) -> None:  # fmt: skip
+    """Raise PlanError for stages that are gathered where nothing is freed, for more of them than there are, or fewer
+    than run at once, and for gradients that are reduced after each microbatch and yet stay whole. None: not known."""
     if gathered is not None and shard not in (3, None):
         raise PlanError(
             f"gathered_stages={gathered} and shard={shard}: stages are gathered and freed where parameters are "
@@ -219,6 +232,13 @@ def require_residency(
             f"gathered_stages={gathered} and virtual_stages={virtual_stages}: a rank has no more stages than that; "
             f"take gathered_stages={virtual_stages} or less"
         )
+    if gathered is not None and virtual_stages is not None and schedule in FAMILIES:
+        least = stages_at_once(schedule, virtual_stages)
+        if gathered < least:
+            raise PlanError(
+                f"gathered_stages={gathered} and schedule={schedule!r}, under which {least} stages of a rank run at "
+                f"once: take gathered_stages={least}"
+            )
     if ahead is not None and (gathered is None or ahead >= gathered):
         raise PlanError(
             f"look_ahead={ahead} and gathered_stages={gathered}: expected less than gathered_stages, as the stage that "

@@ -106,7 +106,8 @@ class StepModel:
 
         def least_s(trained: float, held: float) -> float:
             least = _Entries(trained, held, trained * self._least_share)
-            return min(sum(self._tail(mesh, decision, least, pipeline_s, alike[0])) for alike in kinds)
+            tails = (self._tail(mesh, decision, least, pipeline_s, alike[0], ends=False) for alike in kinds)
+            return min(map(sum, tails))
 
         if decision.shard == 3 and len(kinds) > 1:
             # Where ranks differ, one may train most and another hold most.
@@ -114,8 +115,10 @@ class StepModel:
         return least_s(trained, held)
 
     def _tail(
-        self, mesh: Mesh, decision: Decision, entries: "_Entries", pipeline_s: float, pp: int
+        self, mesh: Mesh, decision: Decision, entries: "_Entries", pipeline_s: float, pp: int, *, ends: bool = True
     ) -> tuple[float, float]:
+        """As `tail`, for one rank. ``ends``: whether the first gather and the last scatter of whole stages, which
+        nothing hides, are among it."""
         dp = mesh.axis_size("dp")
         elements, held = entries.trained, entries.held
         width = PRECISION_BYTES[self.precision]
@@ -130,6 +133,8 @@ class StepModel:
                 reduce_s = self._sharded_reduction_s(mesh, decision, size, reduced, pp)
             else:
                 reduce_s = self._sharded_s(mesh, decision, held * width, reduced, pipeline_s, pp)
+                if ends:
+                    reduce_s += self._ends_s(mesh, decision, held * width, reduced, pp)
         ways = (decision.shard_group or dp) if decision.shard else 1
         states = OPTIMIZER_STATES[decision.optimizer]
         # The optimizer reads parameter, gradient and states, and writes parameter and states, in fp32. In mixed
@@ -172,6 +177,16 @@ class StepModel:
         moving_s = gathers * inside.all_gather_s(size) + (scatters * inside.reduce_scatter_s(reduced) if reduced else 0)
         exposed = max(0.0, moving_s - pipeline_s * HIDDEN_SHARE)
         return exposed + (across.all_reduce_s(reduced / ways) if across is not None and reduced else 0.0)
+
+    def _ends_s(self, mesh: Mesh, decision: Decision, size: float, reduced: float, pp: int) -> float:
+        """Seconds of the first gather of a stage, and of the last scatter where gradients leave by stages."""
+        inside, _, _ = self.links.shard_groups(mesh, pp, decision.shard_group)
+        stages, found = decision.virtual_stages, 0.0
+        if decision.gathered_stages is not None:
+            found += inside.all_gather_s(size / stages)
+        if not decision.reduces_each and reduced:
+            found += inside.reduce_scatter_s(reduced / stages)
+        return found
 
     def _tied_s(self, decision: Decision, tied: Sequence[tuple[tuple[int, ...], int]]) -> float:
         """Seconds to add up the gradients of parameters that several pipeline ranks hold."""

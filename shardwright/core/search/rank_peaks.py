@@ -53,10 +53,8 @@ def less_apart(
 ) -> tuple[MemoryUse, ...]:
     """Memory less what never exists at once, where gradients take memory when they are made. Where a step has many
     microbatches nothing is subtracted."""
-    if request.goes_by_schedule:
-        return _less_by_schedule(decision, ranked, memory, request)
-    if request.gathers_units and decision.shard >= 2:
-        return _less_gathered(decision, ranked, memory, request)
+    if request.divides_gradients:
+        return _less_divided(decision, ranked, memory, request)
     if not request.gradients_when_made or decision.shard >= 2 or is_long(decision):
         return memory
     ends, placement = ranked.ends(decision.stage_starts), decision.stage_ranks
@@ -79,30 +77,11 @@ def less_apart(
     return tuple(found)
 
 
-def _less_gathered(
+def _less_divided(
     decision: Decision, ranked: RankTables, memory: tuple[MemoryUse, ...], request: MemoryRequest
 ) -> tuple[MemoryUse, ...]:
-    """Memory less what the passes of a rank with one stage never hold at once: what is gathered of its fullest unit,
-    and the activations of the units behind that."""
-    if decision.virtual_stages > 1:
-        return memory
-    found = []
-    gathered = ranked.gathered(decision.stage_starts, decision.stage_ranks, request)
-    ends = ranked.ends(decision.stage_starts)
-    for rank, (use, whole) in enumerate(zip(memory, gathered, strict=True)):
-        first, end = ends[decision.stage_ranks.index(rank)]
-        table = ranked.tables[rank]
-        together = int(table.range_kept[first, end] + table.range_working[first, end]) + whole
-        less = together - ranked.gathered_peak(rank, (first, end), request)
-        found.append(replace(use, apart_bytes=max(0, less)))
-    return tuple(found)
-
-
-def _less_by_schedule(
-    decision: Decision, ranked: RankTables, memory: tuple[MemoryUse, ...], request: MemoryRequest
-) -> tuple[MemoryUse, ...]:
-    """Memory less what is never there at once of stages that the schedule gathers and of gradients that it reduces.
-    Long schedules are extrapolated from short ones, as in `live_bytes`."""
+    """Memory less what is never there at once of units or stages that are gathered and of gradients that are summed
+    while the step runs. Long schedules are extrapolated from short ones, as in `live_bytes`."""
     starts, placement = decision.stage_starts, decision.stage_ranks
 
     def peaks_of(microbatches: int) -> list[int]:

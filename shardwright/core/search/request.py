@@ -255,7 +255,12 @@ class Options:
             )
         require_shard_group(self.shard_group, self.shard, self.dp)
         require_residency(
-            self.shard, self.gathered_stages or None, self.look_ahead, self.reduce_after, self.stages_per_rank
+            self.shard,
+            self.gathered_stages or None,
+            self.look_ahead,
+            self.reduce_after,
+            self.stages_per_rank,
+            self.schedule,
         )
         if self.microbatch is not None and self.microbatch > self.batch:
             raise PlanError(

@@ -83,7 +83,7 @@ class Scorer:
             return memory
         memory = by_stage(decision, ranked, memory, request)
         least = memory
-        if request.goes_by_schedule:
+        if request.divides_gradients:
             least = tuple(replace(use, gradients_bytes=0, activations_bytes=0, buffers_bytes=0) for use in memory)
         elif not is_long(decision):  # at most all gradients are subtracted
             least = tuple(replace(use, gradients_bytes=0) for use in memory)

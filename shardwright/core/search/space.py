@@ -13,6 +13,7 @@ from shardwright.core.capabilities import Capabilities
 from shardwright.core.cluster.cluster import Cluster
 from shardwright.core.errors import PlanError, ScheduleError
 from shardwright.core.layout.mesh import Mesh
+from shardwright.core.plan.decision import stages_at_once
 from shardwright.core.schedule import AUTO, Schedule, schedule_names
 from shardwright.core.schedule.catalogue import FAMILIES
 from shardwright.core.schedule.family import Sizes
@@ -80,8 +81,11 @@ class Policy:
     reduce_after: ReduceAfter | None = None
 
     def has_stages(self, pipelining: Pipelining) -> bool:
-        """Whether a rank has as many stages as it is to keep gathered."""
-        return (self.gathered_stages or 0) <= pipelining.virtual_stages
+        """Whether a rank has as many stages as it is to keep gathered, and runs no more at once."""
+        if self.gathered_stages is None:
+            return True
+        held = pipelining.virtual_stages
+        return stages_at_once(pipelining.schedule, held) <= self.gathered_stages <= held
 
 
 class Space:

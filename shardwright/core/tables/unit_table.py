@@ -405,9 +405,9 @@ class MemoryRequest:
     """Whether divided gradients are summed after each microbatch, so that none adds up whole."""
 
     @property
-    def goes_by_schedule(self) -> bool:
-        """Whether what is whole when is said by actions of the schedule."""
-        return self.gathered_stages is not None or (self.shard >= 2 and not self.reduces_each)
+    def divides_gradients(self) -> bool:
+        """Whether gradients are divided while the step runs, and parameters may be."""
+        return self.gathers_units and self.shard >= 2
 
     @property
     def is_summed(self) -> bool:
