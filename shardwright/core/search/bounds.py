@@ -80,6 +80,7 @@ class Bounds:
             traits.gradients_when_made,
             traits.gathers_units,
             traits.stages_are_programs,
+            self.cluster.device(0).kind != "cpu",
         )
 
     @found_once
