@@ -81,6 +81,7 @@ class Bounds:
             traits.gradients_when_made,
             traits.gathers_units,
             traits.stages_are_programs,
+            self.cluster.device(0).kind != "cpu",
             policy.gathered_stages,
             policy.look_ahead,
             policy.reduce_after != "last",

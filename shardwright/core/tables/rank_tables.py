@@ -15,7 +15,7 @@ from shardwright.core.cost.unit_work import PRECISION_BYTES
 from shardwright.core.errors import PlanError
 from shardwright.core.partition.exact import Matrix, min_max_cut, spread_cut
 from shardwright.core.schedule import StageCosts
-from shardwright.core.tables.memory import MemoryUse, collectives_s, state_bytes
+from shardwright.core.tables.memory import MemoryUse, collectives_s, state_bytes, update_bytes
 from shardwright.core.tables.unit_table import MemoryRequest, UnitTable
 from shardwright.core.values.found_once import found_once
 
@@ -68,6 +68,8 @@ class _Held:
     """The offloaded bytes."""
     buffers: tuple[int, ...]
     """The bytes of the model's buffers: without replicas, and with them."""
+    updates: tuple[int, ...]
+    """The entries of each parameter that is updated, where this decides what is held meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -238,9 +240,17 @@ class RankTables:
                     host_bytes=own.away * count,
                     batch_bytes=own.batch[0] + own.batch[1] * request.microbatches,
                     model_buffers_bytes=own.buffers[request.is_replicated],
+                    update_bytes=self._update_bytes(own.updates, request),
                 )
             )
         return tuple(found)
+
+    @staticmethod
+    def _update_bytes(entries: Sequence[int], request: MemoryRequest) -> int:
+        """The bytes that the optimizer holds beside its states, with all else that no graph shows."""
+        ways = request.ways if request.shard else 1
+        pieces = [-(-size // ways) for size in entries]
+        return update_bytes(pieces, request.optimizer, together=request.updates_together) + UNCOUNTED_BYTES
 
     def buffers(self, starts: Sequence[int], placement: Sequence[int], request: MemoryRequest) -> list[int]:
         """The bytes that passes hold for a while, on every rank."""
@@ -325,7 +335,8 @@ class RankTables:
             batch = table.batch_bytes(held)
             away = max(sum(table.units[u].saved_bytes for u in table.offloaded if a <= u < b) for a, b in held)
             buffers = tuple(table.model_buffers_bytes(held, replicated=several) for several in (False, True))
-            found.append(_Held(elements, trained, updated, kept, working, sent, batch, away, buffers))
+            updates = table.updated_entries(held)
+            found.append(_Held(elements, trained, updated, kept, working, sent, batch, away, buffers, updates))
         return found
 
     def keeping(self, units: Collection[int], offloaded: Collection[int] = ()) -> "RankTables":
