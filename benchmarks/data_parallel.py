@@ -6,8 +6,8 @@
 Two processes of one thread train the same model on the same batch, one way after the other in each round:
 
 - whole replicas (shard 0) beside DDP with gradients as views of buckets, at the best of five bucket sizes;
-- sharded parameters (shard 3) beside FSDP2, at the best of two wrappings (every block, or the model alone), gathered module
-  by module, or with `--gathered-stages 1` once a step.
+- sharded parameters (shard 3) beside FSDP2, at the best of two wrappings (every block, or the model alone), gathered
+  module by module, or with `--gathered-stages 1` once a step.
 
 A repetition starts at a barrier and ends when the slower process ends: forward, backward, exchange and the step of SGD.
 Losses and every gradient are compared with those of the peer in the same program. Figures are medians over rounds; the

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from launched import run_checks
 from models import batch, build
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -191,6 +192,151 @@ def what_is_held_back_goes_with_zero_grad_and_ranks_agree_on_it() -> None:
         sw.shutdown()
 
 
+class Unusual(nn.Module):
+    """A sparse embedding, tied to the head; weights that are complex, of double precision and without entries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(19, 8, sparse=True)
+        self.turn = nn.Parameter(torch.randn(8, 8, dtype=torch.complex64))
+        self.exact = nn.Linear(8, 8).double()
+        self.none = nn.Parameter(torch.zeros(0, 8))
+        self.head = nn.Linear(8, 19, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        x = (x.to(torch.complex64) @ self.turn.conj()).real
+        x = self.exact(x.double()).float()
+        x = torch.cat([x, x @ self.none.t()], -1)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
+
+
+class Pulled(nn.Module):
+    """Adds the gradient of what its layers make to its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            seen = x.detach().requires_grad_()
+            (pull,) = torch.autograd.grad(self.layers(seen).square().sum(), seen, create_graph=True)
+        return x + pull
+
+
+class Descent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.pulled = nn.Linear(8, 8), nn.ModuleList(Pulled() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for pulled in self.pulled:
+            x = pulled(x)
+        return x.square().mean()
+
+
+@sw.step
+def mean_step(model, x):
+    loss = model(x)
+    model.backward(loss, reduction="mean")
+    return loss
+
+
+@sw.step
+def weighted_step(model, x, counts):
+    loss = model(x)
+    model.backward(loss, weight=counts.sum())
+    return loss
+
+
+def whole_gradients(model: Any) -> dict[str, torch.Tensor | None]:
+    parts, found = model.runtime.split_model.parts, {}
+    for name, parameter in sorted(model.local_named_parameters()):
+        grad = parameter.grad
+        if parts.is_part(name):
+            grad = parts.whole(name, parameter.new_empty(0) if grad is None else grad)
+        found[name] = grad
+    return found
+
+
+def numbers(gradient: Any) -> torch.Tensor:
+    """A gradient as real numbers, side by side."""
+    dense = gradient.to_dense().resolve_conj()
+    return torch.view_as_real(dense) if dense.is_complex() else dense
+
+
+def trains_as_plain(
+    title: str, made: nn.Module, x: torch.Tensor, near: dict[str, float], hook: Hook | None = None, **given: Any
+) -> None:
+    """The loss, every gradient and their norm, in two steps that add up."""
+    sw.init({"microbatches": 2, "ddp": True, "wait_timeout_s": 60.0, "loss_scope": "replica"} | given)
+    model, plain = sw.DistributedModel(copy.deepcopy(made)), made
+    if hook is not None:
+        model.register_comm_hook(None, hook)
+    replicas = 1 if "pipeline_parallel_degree" in given else 2
+    for _ in range(2):
+        loss = mean_step(model, x.chunk(replicas)[sw.rdp_rank()]).all_reduce_mean().float()
+        expected = 0.0
+        for part in x.chunk(2 * replicas):
+            own = plain(part) / (2 * replicas)
+            own.backward()
+            expected += float(own.detach())
+        same = Comparison(f"{title}, {given}")
+        same.values({"loss": loss}, {"loss": torch.tensor(expected)}, **near, what="losses").require()
+    found = whole_gradients(model)
+    whole = {name: p.grad for name, p in plain.named_parameters() if name in found and p.numel()}
+    same.values({name: numbers(found[name]) for name in whole}, {name: numbers(g) for name, g in whole.items()}, **near)
+    same.require()
+    norm = torch.stack([g.to_dense().abs().double().norm() for p in plain.parameters() if (g := p.grad) is not None])
+    same.values({"norm": model.clip_grad_norm_(1e9).double()}, {"norm": norm.norm()}, **near, what="norms").require()
+    sw.shutdown()
+
+
+def unusual_parameters_have_their_gradients() -> None:
+    exact = {"relative": 1e-4, "absolute": 1e-6}
+    torch.manual_seed(0)
+    tokens = torch.randint(0, 19, (8, 5))
+    for given in ({}, {"hook": allreduce_hook}, {"shard": 1}, {"shard": 3}, {"pipeline_parallel_degree": 2}):
+        torch.manual_seed(1)
+        trains_as_plain("unusual", Unusual(), tokens, exact, **given)
+    x = torch.randn(8, 8)
+    torch.manual_seed(1)
+    trains_as_plain("descent", Descent(), x, exact, shard=3, recompute="full")
+    torch.manual_seed(1)
+    plain = nn.Sequential(nn.Linear(8, 8), Squared())
+    plain.none = nn.Parameter(torch.zeros(0, 8))
+    trains_as_plain("in 16 bits", plain, x, {"relative": 2e-2, "absolute": 2e-3}, bf16=True, shard=3)
+
+
+def a_replica_without_gradients_goes_on_with_the_others() -> None:
+    """Its samples count nothing in a step whose gradients are held back, and then in one that sums them."""
+    for given in ({}, {"shard": 2}, {"shard": 3}):
+        sw.init({"microbatches": 2, "ddp": True, "wait_timeout_s": 60.0} | given)
+        torch.manual_seed(1)
+        plain = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), Squared())
+        model = sw.DistributedModel(copy.deepcopy(plain))
+        for number in range(3):
+            x, counts = torch.randn(8, 8), torch.ones(8)
+            if number != 1:
+                counts[4:] = 0.0
+            own = slice(4 * sw.rdp_rank(), 4 * sw.rdp_rank() + 4)
+            with model.no_sync() if number == 0 else contextlib.nullcontext():
+                weighted_step(model, x[own], counts[own])
+            for part, counted in zip(x.split(2), counts.split(2), strict=True):
+                (plain(part) * counted.sum() / counts.sum()).backward()
+        found = whole_gradients(model)
+        Comparison(f"{given}").gradients(found, {n: p.grad for n, p in plain.named_parameters()}).require()
+        sw.shutdown()
+
+
+class Squared(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.square().mean()
+
+
 CHECKS: tuple[Callable[[], None], ...] = (
     torchs_own_hooks_do_what_they_do_in_ddp,
     a_hook_is_asked_for_every_bucket_once,
@@ -198,6 +344,8 @@ CHECKS: tuple[Callable[[], None], ...] = (
     hooks_that_cannot_be_are_refused,
     several_steps_are_summed_at_once,
     what_is_held_back_goes_with_zero_grad_and_ranks_agree_on_it,
+    unusual_parameters_have_their_gradients,
+    a_replica_without_gradients_goes_on_with_the_others,
 )
 
 

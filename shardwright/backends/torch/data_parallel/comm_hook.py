@@ -79,6 +79,8 @@ class CommHook:
             found = future.wait()
             if isinstance(found, list | tuple) and len(found) == 1:
                 (found,) = found
+            if given.is_complex() and isinstance(found, torch.Tensor) and found.shape == (*given.shape, 2):
+                found = torch.view_as_complex(found)  # torch's collectives take pairs of real numbers
             if not isinstance(found, torch.Tensor) or found.shape != given.shape or found.dtype is not given.dtype:
                 told = (
                     f"{found.dtype} of shape {tuple(found.shape)}" if isinstance(found, torch.Tensor) else type(found)

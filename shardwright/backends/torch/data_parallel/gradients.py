@@ -21,6 +21,9 @@ from shardwright.backends.torch.state.ownership import Ownership
 from shardwright.backends.torch.state.parts import Parts
 from shardwright.core.errors import ShardwrightError
 
+_DOUBLES = (torch.float64, torch.complex128)
+"""The dtypes whose norm is taken in float64."""
+
 
 class Gradients:
     """The gradients of one step, taken from what the backward passes left to those that the unsplit model would
@@ -41,6 +44,8 @@ class Gradients:
         self._passes = 0
         self._held: dict[str, torch.Tensor] = {}
         """The whole gradients of this replica of the steps that were not summed, divided as they are to be."""
+        self._has_held_back = False
+        """Whether the step before held gradients back: on all replicas, though some may have had none."""
         self._looks: RemovableHandle | None = None
         self._before: dict[str, torch.Tensor] = {}
         self._order: tuple[str, ...] = ()
@@ -72,7 +77,7 @@ class Gradients:
         exchange = self._exchange_of(self._trainable())
         if self.data is not None:
             self.data.tags.begin()
-        exchange.begin(holds_back=self.holds_back or bool(self._held), each_microbatch=reduces_each)
+        exchange.begin(holds_back=self.holds_back or self._has_held_back, each_microbatch=reduces_each)
         self._under_way = True
         return exchange
 
@@ -161,7 +166,7 @@ class Gradients:
             if not self._under_way:  # by messages: gradients are where autograd left them
                 exchange.begin(holds_back=True)
             self._under_way = False
-            held_back = self.holds_back
+            self._has_held_back = held_back = self.holds_back
             self._passes += 1
             if held_back:
                 self._hold(exchange.take(), divisor)
@@ -221,6 +226,7 @@ class Gradients:
         me, home = self.ownership.rank, holders[0]
         present = torch.tensor([0 if parameter.grad is None else 1], dtype=torch.int32, device=parameter.device)
         own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        own = own.to_dense() if own.is_sparse else own
         total = own.resolve_conj().resolve_neg().contiguous()
         if me != home:
             peer = self.bound.peer("pp", home)
@@ -270,9 +276,11 @@ class Gradients:
         ]  # fmt: skip
         device = self.bound.device
         infinite = math.isinf(norm_type)
-        own = torch.zeros((), dtype=torch.float32, device=device)
+        doubles = any(p.dtype in _DOUBLES for p in self.ownership.model.parameters())  # the same on all ranks
+        dtype = torch.float64 if doubles else torch.float32
+        own = torch.zeros((), dtype=dtype, device=device)
         if counted:
-            norms = torch.stack([_norm(g, norm_type) for g in counted])
+            norms = torch.stack([_norm(g, norm_type, dtype) for g in counted])
             # A largest of NaN and a number may be either over ranks, so NaN counts as infinity.
             own = norms.max().nan_to_num(nan=math.inf, posinf=math.inf) if infinite else norms.pow(norm_type).sum()
         axes = [axis for axis in ("pp", "tp") if self.bound.size(axis) > 1]
@@ -288,8 +296,8 @@ class Gradients:
         return self.last_norm
 
 
-def _norm(gradient: torch.Tensor, norm_type: float) -> torch.Tensor:
-    """The norm in float32; the norm of complex entries is that of their absolute values."""
+def _norm(gradient: torch.Tensor, norm_type: float, dtype: torch.dtype) -> torch.Tensor:
+    """The norm in ``dtype``; the norm of complex entries is that of their absolute values."""
     entries = gradient.abs() if gradient.is_complex() else gradient
-    norm: torch.Tensor = torch.linalg.vector_norm(entries, norm_type, dtype=torch.float32)
+    norm: torch.Tensor = torch.linalg.vector_norm(entries, norm_type, dtype=dtype)
     return norm

@@ -6,7 +6,7 @@ that it writes to (running statistics), which move on once.
 """
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -48,7 +48,7 @@ class Recompute:
         unit = _Unit(module, step, args, kwargs)
 
         def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-            return nullcontext(), self._again(step, module, before)
+            return nullcontext(), _EachTime(lambda: self._again(step, module, before))
 
         result = checkpoint(unit, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts, **kwargs)
         self._note_written(step.path, module, before)
@@ -82,6 +82,21 @@ class Recompute:
         self._written[path] = tuple(changed)
         for name in set(before) - set(changed):
             del before[name]
+
+
+class _EachTime(AbstractContextManager[None]):
+    """A context that may be entered several times: a unit runs again for each backward pass through it, as where the
+    model takes gradients of its own."""
+
+    def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
+        self._make, self._entered = make, list[AbstractContextManager[None]]()
+
+    def __enter__(self) -> None:
+        self._entered.append(self._make())
+        self._entered[-1].__enter__()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._entered.pop().__exit__(*error)
 
 
 class _Unit:

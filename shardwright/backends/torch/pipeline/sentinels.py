@@ -87,7 +87,9 @@ class Sentinel:
         if self._overflow_is_normal([g for _, g in held]):
             noted.losses.clear()
         elif held:
-            gradients = [torch.view_as_real(g.detach()) if g.is_complex() else g.detach() for _, g in held]
+            gradients = [
+                torch.view_as_real(g.detach().resolve_conj()) if g.is_complex() else g.detach() for _, g in held
+            ]
             norms = norms_of(gradients)
             noted.gradients = [(name, norm) for (name, _), norm in zip(held, norms, strict=True)]
         if not noted.losses and not noted.gradients:

@@ -106,8 +106,8 @@ class FlatGroup:
         found, first = [], self.groups.coordinate * self.layout.shard
         for index, (shape, strides, offset) in enumerate(self.places):
             begin, end = self.layout.span(index, self.groups.coordinate)
-            at = offset + begin - first
-            if 0 < end - begin == self.layout.sizes[index]:
+            at = offset + begin - first if end > begin else 0
+            if end - begin == self.layout.sizes[index]:
                 found.append(shard.as_strided(shape, strides, shard.storage_offset() + at))
             else:
                 found.append(shard[at : at + end - begin])
@@ -334,7 +334,7 @@ class FlatShards:
         index = group.names.index(name)
         first, end = group.layout.span(index, self.data.coordinate)
         _, strides, _ = group.places[index]
-        if 0 < end - first == group.layout.sizes[index]:
+        if end - first == group.layout.sizes[index]:
             return whole
         return entries_of(whole, strides)[first:end]
 

@@ -72,5 +72,15 @@ class Parts:
             for table, before in tables if names else ():
                 table.update(before)
 
+    @contextmanager
+    def in_own_dtypes(self) -> Iterator[None]:
+        """A context in which the model is called with inputs as they are given: its parameters are in their own dtypes
+        there, as where it is captured for a plan, which counts its precision by itself."""
+        compute, self.compute = self.compute, None
+        try:
+            yield
+        finally:
+            self.compute = compute
+
     def _is_flat(self, name: str) -> bool:
         return self.flat is not None and self.flat.is_shared and name in self.flat.group_of

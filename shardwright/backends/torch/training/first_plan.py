@@ -62,7 +62,7 @@ def captured(split_model: SplitModel, body: StepBody, microbatch: Sequence[torch
     CaptureError."""
     model = split_model.model
     try:
-        with left_as_it_is(model, getattr(body, "python_roots", ())):
+        with left_as_it_is(model, getattr(body, "python_roots", ())), split_model.parts.in_own_dtypes():
             sample = split_model.bodies.sample_of(body, microbatch)
             return capture(model, sample, require_loss=False, capabilities=CAPABILITIES)
     except UnrecordableError:
