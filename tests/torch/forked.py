@@ -2,6 +2,7 @@
 steps cost. To be used from a process that has run no op yet, by itself."""
 
 import atexit
+import gc
 import os
 import signal
 import socket
@@ -123,6 +124,7 @@ def live_as_script(
     os.dup2(file, 1)
     os.dup2(file, 2)
     atexit._clear()
+    gc.freeze()  # what the parent imported is no garbage, and every `sw.shutdown` would search it again
     code = 0
     try:
         main()
