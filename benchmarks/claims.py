@@ -180,6 +180,37 @@ def memory_ranks(ratios: Mapping[str, Sequence[float]]) -> Claims:
     return claims
 
 
+def bf16_losses(models: Mapping[str, Mapping[str, float]]) -> Claims:
+    """By model: losses in bf16 within 2⁻⁸ of FSDP2's at every step, and no farther from those in float32 than its own
+    are, within the standard error over seeds and the rounding of losses. The peer, in float32, is the plain model."""
+    claims = Claims()
+    for model, found in models.items():
+        claims.at_most(f"{model}: FSDP2 in float32, off the plain model", found["peer in float32"], 1e-5)
+        claims.at_most(f"{model}: ours off FSDP2's, at any step", found["apart"], 2**-8)
+        claims.at_most(f"{model}: farther from float32 than FSDP2 is", found["farther"], found["error"] + 1e-6)
+    return claims
+
+
+def gpu(ranks: Mapping[int, Mapping[str, Any]], *, timed: bool) -> Claims:
+    """By the number of ranks: a step at most 1% longer than the plain model's, compiled units at 0.95 of its speed or
+    more; memory never too low and within 3%. Without ``timed``, which is for tiny models, times only have to be
+    there, and memory, most of which is a bucket that is taken for full, within a quarter."""
+    claims = Claims()
+    for count, found in ranks.items():
+        limits = (1.01, 0.95, 1.03) if timed else (1e6, 1e-6, 1.25)
+        claims.at_most(f"{count} ranks: step over the plain model's", found["overhead"], limits[0])
+        claims.at_least(f"{count} ranks: compiled, speed over the plain model's", found["compiled"], limits[1])
+        if count > 1:
+            claims.holds(f"{count} ranks: what is hidden was measured", set(found["hidden"]) == {"shard 0", "shard 3"})
+        claims.holds(f"{count} ranks: memory was measured", bool(found["memory"]))
+        for case, ratios in found["memory"].items():
+            claims.holds(f"{count} ranks, {case}: every rank", len(ratios) == count)
+            for rank, ratio in enumerate(ratios):
+                claims.at_least(f"{count} ranks, {case}, rank {rank}: predicted over measured", ratio, 1.0)
+                claims.at_most(f"{count} ranks, {case}, rank {rank}: predicted over measured", ratio, limits[2])
+    return claims
+
+
 def step_time(rows: Mapping[str, Sequence[float]], medians: Mapping[str, float]) -> Claims:
     """Relative errors of every round of every plan, and their medians: the medians within 10%, and 94 of 100 rounds."""
     claims = Claims()

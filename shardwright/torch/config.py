@@ -29,6 +29,7 @@ _LATER: dict[str, tuple[Any, str]] = {
     "auto_partition": (True, "stages are cut by the planner"),
     "offload_activations": (False, "activations stay on the device"),
     "fp16_params": (False, "use torch.autocast around the step"),
+    "fp8": (False, "set bf16, and convert linear layers with torchao.float8.convert_to_float8_training beforehand"),
     "delayed_parameter_initialization": (False, "build the model under sw.delay_param_initialization()"),
 }
 """Keys of features that this version lacks: the value that asks for nothing, and the alternative."""

@@ -25,6 +25,8 @@ BEHIND_FIGURES = ("benchmarks/twins.py", "benchmarks/found_plans.py")
 LAYERS = {"ours, 1f1b": 1.05, "ours, gpipe": 1.04, "ppermute": 1.0, "praxis": 0.99}
 CLASS = {"class": "A", "equal": True, "split": 0.98, "reasons": []}
 FOUND = {"torch_losses": [7.0, 6.0], "jax_losses": [7.0, 6.0], "torch": [1.01], "jax": [1.1], "jax_compiled": [1.0]}
+BF16 = {"peer in float32": 1e-7, "apart": 1e-6, "ours": 1e-3, "fsdp2": 1e-3, "farther": 5e-5, "error": 1e-4}
+GPU = {"overhead": 1.01, "compiled": 0.95, "hidden": {"shard 0": 1.0, "shard 3": 0.5}, "memory": {"fp32": [1.0, 1.03]}}
 MODELS = {(f"a:{number}", case): "equal" for number in range(45) for case in ("pp 2", "tp 2")}
 JUDGED: dict[str, tuple[Callable[[], Claims], list[Callable[[], Claims]]]] = {
     "pipeline_speed": (
@@ -146,6 +148,32 @@ JUDGED: dict[str, tuple[Callable[[], Claims], list[Callable[[], Claims]]]] = {
             lambda: claims.memory_ranks({"pp 2": [1.0, NAN]}),
             lambda: claims.memory_ranks({"pp 2": []}),
             lambda: claims.memory_ranks({}),
+        ],
+    ),
+    "bf16_losses": (
+        lambda: claims.bf16_losses({"gpt2": BF16}),
+        [
+            lambda: claims.bf16_losses({"gpt2": BF16 | {"peer in float32": 2e-5}}),
+            lambda: claims.bf16_losses({"gpt2": BF16 | {"apart": 0.004}}),
+            lambda: claims.bf16_losses({"gpt2": BF16 | {"farther": 1.2e-4}}),
+            lambda: claims.bf16_losses({"gpt2": BF16 | {"error": NAN}}),
+            lambda: claims.bf16_losses({"gpt2": BF16, "bert": BF16 | {"apart": NAN}}),
+            lambda: claims.bf16_losses({}),
+        ],
+    ),
+    "gpu": (
+        lambda: claims.gpu({1: GPU | {"memory": {"fp32": [1.02]}}, 2: GPU}, timed=True),
+        [
+            lambda: claims.gpu({2: GPU | {"overhead": 1.02}}, timed=True),
+            lambda: claims.gpu({2: GPU | {"overhead": NAN}}, timed=False),
+            lambda: claims.gpu({2: GPU | {"compiled": 0.94}}, timed=True),
+            lambda: claims.gpu({2: GPU | {"hidden": {"shard 0": 0.9}}}, timed=True),
+            lambda: claims.gpu({2: GPU | {"memory": {"fp32": [1.0]}}}, timed=True),
+            lambda: claims.gpu({2: GPU | {"memory": {"fp32": [1.0, 0.99]}}}, timed=False),
+            lambda: claims.gpu({2: GPU | {"memory": {"fp32": [1.0, 1.04]}}}, timed=True),
+            lambda: claims.gpu({2: GPU | {"memory": {"fp32": [1.0, 1.3]}}}, timed=False),
+            lambda: claims.gpu({2: GPU | {"memory": {}}}, timed=True),
+            lambda: claims.gpu({}, timed=True),
         ],
     ),
     "step_time": (

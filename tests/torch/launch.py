@@ -69,15 +69,18 @@ def run(command: list[str], timeout_s: float, extra: dict[str, str] | None = Non
     return Outcome(process.returncode, text)
 
 
-def torchrun(script: str, processes: int, *args: str, timeout_s: float = 120.0) -> Outcome:
+def torchrun(
+    script: str, processes: int, *args: str, timeout_s: float = 120.0, extra: dict[str, str] | None = None
+) -> Outcome:
     """Run a worker script under torchrun, as users do; the caller checks the outcome. ``timeout_s`` is that of a quiet
-    machine."""
+    machine; ``extra`` is added to the environment."""
     return run(
         [
             sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--master-addr",
             "127.0.0.1", "--master-port", str(free_port()), str(WORKERS / script), *args,
         ],
         timeout_s,
+        extra,
     )  # fmt: skip
 
 

@@ -1,7 +1,11 @@
-"""Predictions on one CUDA device against its allocator and its events."""
+"""On CUDA devices: predictions against the allocator and events, and sharded state, 16 bits and sums beside the
+backward against torch alone."""
 
+import json
+import os
 import statistics
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +15,8 @@ import shardwright as sw
 from shardwright.backends.registry import load
 from shardwright.backends.torch.machine.profile import profile
 from shardwright.measure import measure_units
+from tests.comparison import Comparison
+from tests.torch.launch import torchrun
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Module is None")]
 
@@ -73,3 +79,19 @@ def test_a_step_takes_what_its_measured_units_say() -> None:
         if step >= 3:
             seconds.append(begin.elapsed_time(end) / 1e3)
     assert plan.predicted.step_time_s == pytest.approx(statistics.median(seconds), rel=0.1)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_sharded_state_16_bits_and_sums_beside_the_backward(ranks: int, tmp_path: Path) -> None:
+    """Every level of sharding in fp32, bf16 and fp16, one process for each device, over NCCL."""
+    there = torch.cuda.device_count()
+    if ranks > there:
+        pytest.skip(f"needs {ranks} CUDA devices, and there are {there}")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(there)))
+    out = tmp_path / "out.json"
+    outcome = torchrun("on_device.py", ranks, "cuda", str(out), extra={"CUDA_VISIBLE_DEVICES": visible})
+    assert outcome.code == 0, outcome.text[-4000:]
+    reports = json.loads(out.read_text())
+    assert len(reports) == 12
+    for report in reports:
+        Comparison.of_ranks([report]).require("losses", "gradients")

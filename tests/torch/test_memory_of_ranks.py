@@ -92,8 +92,13 @@ def test_replicas_remember_running_statistics() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", ["pp 2", "dp 2", "tp 2"])
-@pytest.mark.parametrize("model", ["resnet", "t5", "bert"])
+@pytest.mark.parametrize(
+    ("model", "plan"),
+    [
+        *((model, plan) for model in ("resnet", "t5", "bert") for plan in ("pp 2", "dp 2", "tp 2")),
+        *((model, "dp 2, bf16") for model in ("gpt2", "bert", "t5", "ncf")),
+    ],
+)
 def test_no_rank_takes_more_than_predicted_nor_3_percent_less(model: str, plan: str) -> None:
     command = [sys.executable, str(ROOT / "benchmarks/memory_ranks.py"), "--models", model, "--plans", plan]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)

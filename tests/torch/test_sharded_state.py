@@ -9,7 +9,7 @@ import pytest
 
 from shardwright.backends.torch.state.flat_layout import FlatLayout
 from tests.comparison import Comparison
-from tests.torch.launch import beside_unsplit, on_ranks
+from tests.torch.launch import beside_unsplit, on_ranks, torchrun
 
 CASES = {
     2: (
@@ -138,3 +138,15 @@ def test_every_entry_lies_in_one_shard(make, sizes: tuple[int, ...], ways: int) 
         assert make == FlatLayout.cut or sum(end > first for first, end in spans) == 1
     taken = sorted((offset, offset + size) for offset, size in zip(layout.offsets, sizes, strict=True))
     assert all(end <= begin for (_, end), (begin, _) in pairwise(taken))
+
+
+@pytest.mark.slow
+def test_the_checks_for_gpus_hold_on_cpus(tmp_path: Path) -> None:
+    """What `test_cuda.py` runs on every number of GPUs, over Gloo."""
+    out = tmp_path / "out.json"
+    outcome = torchrun("on_device.py", 2, "cpu", str(out))
+    assert outcome.code == 0, outcome.text[-4000:]
+    reports = json.loads(out.read_text())
+    assert len(reports) == 12
+    for report in reports:
+        Comparison.of_ranks([report]).require("losses", "gradients")

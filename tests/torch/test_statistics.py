@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from shardwright.backends.torch.data_parallel.batch_norm import _Normed
 from shardwright.backends.torch.tensor_parallel.random_ops import piece_of_whole
 from shardwright.backends.torch.tensor_parallel.statistics import normalize, softmax
 from shardwright.core.errors import MissingCapabilityError
 from shardwright.core.layout.placements import Split
+from tests.comparison import Comparison
 
 RANKS = 2
 REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -121,3 +123,27 @@ def test_a_piece_of_what_is_drawn_does_not_hold_the_whole(dim: int) -> None:
     axis: Any = ThreadAxis(Together(), 1)
     piece = piece_of_whole(torch.rand, Split(dim), axis, 8, 4)
     assert piece.untyped_storage().nbytes() == piece.nbytes == 8 * 4 * 4 // RANKS
+
+
+def test_batch_norm_over_replicas_sums_16_bits_in_float32() -> None:
+    """In 16 bits a sum of ones ends at 256 in bf16. What is summed over replicas, forward and backward, is float32."""
+    given = torch.randn(600, 3, dtype=torch.bfloat16).add_(1).requires_grad_()
+    summed: list[torch.Tensor] = []
+
+    def alone(tensor: torch.Tensor) -> torch.Tensor:
+        summed.append(tensor)
+        return tensor
+
+    normed, mean, variance, count = _Normed.apply(given, 1e-5, alone)
+    (normed.float() ** 3).sum().backward()
+    assert len(summed) == 3
+    assert {tensor.dtype for tensor in summed} == {torch.float32}
+    assert float(count) == 600
+    exact = given.detach().double().requires_grad_()
+    wanted = torch.nn.functional.batch_norm(exact, None, None, training=True, eps=1e-5)
+    (wanted**3).sum().backward()
+    same = Comparison("batch norm in bf16")
+    same.values([mean, variance], [exact.detach().mean(0), exact.detach().var(0, correction=0)], relative=1e-4,
+                absolute=1e-4, same_dtype=False)  # fmt: skip
+    same.gradients({"given": given.grad}, {"given": exact.grad}, relative=2e-2, same_dtype=False)
+    same.require()

@@ -31,6 +31,11 @@ from shardwright.core.values.fields import Amount, Count, Option, Words, fields_
 VIRTUAL_STAGES = (1, 2, 3, 4, 6, 8)
 """Stages per pipeline rank that a search tries."""
 SEARCHED = "searched"
+FP8_PRODUCTS = (
+    "Plan for 'bf16'; for products in fp8 on a GPU of compute capability 8.9 or more, convert the linear layers of a "
+    "PyTorch model with torchao.float8.convert_to_float8_training before it is wrapped"
+)
+"""The way to fp8 that there is."""
 NUMBERS = ("batch", "precision", "optimizer", "loss_scope", "gradient_precision", "pins", "runtimes")
 """The fields of a request that are no choice of the plan's form."""
 
@@ -182,6 +187,7 @@ class Options:
     """A callback that takes (candidates scored, candidates in all)."""
 
     def __post_init__(self) -> None:
+        self._require_no_fp8()
         require_fields(self, PlanError)
         for name in ("stage_starts", "kept_units", "offloaded_units"):
             if (units := getattr(self, name)) is not None:
@@ -227,6 +233,12 @@ class Options:
         if self.stage_starts is not None and self.pp is not None:
             return len(self.stage_starts) // self.pp
         return self.virtual_stages
+
+    def _require_no_fp8(self) -> None:
+        """Raise PlanError where fp8 is asked for: no runtime keeps values in it."""
+        for name in ("precision", "gradient_precision"):
+            if getattr(self, name) == "fp8":
+                raise PlanError(f"{name}='fp8': no runtime of this version keeps values in 8 bits. {FP8_PRODUCTS}")
 
     def _require_devices(self) -> None:
         given = self.devices

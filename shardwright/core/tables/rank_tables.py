@@ -249,8 +249,10 @@ class RankTables:
     def _update_bytes(entries: Sequence[int], request: MemoryRequest) -> int:
         """The bytes that the optimizer holds beside its states, with all else that no graph shows."""
         ways = request.ways if request.shard else 1
-        pieces = [-(-size // ways) for size in entries]
-        return update_bytes(pieces, request.optimizer, together=request.updates_together) + UNCOUNTED_BYTES
+        made = update_bytes(
+            [-(-size // ways) for size in entries], request.optimizer, together=request.updates_together
+        )
+        return made + UNCOUNTED_BYTES if made else 0
 
     def buffers(self, starts: Sequence[int], placement: Sequence[int], request: MemoryRequest) -> list[int]:
         """The bytes that passes hold for a while, on every rank."""
