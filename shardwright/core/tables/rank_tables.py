@@ -214,7 +214,7 @@ class RankTables:
     ) -> tuple[MemoryUse, ...]:
         """The memory of every pipeline rank, with all of its stages."""
         found = []
-        held = self._held(tuple(starts), tuple(placement), summed=request.is_summed, again=request.microbatches > 1)
+        held = self._held(tuple(starts), tuple(placement), summed=request.is_replicated, again=request.microbatches > 1)
         activations = [of_rank.kept * count for count, of_rank in zip(live, held, strict=True)]
         buffers = self.buffers(starts, placement, request)
         for count, own, kept, beside in zip(live, held, activations, buffers, strict=True):
@@ -227,6 +227,7 @@ class RankTables:
                 request.gradient_precision,
                 trained=own.trained,
                 updated=own.updated,
+                sums_from=request.sums_from,
             )
             found.append(
                 MemoryUse(
@@ -244,11 +245,23 @@ class RankTables:
 
     def buffers(self, starts: Sequence[int], placement: Sequence[int], request: MemoryRequest) -> list[int]:
         """The bytes that passes hold for a while, on every rank."""
-        held = self._held(tuple(starts), tuple(placement), summed=request.is_summed, again=request.microbatches > 1)
+        held = self._held(tuple(starts), tuple(placement), summed=request.is_replicated, again=request.microbatches > 1)
+        if request.stages_are_programs and request.shard == 3:
+            whole = self._gathering(starts, placement, request)
+            held = [replace(own, working=max(own.working, more)) for own, more in zip(held, whole, strict=True)]
         rows = zip(held, self.gathered(starts, placement, request), strict=True)
         buckets = [min(request.bucket_bytes, request.gradient_width * own.trained) for own in held]
         both = zip(rows, buckets, strict=True)
         return [own.working + own.sent + more + bucket + UNCOUNTED_BYTES for (own, more), bucket in both]
+
+    def _gathering(self, starts: Sequence[int], placement: Sequence[int], request: MemoryRequest) -> list[int]:
+        """The most bytes that passes of compiled stages hold on every rank where parameters are sharded."""
+        found, width = [0] * self.ranks, PRECISION_BYTES[request.precision]
+        for rank, (a, b) in zip(placement, self.ends(starts), strict=True):
+            table = self.tables[rank]
+            waiting = 0 if request.is_one_program else table.found_bytes * int(table.range_trained[a, b])
+            found[rank] = max(found[rank], table.gathering(a, b, width) + waiting)
+        return found
 
     def gathered(self, starts: Sequence[int], placement: Sequence[int], request: MemoryRequest) -> list[int]:
         """The most bytes that every rank has whole for a while of what is sharded (`gathered_by_unit`)."""
