@@ -55,6 +55,17 @@ def infinite(model: chains.Chain, batch: dict[str, jax.Array]) -> jax.Array:
     return (losses.mean(1) + jnp.log(1 - bad)).mean()
 
 
+def factored(model: chains.Chain, batch: dict[str, jax.Array]) -> jax.Array:
+    """The factor is of one sample's loss, so that the gradients of one microbatch of one replica can be made to
+    overflow."""
+    losses = optax.softmax_cross_entropy_with_integer_labels(model(batch["x"]), batch["y"])
+    return (losses.astype(jnp.float32).mean(1) * batch["factor"]).mean()
+
+
+def factored_batches(steps: int) -> list[dict[str, np.ndarray]]:
+    return [batch | {"factor": np.ones(chains.BATCH, np.float32)} for batch in chains.batches(steps)]
+
+
 MODELS: dict[str, Model] = {
     "gpt2": (_gpt2, weighted_loss, gpt2_batches),
     "t5": (zoo_nnx.MODELS["t5"][0], zoo_nnx.t5_loss, lambda steps: zoo_nnx.batches("t5", steps)),
@@ -63,6 +74,7 @@ MODELS: dict[str, Model] = {
     "dropout": (chains.maker(4, 0.3), chains.plain_loss, chains.batches),
     "metrics": (chains.maker(4), with_metrics, chains.batches),
     "infinite": (chains.maker(4), infinite, chains.batches),
+    "overflow": (chains.maker(4), factored, factored_batches),
 }
 
 
@@ -74,6 +86,7 @@ class Case:
         spans: whether every stage has a device of each process.
         nonfinite: of `train_step`; a batch that makes the loss infinite comes second then.
         init: whether the model is given as a function that makes it.
+        precision: with "fp16" losses are scaled, and of "overflow" the second step's gradients do.
     """
 
     model: str
@@ -89,10 +102,13 @@ class Case:
     nonfinite: str = "warn"
     init: bool = False
     recompute: str = "none"
+    precision: str = "fp32"
+    shard_group: int | None = None
 
     @property
     def name(self) -> str:
         marks = [f"{self.model}-pp{self.pp}", f"dp{self.dp}", f"tp{self.tp}", self.schedule]
+        marks += [self.precision] * (self.precision != "fp32") + [f"group{self.shard_group}"] * bool(self.shard_group)
         marks += [f"shard{self.shard}"] * bool(self.shard) + ["spans"] * self.spans + ["init"] * self.init
         return "-".join([*marks, *([self.recompute] if self.recompute != "none" else [])])
 
@@ -103,6 +119,7 @@ class Result:
     norms: list[float] = field(default_factory=list)
     params: dict[str, np.ndarray] = field(default_factory=dict)
     aux: list[dict[str, np.ndarray]] = field(default_factory=list)
+    """The metrics of every step; where losses are scaled, whether it overflowed and the factor after it."""
     said: str = ""
 
 
@@ -118,8 +135,9 @@ def plan_of(case: Case) -> sw.Plan:
     cluster = sw.Cluster("cpu", nodes=1, devices_per_node=case.pp * case.dp * case.tp)
     size = len(next(iter(sample.values())).shape) and next(iter(sample.values())).shape[0]
     return sw.plan(
-        graph, cluster, batch=size, pp=case.pp, dp=case.dp, tp=case.tp, microbatch=case.microbatch, precision="fp32",
-        recompute=case.recompute, shard=case.shard, schedule=case.schedule, virtual_stages=case.virtual_stages,
+        graph, cluster, batch=size, pp=case.pp, dp=case.dp, tp=case.tp, microbatch=case.microbatch,
+        precision=case.precision, recompute=case.recompute, shard=case.shard, shard_group=case.shard_group,
+        schedule=case.schedule, virtual_stages=case.virtual_stages,
         loss_scope="replica",
     )  # fmt: skip
 
@@ -136,10 +154,12 @@ def run(case: Case, devices: Sequence[jax.Device], plan: sw.Plan | None = None) 
     """What a run gives to this process."""
     create, loss, batches = MODELS[case.model]
     devices = spread(devices) if case.spans else devices
-    has_aux = case.model == "metrics"
+    has_aux, scaled = case.model == "metrics", case.precision == "fp16"
+    scaling: dict[str, Any] = {"dynamic_loss_scale": True, "dynamic_loss_args": {"init_scale": 2.0**12}}
     train = sw.train_step(
         loss, optimizer(), plan or plan_of(case), devices=devices, has_aux=has_aux,
         nonfinite=case.nonfinite,  # type: ignore[arg-type]
+        **(scaling if scaled else {}),
     )  # fmt: skip
     state = train.init(create if case.init else create())
     found = Result()
@@ -148,11 +168,16 @@ def run(case: Case, devices: Sequence[jax.Device], plan: sw.Plan | None = None) 
         for batch in steps:
             batch["x"][:, 0] = 0
         steps[1]["x"][5, 0] = chains.VOCABULARY - 1
+    if case.model == "overflow":
+        steps[1]["factor"][5] = 2.0**14
     try:
         for batch in steps:
             state, value, *aux = train(state, batch)
             found.losses.append(float(value))
-            found.norms.append(float(train.grad_norm))
+            skipped = bool(train.overflow) if scaled else False
+            found.norms.append(0.0 if skipped else float(train.grad_norm))
+            if scaled:
+                found.aux.append({"skipped": np.asarray(skipped), "scale": np.asarray(float(state.loss_scale))})
             found.aux += [{key: np.asarray(a) for key, a in each.items()} for each in aux]
         train.settle()
     except sw.ShardwrightError as error:

@@ -166,6 +166,42 @@ class Tower(nnx.Module):
         return x
 
 
+class Wide(nnx.Module):
+    """Weights are most of what a step holds."""
+
+    def __init__(self) -> None:
+        self.layers = nnx.List([nnx.Linear(512, 512, rngs=nnx.Rngs(layer)) for layer in range(4)])
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for layer in self.layers:
+            x = jax.nn.relu(layer(x))
+        return x
+
+
+def wide_loss(model: Wide, batch: dict[str, jax.Array]) -> jax.Array:
+    return (model(batch["x"]) ** 2).mean()
+
+
+@pytest.mark.parametrize(
+    ("dp", "shard", "microbatches"),
+    [
+        (2, 0, 4),
+        (2, 3, 4),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, 0, 1), (1, 0, 4), (2, 1, 4), (2, 2, 4))),
+    ],
+)
+def test_one_program_of_large_weights_takes_what_the_plan_says(dp: int, shard: int, microbatches: int) -> None:
+    """The sums of gradients and one gradient on its way; at shard=3 no weight stays whole."""
+    captured = sw.capture(nnx.eval_shape(Wide), {"x": jnp.ones((8, 512))}, wide_loss)
+    pins = {"precision": "fp32", "recompute": "none", "microbatch": 8, "pp": 1, "tp": 1, "loss_scope": "replica"}
+    cluster = sw.Cluster("cpu", devices_per_node=dp)
+    plan = sw.plan(captured, cluster, batch=8 * dp * microbatches, dp=dp, shard=shard, optimizer="adamw", **pins)
+    train = sw.train_step(wide_loss, optax.adamw(1e-3), plan, devices=jax.devices()[:dp])
+    after = train.memory_bytes(train.init(Wide), {"x": np.ones((8 * dp * microbatches, 512), np.float32)})
+    for before, found in zip(plan.predicted.peak_memory_bytes, after, strict=True):
+        assert 0.98 * found <= before <= 1.03 * found
+
+
 def test_neighbours_in_one_stage_keep_what_passes_between_them_once() -> None:
     """A layer for itself keeps what enters it and what its relu makes of that; together, the latter alone."""
 

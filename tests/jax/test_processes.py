@@ -29,6 +29,7 @@ TWO = [
     Case("metrics", 2, 2, init=True),
     Case("infinite", 2, 2, nonfinite="error", steps=2),  # several processes look at a step one call later than one
     Case("chain", 2, 2, shard=3, spans=True),
+    Case("overflow", 2, 2, shard=2, precision="fp16", spans=True),
 ]
 TWO_SLOW = [
     Case("gpt2", 2, 2, schedule="zb-h1"),
@@ -41,6 +42,16 @@ TWO_SLOW = [
     Case("chain", 2, 2, shard=2, schedule="zb-h1"),
     Case("chain", 2, 2, schedule="gpipe", recompute="full"),
     Case("chain", 2, 2, schedule="zbv", virtual_stages=2),
+    Case("chain", 2, 2, precision="bf16"),
+    *(Case("chain", 2, 2, shard=shard, precision="bf16", spans=True) for shard in (1, 2, 3)),
+    Case("overflow", 2, 2, precision="fp16"),
+    Case("overflow", 2, 2, shard=1, precision="fp16", schedule="zb-h1"),
+    Case("overflow", 2, 2, shard=3, precision="fp16", spans=True),
+]
+WIDE_SLOW = [
+    *(Case("chain", 2, 4, shard=shard, shard_group=2) for shard in (1, 2)),
+    Case("chain", 2, 4, shard=3, shard_group=2, spans=True),
+    Case("overflow", 2, 4, shard=3, shard_group=2, precision="fp16", spans=True),
 ]
 FOUR = [Case("gpt2", 4, schedule="zb-h1"), Case("t5", 4)]
 FOUR_SLOW = [
@@ -103,7 +114,9 @@ def require_as_one_process(case: Case, found: list[Result]) -> None:
         if alone.aux:
             Comparison(case.name).values(own.aux, alone.aux, relative=1e-5, absolute=1e-7).require()
         assert own.said == alone.said
-    if case.model in ("gpt2", "t5", "chain"):
+    if case.model == "overflow":
+        assert [bool(each["skipped"]) for each in alone.aux] == [False, True, False]
+    if case.model in ("gpt2", "t5", "chain") and case.precision == "fp32":
         create, loss, batches = MODELS[case.model]
         plain = chains.module_reference(loss, create, optimizer(), batches(case.steps))
         Comparison(case.name).losses(alone.losses, plain.losses, moving=1e-4).require()
@@ -120,6 +133,11 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Result]]:
 @pytest.fixture(scope="module")
 def two_slow(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Result]]:
     return of_processes(TWO_SLOW, 2, 2, tmp_path_factory.mktemp("two_slow"))
+
+
+@pytest.fixture(scope="module")
+def wide_slow(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Result]]:
+    return of_processes(WIDE_SLOW, 2, 4, tmp_path_factory.mktemp("wide_slow"))
 
 
 @pytest.fixture(scope="module")
@@ -148,6 +166,12 @@ def test_two_processes_of_two_devices(case: Case, two: dict[str, list[Result]]) 
 @pytest.mark.parametrize("case", **_names(TWO_SLOW))
 def test_more_over_two_processes(case: Case, two_slow: dict[str, list[Result]]) -> None:
     require_as_one_process(case, two_slow[case.name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", **_names(WIDE_SLOW))
+def test_two_processes_of_four_devices(case: Case, wide_slow: dict[str, list[Result]]) -> None:
+    require_as_one_process(case, wide_slow[case.name])
 
 
 @pytest.mark.parametrize("case", **_names(FOUR))

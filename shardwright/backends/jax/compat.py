@@ -41,6 +41,18 @@ def direct_copy() -> Copy | None:
 
 
 @cache
+def orders_by_memory() -> dict[str, str]:
+    """The option by which XLA's CPU compiler puts operations in the order that holds the least memory. Empty where the
+    compiler does not know it: then a step may hold more than its plan says."""
+    option = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
+    try:
+        jax.jit(lambda: 0, compiler_options=option).lower().compile()
+        return option
+    except (RuntimeError, ValueError):  # JAX's own errors are the first
+        return {}
+
+
+@cache
 def weak_type() -> Callable[[Any], Any] | None:
     """A function that makes a number give way to the dtypes it meets, as Python's own numbers do. None where JAX does
     not have it: then numbers that change are compiled in."""

@@ -1,7 +1,7 @@
 """Seconds of a unit: its products by shape, the traffic of the rest, launches, the host, tensor-axis collectives."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardwright.core.cluster.groups import Group
 from shardwright.core.cluster.hardware.device import Device
@@ -58,6 +58,15 @@ class UnitCost:
     """Bytes as in `UnitWork`."""
     forward_collective_s: float = 0.0
     """The part of ``collective_s`` in the forward pass, which full recompute runs again."""
+    merged_bytes: tuple[int, int, int] | None = None
+    """Bytes as in `UnitWork`."""
+
+    def in_one_program(self) -> "UnitCost":
+        """The same unit in a step that is one compiled program."""
+        if self.merged_bytes is None:
+            return self
+        saved, passing, _ = self.merged_bytes
+        return replace(self, saved_bytes=saved, passing_bytes=passing)
 
     @property
     def total_s(self) -> float:
@@ -127,6 +136,7 @@ def unit_cost(
         put_off_bytes=work.put_off_bytes,
         given_bytes=work.given_bytes,
         forward_collective_s=ahead,
+        merged_bytes=work.merged_bytes,
     )
 
 

@@ -212,6 +212,13 @@ class Footprint:
     which one is."""
     wide_share: float
     """The share of what is kept that is in fp32, which another precision makes smaller; 0 where nothing is kept."""
+    merged_kept: tuple[int, int] | None = None
+    """What is kept where forward and backward are compiled as one program, which makes some of it again; None: as
+    ``kept``."""
+    merged_passing: tuple[tuple[int, int], ...] = ()
+    """What such a program holds beside that, without gradients of parameters."""
+    merged_working: tuple[tuple[int, int], ...] = ()
+    """The same with those gradients, each from where it is made to where it is added to its sum."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,6 +231,8 @@ class KeptTwice:
     """The classes of the two units."""
     size: tuple[int, int]
     """Bytes of one microbatch: (fixed, for each sample)."""
+    merged_size: tuple[int, int] = (0, 0)
+    """The same of ``Footprint.merged_kept``."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)

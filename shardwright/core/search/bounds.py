@@ -37,13 +37,15 @@ class Bounds:
         """The unit costs on every pipeline rank."""
         key = (shape.mesh, shape.microbatch, recompute)
         if key not in self._ranked:
-            tp = shape.mesh.axis_size("tp")
-            found = []
+            pp, _, tp = shape.degrees
+            is_whole, found = pp == 1 and recompute == "none", []
             for places in self.links.places(shape.mesh):
-                kinds = [self.tables.table(tp, shape.microbatch, recompute, place) for place in places]
+                kinds = [
+                    self.tables.table(tp, shape.microbatch, recompute, place, is_whole=is_whole) for place in places
+                ]
                 # Replicas on unlike devices wait for the slowest.
                 found.append(kinds[0] if len(kinds) == 1 else max(kinds, key=lambda table: float(table.seconds.sum())))
-            limits = tuple(self.links.memory_bytes(shape.mesh, pp) for pp in range(len(found)))
+            limits = tuple(self.links.memory_bytes(shape.mesh, rank) for rank in range(len(found)))
             # Meshes whose ranks cost the same have the same cuts.
             lent = self._idle_lent(shape, found)
             ranked = RankTables(tuple(found), limits, lent)
@@ -64,10 +66,11 @@ class Bounds:
         lent = min(unit.idle_lent for table in tables for unit in table.units)
         return lent if lent and self.links.pipelines_share_nodes(shape.mesh) else 0.0
 
-    def memory_request(self, policy: Policy, dp: int, microbatches: int) -> MemoryRequest:
+    def memory_request(self, policy: Policy, stages: int, dp: int, microbatches: int) -> MemoryRequest:
         """The choices that decide the bytes of a parameter, and of the batch, under a policy."""
         ways = policy.shard_group or dp
         request, traits = self.request, self.tables.graph.memory_traits
+        is_one_program = traits.stages_are_programs and stages == 1
         return MemoryRequest(
             0,
             self.tables.precision,
@@ -78,9 +81,10 @@ class Bounds:
             traits.bucket_bytes_on(self.cluster.device(0).kind) if dp > 1 and policy.shard < 2 else 0,
             microbatches,
             dp > 1,
-            traits.gradients_when_made,
+            traits.gradients_when_made or (is_one_program and microbatches == 1),
             traits.gathers_units,
             traits.stages_are_programs,
+            is_one_program,
             self.cluster.device(0).kind != "cpu",
             policy.gathered_stages,
             policy.look_ahead,
@@ -173,7 +177,7 @@ class Bounds:
         """The least bytes of any parameter beside activations, and the least bytes of a trained one's gradient and
         states. The gradient is left out where a step is so short that activations may be gone when it is made."""
         pp, dp, _ = shape.degrees
-        request = self.memory_request(policy, dp, shape.microbatches)
+        request = self.memory_request(policy, pp * virtual_stages, dp, shape.microbatches)
         is_short = shape.microbatches <= 2 * pp * virtual_stages
         may_be_apart = request.gradients_when_made and policy.shard < 2 and is_short
         return request.held_bytes, request.trained_bytes - (request.gradient_width if may_be_apart else 0)
@@ -210,7 +214,7 @@ class Bounds:
         """The unit costs on the first rank, without messages."""
         pp, _, tp = shape.degrees
         place = Place(self.cluster.device(0), self.links.axis(shape.mesh, 0, "tp"), None, pp > 1)
-        return self.tables.table(tp, shape.microbatch, recompute, place)
+        return self.tables.table(tp, shape.microbatch, recompute, place, is_whole=pp == 1 and recompute == "none")
 
     def _fluid_s(self, shape: Shape, recompute: Recompute) -> float:
         """Seconds of one microbatch if units could be divided freely over the ranks, each as fast as its device."""

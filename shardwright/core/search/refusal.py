@@ -60,7 +60,7 @@ def _closest(scorer: Scorer, space: Space) -> Iterator[Scored]:
         pp, dp, _ = shape.degrees
         for policy in space.policies(dp):
             table = scorer.bounds.ranked(shape, policy.recompute).tables[0]
-            asked = scorer.bounds.memory_request(policy, dp, shape.microbatches)
+            asked = scorer.bounds.memory_request(policy, pp, dp, shape.microbatches)
             state = asked.held_bytes * float(table.range_elements[0, -1])
             state += asked.trained_bytes * float(table.range_trained[0, -1])
             # A rank holds at least its share, and the memory of the fullest unit.

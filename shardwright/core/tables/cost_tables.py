@@ -206,8 +206,11 @@ class CostTables:
         return self.chosen(tp).variants
 
     @found_once
-    def table(self, tp: int, microbatch: int, recompute: Recompute, place: Place) -> UnitTable:
-        """The unit costs on a rank at that place, at that tensor degree."""
+    def table(
+        self, tp: int, microbatch: int, recompute: Recompute, place: Place, *, is_whole: bool = False
+    ) -> UnitTable:
+        """The unit costs on a rank at that place, at that tensor degree. ``is_whole``: whether it runs all units and
+        computes nothing again, so that a runtime of compiled stages has one program for the step."""
         classes, chosen = self.class_costs(tp, microbatch, place), self.chosen(tp)
         boundary = tuple(fixed + slope * microbatch for fixed, slope in self._boundaries())
         if chosen.terms.sequence_parallel:
@@ -220,6 +223,9 @@ class CostTables:
             return self.counter.size_bytes(tensor, microbatch, self.precision)
 
         units, traits = tuple(classes[variant] for variant in chosen.variants), self.graph.memory_traits
+        is_merged = is_whole and traits.stages_are_programs
+        if is_merged:
+            units = tuple(unit.in_one_program() for unit in units)
         return UnitTable(
             units,
             boundary,
@@ -231,7 +237,7 @@ class CostTables:
             host_bytes_per_s=place.device.host_link_bandwidth_bytes_per_s * HOST_LINK_EFFICIENCY,
             shared=tuple((value, size_bytes(value.tensor) // ways) for value, ways in self._shared(tp)),
             arrivals=() if traits.stages_are_programs else self._arrivals(tp, microbatch),
-            twice_bytes=self._twice(units, microbatch) if self.graph.footprints else (),
+            twice_bytes=self._twice(units, microbatch, is_merged=is_merged) if self.graph.footprints else (),
             batch=tuple(
                 (given.size_bytes(microbatch), given.has_batch, by)
                 for given, by in ((self.graph.tensors[t], by) for t, by in self._read.batch_readers)
@@ -247,6 +253,7 @@ class CostTables:
             found_bytes=PRECISION_BYTES[self.precision] if traits.stages_are_programs else 0,
             updated=self._updated(tp) if traits.updates_make_roots else (),
             looked_up=self._looked_up(tp) if traits.stages_are_programs else (),
+            working_bytes=tuple(unit.merged_bytes[2] for unit in units if unit.merged_bytes) if is_merged else (),
         )
 
     @found_once
@@ -294,14 +301,17 @@ class CostTables:
             self.counter.size_bytes(value.tensor, microbatch, self.precision) // ways for value in self._read.shared
         )
 
-    def _twice(self, units: Sequence[UnitCost], microbatch: int) -> tuple[int, ...]:
+    def _twice(self, units: Sequence[UnitCost], microbatch: int, *, is_merged: bool) -> tuple[int, ...]:
         """The bytes that each unit and the next one both keep; of a unit divided over ranks, one rank's share."""
-        sizes = {(pair.first, pair.second): pair.size for pair in self.graph.kept_twice_of(self.precision)}
+        sizes = {
+            (pair.first, pair.second): pair.merged_size if is_merged else pair.size
+            for pair in self.graph.kept_twice_of(self.precision)
+        }
         footprints, found = self.graph.footprints_of(self.precision), []
         for unit, both in enumerate(pairwise(own.fold_class for own in self.folded.units)):
             fixed, each = sizes.get(both, (0, 0))
-            kept = [footprints[own].kept for own in both]
-            whole = sum(f + e * microbatch for f, e in kept)
+            kept = [footprints[own].merged_kept if is_merged else footprints[own].kept for own in both]
+            whole = sum(f + e * microbatch for f, e in filter(None, kept))
             held = units[unit].saved_bytes + units[unit + 1].saved_bytes
             found.append(round((fixed + each * microbatch) * held / max(1, whole)))
         return (*found, 0)

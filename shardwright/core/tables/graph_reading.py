@@ -74,6 +74,13 @@ class Reading:
                 saved, held([footprint.kept_selective], counted.saved_selective_bytes, whole.saved_selective_bytes)
             ),
             passing_bytes=held(footprint.passing, counted.passing_bytes, whole.passing_bytes),
+            merged_bytes=None
+            if footprint.merged_kept is None
+            else (
+                held([footprint.merged_kept], counted.saved_bytes, whole.saved_bytes),
+                held(footprint.merged_passing, counted.passing_bytes, whole.passing_bytes),
+                held(footprint.merged_working, counted.passing_bytes, whole.passing_bytes),
+            ),
             unfused_dropout_bytes=0,
             unfused_dropout_selective_bytes=0,
             given_bytes=0,

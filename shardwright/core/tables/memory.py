@@ -82,6 +82,7 @@ def state_bytes(
     *,
     trained: int | None = None,
     updated: int | None = None,
+    sums_from: int = 2,
 ) -> tuple[int, int, int]:
     """The (parameters, gradients, optimizer) bytes on one rank.
 
@@ -91,7 +92,7 @@ def state_bytes(
     "fp32" beside 16-bit parameters, the 16-bit gradients are freed as soon as they are added (Megatron's main
     gradients). Mixed precision keeps an fp32 master copy with the optimizer's states. ``shard`` is ZeRO's stage (arXiv
     1910.02054, section 5): 1 divides the optimizer's states by ``ways`` ranks, 2 the gradients too, 3 the parameters
-    too.
+    too. ``sums_from``: the stage from which gradients are divided.
     Raises PlanError for an unknown optimizer.
     """
     if optimizer not in OPTIMIZER_STATES:
@@ -101,7 +102,7 @@ def state_bytes(
     trained = elements if trained is None else trained
     states = (trained if updated is None else updated) * (master + 4 * OPTIMIZER_STATES[optimizer])
     parts = [elements * width, trained * PRECISION_BYTES[gradient_precision or precision], states]
-    for level, part in ((3, 0), (2, 1), (1, 2)):
+    for level, part in ((3, 0), (sums_from, 1), (1, 2)):
         if shard >= level:
             parts[part] = -(-parts[part] // ways)
     return parts[0], parts[1], parts[2]

@@ -216,7 +216,7 @@ class RankTables:
     ) -> tuple[MemoryUse, ...]:
         """The memory of every pipeline rank, with all of its stages."""
         found = []
-        held = self._held(tuple(starts), tuple(placement), summed=request.is_summed, again=request.microbatches > 1)
+        held = self._held(tuple(starts), tuple(placement), summed=request.is_replicated, again=request.microbatches > 1)
         activations = [of_rank.kept * count for count, of_rank in zip(live, held, strict=True)]
         buffers = self.buffers(starts, placement, request)
         for count, own, kept, beside in zip(live, held, activations, buffers, strict=True):
@@ -229,6 +229,7 @@ class RankTables:
                 request.gradient_precision,
                 trained=own.trained,
                 updated=own.updated,
+                sums_from=request.sums_from,
             )
             found.append(
                 MemoryUse(
@@ -256,16 +257,28 @@ class RankTables:
 
     def buffers(self, starts: Sequence[int], placement: Sequence[int], request: MemoryRequest) -> list[int]:
         """The bytes that passes hold for a while, on every rank."""
-        held = self._held(tuple(starts), tuple(placement), summed=request.is_summed, again=request.microbatches > 1)
+        held = self._held(tuple(starts), tuple(placement), summed=request.is_replicated, again=request.microbatches > 1)
         buckets = [min(request.bucket_bytes, request.gradient_width * own.trained) for own in held]
         rows = zip(held, self.passing(starts, placement, request), buckets, strict=True)
         return [own.sent + passing + bucket + UNCOUNTED_BYTES for own, passing, bucket in rows]
 
     def passing(self, starts: Sequence[int], placement: Sequence[int], request: MemoryRequest) -> list[int]:
         """These bytes without messages and buckets: temporary values, and what is gathered of what is sharded."""
-        held = self._held(tuple(starts), tuple(placement), summed=request.is_summed, again=request.microbatches > 1)
-        rows = zip(held, self.gathered(starts, placement, request), strict=True)
-        return [own.working + more for own, more in rows]
+        held = self._held(tuple(starts), tuple(placement), summed=request.is_replicated, again=request.microbatches > 1)
+        working = [own.working for own in held]
+        if request.stages_are_programs and request.shard == 3:
+            whole = self._gathering(starts, placement, request)
+            working = [max(own, more) for own, more in zip(working, whole, strict=True)]
+        return [own + more for own, more in zip(working, self.gathered(starts, placement, request), strict=True)]
+
+    def _gathering(self, starts: Sequence[int], placement: Sequence[int], request: MemoryRequest) -> list[int]:
+        """The most bytes that passes of compiled stages hold on every rank where parameters are sharded."""
+        found, width = [0] * self.ranks, PRECISION_BYTES[request.precision]
+        for rank, (a, b) in zip(placement, self.ends(starts), strict=True):
+            table = self.tables[rank]
+            waiting = 0 if request.is_one_program else table.found_bytes * int(table.range_trained[a, b])
+            found[rank] = max(found[rank], table.gathering(a, b, width) + waiting)
+        return found
 
     def gathered(self, starts: Sequence[int], placement: Sequence[int], request: MemoryRequest) -> list[int]:
         """The most bytes that every rank has whole for a while of what is sharded: of units (`gathered_by_unit`), of as

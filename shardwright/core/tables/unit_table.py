@@ -95,6 +95,10 @@ class UnitTable:
     """The trained parameter entries of each unit that are in tables read by look-ups of this unit alone: their
     gradients come when the passes of a stage that begins here are over. Empty: none."""
 
+    working_bytes: tuple[int, ...] = ()
+    """The bytes that each unit's passes hold beside kept activations with the gradients that wait. Empty: they wait
+    beside the fullest moment."""
+
     @cached_property
     def modes(self) -> list[Mode]:
         """The treatment of each unit's activations under the policy of the whole."""
@@ -274,7 +278,11 @@ class UnitTable:
     def range_working(self) -> Matrix:
         """The bytes that the passes of one microbatch hold beside the kept activations. The backward of a unit finds
         the units after it finished."""
-        found = self._working(self.beside_bytes + self.found_bytes * np.array([u.trained_elements for u in self.units]))
+        waiting = self.found_bytes * np.array([u.trained_elements for u in self.units])
+        if self.working_bytes:
+            passing = np.array([u.passing_bytes for u in self.units])
+            waiting = np.maximum(0, np.array(self.working_bytes) - passing)
+        found = self._working(self.beside_bytes + waiting)
         return self._with_tie_sums(found, again=False)
 
     @cached_property
@@ -313,6 +321,12 @@ class UnitTable:
             working = np.where(has_both, np.maximum(working, self._working(beside)), working)
         return working
 
+    def gathering(self, first: int, end: int, width: int) -> int:
+        """The bytes that the passes of a stage hold beside kept activations where each unit's sharded parameters, of
+        ``width`` bytes an entry, are whole while it runs."""
+        whole = width * np.array([u.parameter_elements for u in self.units])
+        return int(self._working(self.beside_bytes + whole)[first, end])
+
     @cached_property
     def _range_passing(self) -> Matrix:
         return self._working(self.beside_bytes)
@@ -341,13 +355,14 @@ class UnitTable:
 
     def stage_working(self, first: int, end: int, *, summed: bool = False, again: bool = False) -> int:
         """The bytes that the passes of one of several stages hold beside kept activations, with the gradients that
-        wait. Where these are ``summed`` over replicas, all exist twice at the end, as terms and as sums. ``again``:
-        there are microbatches after the first."""
+        wait. Where these are ``summed`` over replicas, the largest exists twice for a while, as term and as sum.
+        ``again``: there are microbatches after the first."""
         if not self.found_bytes:
             return int((self.range_working_again if again else self.range_working)[first, end])
         found = self.found_bytes * self.range_trained[first, end]
         last = self.found_bytes * self.looked_up[first] if self.looked_up else 0
-        return int(found + max(0, self._range_passing[first, end] - last, found if summed else 0))
+        twice = min(found, self.found_bytes * self.largest_parameter) if summed else 0
+        return int(found + twice + max(0, self._range_passing[first, end] - last))
 
     def range_memory(self, live: float, held_bytes: float, trained_bytes: float) -> Matrix:
         """The peak bytes of a stage with ``live`` microbatches under way. A parameter entry takes ``held_bytes``, and
@@ -403,7 +418,10 @@ class MemoryRequest:
     gathers_units: bool = False
     """The trait of the same name in `MemoryTraits`."""
     stages_are_programs: bool = False
-    """The trait of the same name in `MemoryTraits`: all gradients of a stage are there before any is scattered."""
+    """The trait of the same name in `MemoryTraits`."""
+    is_one_program: bool = False
+    """Whether the whole step is one compiled program: sums of gradients are divided as the optimizer's states are, and
+    a step of one microbatch makes no sums."""
     updates_together: bool = False
     """Whether the optimizer updates all parameters at once."""
     gathered_stages: int | None = None
@@ -419,9 +437,9 @@ class MemoryRequest:
         return self.gathers_units and self.shard >= 2
 
     @property
-    def is_summed(self) -> bool:
-        """Whether whole gradients are summed over a data axis."""
-        return self.is_replicated and self.shard < (3 if self.stages_are_programs else 2)
+    def sums_from(self) -> int:
+        """The stage of ZeRO from which sums of gradients are divided."""
+        return 1 if self.is_one_program else 2
 
     @property
     def gradient_width(self) -> int:
@@ -440,4 +458,12 @@ class MemoryRequest:
 
     @property
     def _many(self) -> tuple[int, int, int]:
-        return state_bytes(MANY, self.precision, self.optimizer, self.shard, self.ways, self.gradient_precision)
+        return state_bytes(
+            MANY,
+            self.precision,
+            self.optimizer,
+            self.shard,
+            self.ways,
+            self.gradient_precision,
+            sums_from=self.sums_from,
+        )

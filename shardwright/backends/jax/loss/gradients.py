@@ -40,8 +40,9 @@ def accumulate(
 ) -> Gradients:
     """The loss and gradients of a global batch, the model's other state after it, and metrics, in one program.
 
-    weights_at: the shardings of the parameters in a step that computes in 16 bits, from its beginning to its end;
-    layouts: those with which they are whole on every replica.
+    weights_at: the shardings of the parameters from the beginning of a step to its end; layouts: those with which they
+    are whole on every replica. Where these differ, a parameter is gathered for the forward pass of each microbatch, and
+    again for its backward pass.
     """
     along_dp = NamedSharding(mesh, PartitionSpec(None, batch.axes))
     split = [
@@ -53,22 +54,32 @@ def accumulate(
     weights = batch.weights(state.params, weights_at)
     given = trained.leaves(weights)
     factor = jnp.float32(1) if state.scaling is None else state.scaling.scale
-    at, whole = ([place for place, flag in zip(jax.tree.leaves(tree), mask, strict=True) if flag]
-                 for tree in (gradients_at, layouts))  # fmt: skip
+    at, own, whole = ([place for place, flag in zip(jax.tree.leaves(tree), mask, strict=True) if flag]
+                      for tree in (gradients_at, weights_at, layouts))  # fmt: skip
     dims = list(compress(batch.copies or [None] * len(mask), mask))
 
     def total(given: list[jax.Array], *rest: Any) -> Any:
         value, beside = batch.total(trained.merge(weights, given), *rest)
         return value * factor, (value, *beside)
 
-    gradient = jax.grad(total, has_aux=True)
+    is_gathered = own != whole
+
+    def copied(leaves: Sequence[jax.Array]) -> list[jax.Array]:
+        if is_gathered:
+            leaves = jax.lax.with_sharding_constraint(list(leaves), whole)
+        return [batch.copied(leaf, dim, place) for leaf, dim, place in zip(leaves, dims, whole, strict=True)]
 
     def one_microbatch(carry: Any, m: Any) -> tuple[Any, Any]:
         loss_sum, weight_sum, gradients, other, before = carry
-        copies = [batch.copied(leaf, dim, place) for leaf, dim, place in zip(given, dims, whole, strict=True)]
-        found, (value, weight, other, sums, rows) = gradient(
-            copies, state.random, state.step, other, m, batch.take(split, m)
+        held = _not_before(given, own, m) if is_gathered else given
+        copies = copied(held)
+        rest = state.random, state.step, other, m, batch.take(split, m)
+        scaled, backward, (value, weight, other, sums, rows) = jax.vjp(
+            lambda copies: total(copies, *rest), copies, has_aux=True
         )
+        if is_gathered:
+            backward = _reading(backward, copies, copied(_not_before(held, own, scaled)))
+        (found,) = backward(jnp.ones_like(scaled))
         gradients = [a + batch.summed(b, dim, a.dtype) for a, b, dim in zip(gradients, found, dims, strict=True)]
         gradients = jax.lax.with_sharding_constraint(gradients, at)
         sums = jax.tree.map(jnp.add, before, sums)
@@ -90,6 +101,20 @@ def accumulate(
     mean = [(g / (divisor * factor)).astype(p.dtype) for g, p in zip(gradients, held, strict=True)]
     aux = None if batch.metrics is None else batch.metrics.all(sums, rows)
     return Gradients(loss_sum / divisor, trained.with_gradients(state.params, mean), other, aux, losses)
+
+
+def _not_before(leaves: Sequence[jax.Array], at: Sequence[NamedSharding], known: jax.Array) -> list[jax.Array]:
+    """The same arrays, which no compiler gathers before a value is known, nor outside of the loop that makes it."""
+    held, _ = jax.lax.optimization_barrier((list(leaves), known))
+    found: list[jax.Array] = jax.lax.with_sharding_constraint(held, list(at))
+    return found
+
+
+def _reading(backward: Any, before: Sequence[jax.Array], after: Sequence[jax.Array]) -> Any:
+    """A function of `jax.vjp` that reads other arrays in place of those it was made with: of parameters that are
+    gathered, so that none is whole from the forward pass to the backward pass."""
+    instead = {id(old): new for old, new in zip(before, after, strict=True)}
+    return jax.tree.map(lambda leaf: instead.get(id(leaf), leaf), backward)
 
 
 def squared(gradient: jax.Array) -> jax.Array:

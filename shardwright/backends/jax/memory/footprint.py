@@ -8,7 +8,7 @@ arithmetic fused as XLA fuses them.
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any
 
@@ -18,7 +18,13 @@ from shardwright.backends.jax.capture.model import Captured
 from shardwright.backends.jax.capture.precision import COMPUTE
 from shardwright.backends.jax.capture.steps import Program
 from shardwright.backends.jax.capture.trace import TracedCall
-from shardwright.backends.jax.pipeline.stage_functions import Operands, StageFunction, StageFunctions, stage_functions
+from shardwright.backends.jax.pipeline.stage_functions import (
+    Key,
+    Operands,
+    StageFunction,
+    StageFunctions,
+    stage_functions,
+)
 from shardwright.backends.jax.program.cut import cut
 from shardwright.backends.jax.program.equations import Equation, FlatProgram
 from shardwright.backends.jax.program.flattening import Home, flatten
@@ -37,6 +43,9 @@ FUSED = frozenset(
     | {"sqrt", "square", "squeeze", "stop_gradient", "sub", "tanh", "transpose", "xor", "mul_add"}
 )
 """The primitives that XLA makes part of the loop that reads their result."""
+_Merged = tuple[int, list[int], list[int]]
+_Counted = tuple[tuple[int, list[int], int], int, _Merged]
+"""The bytes of a unit at one batch: as `_bytes` has them, under selective recompute, as `_merged` has them."""
 REPEATED = frozenset({"broadcast_in_dim", "iota"})
 """The fused primitives that every reader runs again."""
 SAME_MEMORY = frozenset({"reshape", "squeeze", "expand_dims", "stop_gradient", "copy"})
@@ -71,33 +80,50 @@ def footprints(
     _, binding = structure_of(folded)
     classes = [unit.fold_class for unit in folded.units]
     pairs = {both: first for first, both in reversed(list(enumerate(pairwise(classes))))}
-    found, selective, together = [], [], []
+    found, selective, together, merged = [], [], [], []
     try:
         for closed, program in traces:
             whole = partial(_Stages, graph, closed, program.traced, names, binding.units)
             stages = whole(range(len(classes)))
             found.append([_bytes(stages.functions(unit)) for unit in firsts])
+            merged.append([_merged(stages.functions(unit)) for unit in firsts])
             selective.append([_kept_bytes(stages.functions(unit, "selective")) for unit in firsts])
             halves = [whole([(unit + odd) // 2 for unit in range(len(classes))]) for odd in (0, 1)]
-            together.append([_kept_bytes(halves[first % 2].functions((first + 1) // 2)) for first in pairs.values()])
+            both = [halves[first % 2].functions((first + 1) // 2) for first in pairs.values()]
+            together.append([(_kept_bytes(functions), _merged(functions)[0]) for functions in both])
     except (ShardwrightError, ValueError, TypeError, NotImplementedError):
         # No pipeline trains a program that cannot be cut, or has no derivative (JAX says so in any of these ways): the
         # core counts by kinds of op.
         return (), ()
     twice = []
     for (first, second), kept, kept_3 in zip(pairs, *together, strict=True):
-        at_2, at_3 = (of[first][0] + of[second][0] - both for of, both in zip(found, (kept, kept_3), strict=True))
-        if at_2 or at_3:
-            twice.append(KeptTwice(first, second, (3 * at_2 - 2 * at_3, at_3 - at_2)))
-    return tuple(
-        Footprint(
-            kept=(3 * kept - 2 * kept_3, kept_3 - kept),
-            kept_selective=(3 * again - 2 * again_3, again_3 - again),
-            passing=_fullest(passing, passing_3),
-            wide_share=wide / kept_3 if kept_3 else 0.0,
+        size = _line(*(of[first][0] + of[second][0] - at[0] for of, at in zip(found, (kept, kept_3), strict=True)))
+        merged_size = _line(
+            *(of[first][0] + of[second][0] - at[1] for of, at in zip(merged, (kept, kept_3), strict=True))
         )
-        for (kept, passing, _), (kept_3, passing_3, wide), again, again_3 in zip(*found, *selective, strict=True)
-    ), tuple(twice)
+        if any((*size, *merged_size)):
+            twice.append(KeptTwice(first, second, size, merged_size))
+    at_2, at_3 = (list(zip(found[at], selective[at], merged[at], strict=True)) for at in (0, 1))
+    return tuple(map(_footprint, at_2, at_3)), tuple(twice)
+
+
+def _footprint(at_2: "_Counted", at_3: "_Counted") -> Footprint:
+    (kept, passing, _), again, (held, beside, working) = at_2
+    (kept_3, passing_3, wide), again_3, (held_3, beside_3, working_3) = at_3
+    return Footprint(
+        kept=_line(kept, kept_3),
+        kept_selective=_line(again, again_3),
+        passing=_fullest(passing, passing_3),
+        wide_share=wide / kept_3 if kept_3 else 0.0,
+        merged_kept=_line(held, held_3),
+        merged_passing=_fullest(beside, beside_3),
+        merged_working=_fullest(working, working_3),
+    )
+
+
+def _line(at_2: int, at_3: int) -> tuple[int, int]:
+    """The bytes of one microbatch as (fixed, for each sample), from those at batch 2 and at batch 3."""
+    return 3 * at_2 - 2 * at_3, at_3 - at_2
 
 
 class _Stages:
@@ -167,7 +193,7 @@ def _fullest(at_2: Sequence[int], at_3: Sequence[int]) -> tuple[tuple[int, int],
     that no other exceeds at every batch."""
     if len(at_2) != len(at_3):
         at_2, at_3 = [max(at_2)], [max(at_3)]
-    lines = {(3 * two - 2 * three, three - two) for two, three in zip(at_2, at_3, strict=True)}
+    lines = {_line(*each) for each in zip(at_2, at_3, strict=True)}
     found: list[tuple[int, int]] = []
     for fixed, each in sorted(lines, key=lambda line: (-line[1], -line[0])):
         if all(fixed + each > other + more for other, more in found):
@@ -199,17 +225,62 @@ def held_bytes(function: StageFunction) -> list[int]:
     """The bytes alive at every moment while a compiled function runs. Left out are its operands, results in their
     memory, and gradients of parameters that wait to be added to their sums."""
     program = flatten(jax.make_jaxpr(function.function)(*function.avals))
-    added = (atom for key, atom in zip(function.makes, program.outputs, strict=True) if key[0] in ("gradient", "sum"))
-    sums = {atom for atom in added if isinstance(atom, int)}
-    found = {value for e in program.equations if not sums.isdisjoint(e.outputs) for value in e.values}
+    sums, found = _added(program, function.makes)
     return _Liveness(program, sums | found).moments()
+
+
+def _added(program: FlatProgram, makes: Sequence[Key]) -> tuple[set[int], set[int]]:
+    """The sums of gradients among a program's results, and the gradients that are added to them."""
+    added = (atom for key, atom in zip(makes, program.outputs, strict=True) if key[0] in ("gradient", "sum"))
+    sums = {atom for atom in added if isinstance(atom, int)}
+    return sums, {value for e in program.equations if not sums.isdisjoint(e.outputs) for value in e.values}
+
+
+def _merged(functions: StageFunctions) -> _Merged:
+    """The bytes of a unit whose forward and backward are one compiled program: those kept from one to the other, what
+    enters the unit included, and those held beside them at every moment, without and with gradients of parameters."""
+    forward, backward = functions.forward, functions.backward
+    more = {
+        key: aval
+        for key, aval in zip(backward.reads, backward.avals, strict=True)
+        if key not in forward.makes and key not in forward.reads
+    }
+    reads = [*forward.reads, *more]
+
+    def run(*given: jax.Array) -> tuple[jax.Array, ...]:
+        known = dict(zip(reads, given, strict=True))
+        made = forward.function(*given[: len(forward.reads)])
+        known.update(zip(forward.makes, made, strict=True))
+        return backward.function(*(known[key] for key in backward.reads))
+
+    program = flatten(jax.make_jaxpr(run)(*forward.avals, *more.values()))
+    first = len(flatten(jax.make_jaxpr(forward.function)(*forward.avals)).equations)
+    entering = [value for key, value in zip(reads, program.arguments, strict=True) if key[0] == "arrival"]
+    sums, found = _added(program, backward.makes)
+    alone = _Liveness(program, sums | found, entering, is_merged=True)
+    # Of a gradient that is turned before it is added, or summed over replicas, both lie in memory.
+    waiting = _Liveness(program, sums, entering, found, is_merged=True)
+    kept = alone.alive_after(first)
+    return kept, [held - kept for held in alone.moments()], [held - kept for held in waiting.moments()]
 
 
 class _Liveness:
     """The liveness of every value of a program that is in memory, from what makes it to the last that reads it."""
 
-    def __init__(self, program: FlatProgram, in_place: Collection[int]) -> None:
-        self.program, self.in_place = program, in_place
+    def __init__(
+        self,
+        program: FlatProgram,
+        in_place: Collection[int],
+        entering: Collection[int] = (),
+        waiting: Collection[int] = (),
+        *,
+        is_merged: bool = False,
+    ) -> None:
+        """``entering``: the arguments that count; others are the caller's. ``waiting``: values that are in memory,
+        whatever makes and reads them. ``is_merged``: whether forward and backward are one program, in which XLA turns
+        no parameters before a product."""
+        self.program, self.in_place, self.entering, self.waiting = program, in_place, entering, waiting
+        self.is_merged = is_merged
         self.maker = {value: equation for equation in program.equations for value in equation.outputs}
         self.readers: dict[int, list[Equation]] = {}
         for equation in program.equations:
@@ -218,9 +289,30 @@ class _Liveness:
         self.results = {atom for atom in program.outputs if isinstance(atom, int)}
 
     def moments(self) -> list[int]:
-        """The bytes alive at every equation; 0 before the first."""
+        """The bytes alive at every equation; those of arguments before the first."""
+        spans, equations = self._spans, self.program.equations
+        alive = sum(self.program.size_bytes(value) for value in self.entering if value in spans)
+        found = [alive]
+        dying: dict[int, list[int]] = {}
+        for value, (_, last) in spans.items():
+            dying.setdefault(last, []).append(value)
+        for index, equation in enumerate(equations):
+            alive += sum(self.program.size_bytes(value) for value in equation.outputs if value in spans)
+            found.append(alive + self._copied_bytes(equation))
+            alive -= sum(map(self.program.size_bytes, dying.get(index, ())))
+        return found
+
+    def alive_after(self, count: int) -> int:
+        """The bytes that the first equations leave for later ones."""
+        spans = self._spans.items()
+        return sum(self.program.size_bytes(value) for value, (made, last) in spans if made < count <= last)
+
+    @cached_property
+    def _spans(self) -> dict[int, tuple[int, int]]:
+        """The values in memory: the equation that makes each, -1 for arguments, and the last that reads it."""
         made = {value: index for index, e in enumerate(self.program.equations) for value in e.outputs}
-        stored = {value for value in made if self._is_stored(value)}
+        stored = {value for value in made if self._is_stored(value)} | set(self.entering)
+        made |= dict.fromkeys(self.entering, -1)
         last: dict[int, int] = {}
         sources: dict[int, set[int]] = {}
         for index, equation in enumerate(self.program.equations):
@@ -231,17 +323,8 @@ class _Liveness:
                 sources[value] = read
             if any(value in stored for value in equation.outputs):
                 last.update(dict.fromkeys(read, index))
-        end = len(self.program.equations)
-        last.update(dict.fromkeys(self.results & stored, end))
-        alive, found = 0, [0]
-        dying: dict[int, list[int]] = {}
-        for value in stored:
-            dying.setdefault(last.get(value, made[value]), []).append(value)
-        for index, equation in enumerate(self.program.equations):
-            alive += sum(self.program.size_bytes(value) for value in equation.outputs if value in stored)
-            found.append(alive + self._copied_bytes(equation))
-            alive -= sum(map(self.program.size_bytes, dying.get(index, ())))
-        return found
+        last.update(dict.fromkeys(self.results & stored, len(self.program.equations)))
+        return {value: (made[value], last.get(value, made[value])) for value in stored}
 
     def _copied_bytes(self, equation: Equation) -> int:
         """The bytes of operands that are laid out anew for one product: of a convolution, and of products of many small
@@ -258,6 +341,10 @@ class _Liveness:
     def _is_stored(self, value: int) -> bool:
         maker = self.maker[value]
         name = maker.primitive.name
+        if value in self.waiting:
+            return True
+        if self.is_merged and name == "transpose" and self._is_turned_in_place(value):
+            return False
         if name in SAME_MEMORY or value in self.in_place:
             return False
         if not (name in FUSED or self._is_outer(maker)) or value in self.results:
@@ -266,6 +353,11 @@ class _Liveness:
         if any(self._needs_memory(reader) for reader in readers):
             return name not in REPEATED
         return len(readers) > 1 and name not in REPEATED
+
+    def _is_turned_in_place(self, value: int) -> bool:
+        """Whether a transposed matrix is read by products alone, which read it as it was."""
+        readers = self.readers.get(value, [])
+        return len(self.program.avals[value].shape) == 2 and all(e.primitive.name == "dot_general" for e in readers)
 
     def _is_outer(self, equation: Equation) -> bool:
         """Whether an equation is a product that sums over one entry: XLA multiplies instead."""

@@ -20,7 +20,7 @@ from typing import Any
 
 import jax
 
-from shardwright.backends.jax.capture.checkpoint_policies import keeping_barriers
+from shardwright.backends.jax.machine.compiler_options import compiler_options
 from shardwright.backends.jax.pipeline.relocation import Devices, can_move, load_on
 
 CALLBACK = re.compile(r"custom_call @xla_\w*python\w*callback")
@@ -152,6 +152,6 @@ def lower(
             in_shardings=in_shardings,
             out_shardings=out_shardings,
             donate_argnums=donate,
-            compiler_options=keeping_barriers(devices),
+            compiler_options=compiler_options(devices),
         )
         return jitted.lower(*avals)

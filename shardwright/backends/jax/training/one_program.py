@@ -8,11 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shardwright.backends.jax.capture.checkpoint_policies import keeping_barriers
 from shardwright.backends.jax.capture.samples import FlatBatch
 from shardwright.backends.jax.capture.tree import Parts
 from shardwright.backends.jax.loss.gradients import accumulate, split_squares, updated
 from shardwright.backends.jax.loss.microbatches import Microbatches
+from shardwright.backends.jax.machine.compiler_options import compiler_options
 from shardwright.backends.jax.machine.mesh import bind, mesh_of
 from shardwright.backends.jax.memory.compiled_peak import program_bytes
 from shardwright.backends.jax.pipeline.sentinels import Evidence, OneProgram, Updated, judged
@@ -148,7 +148,8 @@ class OneProgramTraining(OfPlan):
         self._fused(state)
         shardings = self._shardings(parts)
         shard, trained, layouts = self.plan.decision.shard, self.loss.trained, self._layouts(parts)
-        gradients_at = spread_over("dp", state.params, layouts) if shard >= 2 else layouts
+        # Nothing but the optimizer reads the sums, so they are sharded wherever its states are.
+        gradients_at = spread_over("dp", state.params, layouts) if shard else layouts
         weights_at = shardings.params if shard == 3 else layouts
         microbatches = Microbatches.of(self.loss, self.plan, parts, batch)
         laid_out = TensorParallel.lay_out(microbatches, self.plan, self.mesh.abstract_mesh, parts.names)
@@ -182,7 +183,7 @@ class OneProgramTraining(OfPlan):
             in_shardings=(shardings, tuple(batch_sharding(self.mesh, dim) for dim in batch.dims)),
             out_shardings=StepResult(shardings, whole, None if microbatches.metrics is None else whole, whole, whole),
             donate_argnums=0,
-            compiler_options=keeping_barriers(self.mesh.devices.flat),
+            compiler_options=compiler_options(self.mesh.devices.flat, is_whole_step=True),
         )
         names = list(compress(parts.names, trained.mask(state.params)))
         return OneProgramStep(run, microbatches, OneProgram(names), self.mesh.size)

@@ -14,11 +14,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import PyTreeDef
 
-from shardwright.backends.jax.capture.checkpoint_policies import keeping_barriers
 from shardwright.backends.jax.capture.samples import FlatBatch
 from shardwright.backends.jax.capture.tree import Followed, Parts, followed
 from shardwright.backends.jax.loss.gradients import split_squares, updated
 from shardwright.backends.jax.loss.microbatches import Microbatches
+from shardwright.backends.jax.machine.compiler_options import compiler_options
 from shardwright.backends.jax.machine.mesh import bind, data_axes, mesh_of
 from shardwright.backends.jax.pipeline.microbatch import CutMicrobatch, cut_microbatch
 from shardwright.backends.jax.pipeline.sentinels import Evidence, OneProgram, Updated, judged
@@ -246,7 +246,7 @@ class SpmdTraining(InStages):
 
         whole = replicated(self.mesh)
         places = (whole, stacking.shardings, states.shardings, whole, whole, whole, whole, whole)
-        options = keeping_barriers(self.mesh.devices.flat)
+        options = compiler_options(self.mesh.devices.flat, is_whole_step=True)
         return jax.jit(step, out_shardings=places, donate_argnums=(1, 2), compiler_options=options)
 
 
