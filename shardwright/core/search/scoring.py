@@ -70,7 +70,7 @@ class Scorer:
 
     def _request_of(self, decision: Decision) -> MemoryRequest:
         policy = Policy(decision.recompute, decision.shard, decision.shard_group)
-        return self.bounds.memory_request(policy, decision.dp, decision.microbatches)
+        return self.bounds.memory_request(policy, decision.dp, decision.microbatches, decision.whole_below_bytes)
 
     def _memory(self, decision: Decision, ranked: RankTables, live: Sequence[int]) -> tuple[MemoryUse, ...]:
         """The memory of the ranks, as counted for cuts, or as counted for plans where that does not settle the fit."""
@@ -231,7 +231,8 @@ class Scorer:
             require_starts(given, len(placement), ranked.units)
             return tuple(given)
         tables = ranked if fit else ranked.with_limit(1 << 62)
-        request = self.bounds.memory_request(policy, shape.mesh.axis_size("dp"), shape.microbatches)
+        whole_below = self.bounds.whole_below_bytes(shape, policy)
+        request = self.bounds.memory_request(policy, shape.mesh.axis_size("dp"), shape.microbatches, whole_below)
         if self.request.partitioner == DEFAULT:
             found = tables.cut(placement, live, request) if fit else ranked.free_cut(tuple(placement))
             return None if found is None else tuple(found)

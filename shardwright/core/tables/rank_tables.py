@@ -217,7 +217,8 @@ class RankTables:
         held = self._held(tuple(starts), tuple(placement), summed=request.is_summed, again=request.microbatches > 1)
         activations = [of_rank.kept * count for count, of_rank in zip(live, held, strict=True)]
         buffers = self.buffers(starts, placement, request)
-        for count, own, kept, beside in zip(live, held, activations, buffers, strict=True):
+        staying = self.staying(starts, placement, request)
+        for count, own, kept, beside, whole in zip(live, held, activations, buffers, staying, strict=True):
             parameters, gradients, states = state_bytes(
                 own.elements,
                 request.precision,
@@ -230,7 +231,7 @@ class RankTables:
             )
             found.append(
                 MemoryUse(
-                    parameters,
+                    parameters + whole,
                     gradients,
                     states,
                     kept,
@@ -256,6 +257,22 @@ class RankTables:
         most = [int(self.gathered_by_unit(rank, ends, request).sum(0).max()) for rank, ends in stages]
         return [max(m for m, at in zip(most, placement, strict=True) if at == rank) for rank in range(self.ranks)]
 
+    def staying(self, starts: Sequence[int], placement: Sequence[int], request: MemoryRequest) -> list[int]:
+        """The bytes on every rank, beside its shards, of the units that stay whole with their gradients
+        (`Decision.whole_below_bytes`)."""
+        found = [0] * self.ranks
+        for rank, (first, end) in zip(placement, self.ends(starts), strict=True) if request.whole_below_bytes else ():
+            held, units = self._unit_bytes(rank, (first, end), request), np.arange(first, end)
+            gradients = self.tables[rank].range_trained[units, units + 1] * request.gradient_width
+            whole = (held + gradients)[held < request.whole_below_bytes].sum()
+            found[rank] += int(whole * (1 - 1 / request.ways))
+        return found
+
+    def _unit_bytes(self, rank: int, ends: tuple[int, int], request: MemoryRequest) -> NDArray[np.float64]:
+        """The bytes of the parameters of each unit of a stage."""
+        units = np.arange(*ends)
+        return self.tables[rank].range_elements[units, units + 1] * float(PRECISION_BYTES[request.precision])
+
     def gathered_by_unit(self, rank: int, ends: tuple[int, int], request: MemoryRequest) -> NDArray[np.float64]:
         """The bytes of sharded parameters, and of gradients, that are whole at the backward of each unit of a stage: of
         the unit, of the one before, whose parameters are gathered ahead, and of the one behind, whose gradients are on
@@ -263,11 +280,12 @@ class RankTables:
         table, units = self.tables[rank], np.arange(*ends)
         if not request.gathers_units or request.shard < 2 or request.ways == 1:
             return np.zeros((2, len(units)))
-        held = np.pad(table.range_elements[units, units + 1], 1) * (request.shard == 3)
+        own = self._unit_bytes(rank, ends, request) * (request.shard == 3)
+        held = np.pad(np.where(own < request.whole_below_bytes, 0.0, own), 1)
         trained = np.pad(table.range_trained[units, units + 1], (0, 1))
         width, sent = PRECISION_BYTES[request.precision], request.gradient_width * (2 - 1 / request.ways)
         gradients = np.maximum(trained[:-1] * width + trained[1:] * sent, trained[:-1] * sent)
-        return np.stack([width * (held[:-2] + held[1:-1] + held[2:]), gradients])
+        return np.stack([held[:-2] + held[1:-1] + held[2:], gradients])
 
     def gathered_peak(self, rank: int, ends: tuple[int, int], request: MemoryRequest) -> int:
         """The most bytes of one microbatch's passes over a stage with what is gathered unit by unit."""

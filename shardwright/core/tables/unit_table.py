@@ -397,6 +397,8 @@ class MemoryRequest:
     """The trait of the same name in `MemoryTraits`."""
     stages_are_programs: bool = False
     """The trait of the same name in `MemoryTraits`: all gradients of a stage are there before any is scattered."""
+    whole_below_bytes: int = 0
+    """The choice of the same name in `Decision`."""
 
     @property
     def is_summed(self) -> bool:
