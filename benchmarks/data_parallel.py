@@ -6,7 +6,8 @@
 Two processes of one thread train the same model on the same batch, one way after the other in each round:
 
 - whole replicas (shard 0) beside DDP with gradients as views of buckets, at the best of five bucket sizes;
-- sharded parameters (shard 3) beside FSDP2, at the best of two wrappings (every block, or the model alone).
+- sharded parameters (shard 3) beside FSDP2, at the best of two wrappings (every block, or the model alone), gathered
+  module by module, or with `--gathered-stages 1` once a step.
 
 A repetition starts at a barrier and ends when the slower process ends: forward, backward, exchange and the step of SGD.
 Losses and every gradient are compared with those of the peer in the same program. Figures are medians over rounds; the
@@ -160,8 +161,8 @@ def _full(gradient: Any) -> torch.Tensor | None:
     return (gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient).detach().clone()
 
 
-def ours(model: nn.Module, batch: dict[str, torch.Tensor], level: int) -> Way:
-    sw.init({"ddp": True, "shard": level, "microbatches": 1})
+def ours(model: nn.Module, batch: dict[str, torch.Tensor], level: int, gathered: int) -> Way:
+    sw.init({"ddp": True, "shard": level, "microbatches": 1, "gathered_stages": gathered if level == 3 else 0})
     wrapped = sw.DistributedModel(model)
     optimizer = sw.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1e-3))
 
@@ -178,7 +179,8 @@ def ours(model: nn.Module, batch: dict[str, torch.Tensor], level: int) -> Way:
             found[name] = gradient.detach().clone()
         return found
 
-    return Way(f"ours, shard {level}", step, lambda: optimizer.step() and None, gradients)
+    what = f", {'model' if gathered else 'modules'}" if level == 3 else ""
+    return Way(f"ours, shard {level}{what}", step, lambda: optimizer.step() and None, gradients)
 
 
 class Sent:
@@ -224,7 +226,7 @@ def _measure(rank: int, name: str, level: int, arguments: argparse.Namespace) ->
     torch.manual_seed(0)
     model, batch = make(), batch_of(rank)
     ways = peers(model, batch, level)
-    ways.append(ours(model, batch, level))
+    ways.append(ours(model, batch, level, arguments.gathered_stages))
     own = ways[-1]
     reference = None
     for way in ways:
@@ -286,6 +288,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--levels", nargs="+", type=int, default=[0, 3])
+    parser.add_argument("--gathered-stages", type=int, default=0, help="1: the model is gathered once a step")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--ranks", type=int, default=RANKS)

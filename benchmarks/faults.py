@@ -188,7 +188,6 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=4, help="how many cases run at once")
     arguments = parser.parse_args()
     given = cases(arguments.count, arguments.seed)
-    shared = set(os.listdir("/dev/shm"))
     begun = time.monotonic()
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(arguments.workers) as pool:
         shares = [given[first : first + SHARE] for first in range(0, len(given), SHARE)]
@@ -206,7 +205,7 @@ def main() -> int:
     for fault, count in sorted(counts.items()):
         of = [case for case in found if case["kind"] == fault]
         print(f"| {fault} | {count} | {count - sum(case in bad for case in of)} | {max(map(slowest_s, of)):.1f} |")
-    left = set(os.listdir("/dev/shm")) - shared
+    left = {name for case in found for end in case["ended"] for name in end["shared"]} & set(os.listdir("/dev/shm"))
     print(f"\n{len(found) - len(bad)} of {len(found)} ended as they should, in {time.monotonic() - begun:.0f} s")
     reasons = {f"{n}: {json.dumps(case['case'])}": case["complaints"] for n, case in enumerate(found)}
     judged = claims.faults(reasons, sorted(left), arguments.count)

@@ -89,7 +89,12 @@ def torch_plan(case: Case) -> Any:
     import shardwright as sw
 
     ids = torch.zeros((2, LENGTH), dtype=torch.long)
-    return sw.plan(sw.capture(torch_model(), {"input_ids": ids, "labels": ids}), case.cluster(), batch=case.batch)
+    return sw.plan(
+        sw.capture(torch_model(), {"input_ids": ids, "labels": ids}),
+        case.cluster(),
+        batch=case.batch,
+        frameworks=["torch", "jax"],
+    )
 
 
 def torch_rank(case: Case, plan: str) -> None:
@@ -174,7 +179,7 @@ def jax_plan(case: Case) -> Any:
 
     sample = {"input_ids": jax.ShapeDtypeStruct((2, LENGTH), jnp.int32)}
     graph = sw.capture(nnx.eval_shape(jax_model), sample, gpt2_flax.next_token_loss)
-    return sw.plan(graph, case.cluster(), batch=case.batch)
+    return sw.plan(graph, case.cluster(), batch=case.batch, frameworks=["torch", "jax"])
 
 
 class Live:

@@ -39,6 +39,8 @@ TWO: dict[str, dict[str, Any]] = {
     "dp 2, shard 1": {"dp": 2, "shard": 1},
     "dp 2, shard 2": {"dp": 2, "shard": 2},
     "dp 2, shard 3": {"dp": 2, "shard": 3},
+    "dp 2, shard 3, sums at the end": {"dp": 2, "shard": 3, "reduce_after": "last"},
+    "dp 2, shard 3, whole": {"dp": 2, "shard": 3, "gathered_stages": 1, "reduce_after": "last"},
     "dp 2, bf16": {"dp": 2, "precision": "bf16"},
 }
 FOUR: dict[str, dict[str, Any]] = {
@@ -46,6 +48,24 @@ FOUR: dict[str, dict[str, Any]] = {
     "pp 4, gpipe": {"pp": 4, "schedule": "gpipe"},
     "pp 2 × dp 2, 1f1b": {"pp": 2, "dp": 2, "schedule": "1f1b"},
     "pp 2 × dp 2, interleaved": {"pp": 2, "dp": 2, "schedule": "interleaved-1f1b", "virtual_stages": 2},
+    "pp 2 × dp 2, shard 3, 2 of 4 stages": {
+        "pp": 2,
+        "dp": 2,
+        "schedule": "looped-bfs",
+        "virtual_stages": 4,
+        "shard": 3,
+        "gathered_stages": 2,
+        "reduce_after": "last",
+    },
+    "pp 2 × dp 2, shard 3, 1 of 4 stages": {
+        "pp": 2,
+        "dp": 2,
+        "schedule": "interleaved-1f1b",
+        "virtual_stages": 4,
+        "shard": 3,
+        "gathered_stages": 1,
+        "reduce_after": "each",
+    },
     "pp 2 × tp 2, 1f1b": {"pp": 2, "tp": 2, "schedule": "1f1b"},
     "dp 2 × tp 2": {"dp": 2, "tp": 2},
 }
@@ -156,7 +176,9 @@ def over_time(plan: Any, samples: list[list[dict[str, int]]]) -> tuple[str, str,
     for device, found in enumerate(samples):
         number = plan.mesh.coordinates(device)["pp"]
         until = {moment.end_s: moment.memory for moment in every[number]}
-        for action, end_s, there in zip(timeline.actions[number], timeline.end_s[number], found, strict=True):
+        ran = zip(timeline.actions[number], timeline.end_s[number], strict=True)
+        computed = [(action, end_s) for action, end_s in ran if action.kind.is_compute]
+        for (action, end_s), there in zip(computed, found, strict=True):
             use = until[float(end_s)]
             stays = use.parameters_bytes + use.optimizer_bytes + use.batch_bytes + use.model_buffers_bytes
             fullest.append(use.total_bytes / there["peak"])

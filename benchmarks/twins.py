@@ -54,7 +54,10 @@ def main() -> int:
     for name in options.model or TWINS:
         graphs = TWINS[name]()
         for where, (cluster, batch) in CLUSTERS.items():
-            plans = [sw.plan(graph, cluster, batch=batch * SAMPLES.get(name, 1)) for graph in graphs]
+            plans = [
+                sw.plan(graph, cluster, batch=batch * SAMPLES.get(name, 1), frameworks=["torch", "jax"])
+                for graph in graphs
+            ]
             alike = sw.compare(*plans).same_decision
             found[f"{name}, {where}"] = alike
             memory = " / ".join(f"{max(plan.predicted.peak_memory_bytes) / GIB:.2f}" for plan in plans)

@@ -129,7 +129,7 @@ def plan_both(graphs: dict[str, sw.Graph], output: Path) -> dict[tuple[str, str]
         for framework, graph in graphs.items():
             plan = sw.plan(
                 graph, cluster, batch=twins.BATCH, microbatch=twins.MICROBATCH, precision="fp32", recompute="none",
-                shard=0, **degrees,
+                shard=0, frameworks=list(graphs), **degrees,
             )  # fmt: skip
             plan.save(output / f"{framework}_{suffix}.json")
             plans[framework, kind] = plan

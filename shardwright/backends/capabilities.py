@@ -17,6 +17,7 @@ TORCH = Capabilities(
     single_controller=False,
     reduce_ops=("sum", "avg", "max", "min", "prod"),
     sequence_parallel=True,
+    gathers_stages=True,
     recomputes=("none", "full"),  # the products of attention cannot be told from the rest of a unit that is replayed
 )
 TORCH_MEMORY = MemoryTraits(
@@ -26,6 +27,7 @@ TORCH_MEMORY = MemoryTraits(
     replicas_norm_apart=True,
     gathers_units=True,
     gradients_in_fp32=True,
+    updates_make_roots=True,  # torch's defaults: a loop on CPUs, `foreach` elsewhere
 )
 JAX = Capabilities(
     framework="jax",

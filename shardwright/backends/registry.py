@@ -41,7 +41,6 @@ class Registration:
         needs: the modules without which the framework does not run.
         install: the package to install for them.
         levels: the levels that the backend claims, of `LEVELS`.
-        plans_with: other frameworks that a plan must run in too unless a request names some: those of twins.
         memory_traits: the behaviour of the backend's memory; the graphs that it captures have the same.
     """
 
@@ -52,7 +51,6 @@ class Registration:
     needs: tuple[str, ...] = ()
     install: str = ""
     levels: tuple[str, ...] = LEVELS
-    plans_with: tuple[str, ...] = ()
     memory_traits: MemoryTraits = PLAIN_MEMORY
 
     def __post_init__(self) -> None:
@@ -88,12 +86,12 @@ def _is_jax(model: Any) -> bool:
 _OWN = (
     Registration(
         TORCH, "shardwright.backends.torch", _is_torch, "a torch.nn.Module", needs=("torch",),
-        install="shardwright[torch]", plans_with=("jax",), memory_traits=TORCH_MEMORY,
+        install="shardwright[torch]", memory_traits=TORCH_MEMORY,
     ),
     Registration(
         JAX, "shardwright.backends.jax", _is_jax,
         "a flax.nnx.Module, a pair (flax.linen module, variables), or a JAX function of (params, batch)",
-        needs=("jax", "flax", "optax"), install="shardwright[jax]", plans_with=("torch",),
+        needs=("jax", "flax", "optax"), install="shardwright[jax]",
         memory_traits=JAX_MEMORY,
     ),
 )  # fmt: skip
@@ -179,17 +177,13 @@ def framework_of(model: Any) -> str:
 
 
 def runtimes_of(captured: Capabilities, frameworks: Sequence[str] | None = None) -> tuple[Capabilities, ...]:
-    """The runtimes that must be able to carry a plan out: those named, else that of the captured model and its twin's.
+    """The runtimes that must be able to carry a plan out: those named, else that of the captured model.
 
     Raises PlanError for a framework that there is no runtime for.
     """
-    runtimes = {found.name: found.capabilities for found in registered().values() if found.trains}
     if frameworks is None:
-        own = registered().get(captured.framework)
-        if own is None or not own.trains:
-            return (captured,)
-        together = {own.name, *own.plans_with}
-        return tuple(runtime for name, runtime in runtimes.items() if name in together)
+        return (captured,)
+    runtimes = {found.name: found.capabilities for found in registered().values() if found.trains}
     if not isinstance(frameworks, Sequence) or isinstance(frameworks, str) or not frameworks:
         raise PlanError(f"frameworks={frameworks!r}: expected names, such as ['torch'] or ['torch', 'jax']")
     for name in frameworks:

@@ -31,6 +31,8 @@ class Capabilities:
     """The stages of ZeRO that the runtime carries out: nothing, optimizer states, gradients, parameters."""
     shard_groups: bool = True
     """Whether shards can be shared by a part of the data axis."""
+    gathers_stages: bool = False
+    """Whether whole stages can be kept gathered while they run, and divided gradients be summed once a step."""
     offload: bool = False
     """Whether activations of units can go to the host's memory and come back."""
 
@@ -43,6 +45,23 @@ class Capabilities:
         if shard and shard_group not in (None, dp) and not self.shard_groups:
             return f"shard_group={shard_group}"
         return None
+
+    def lack_of_residency(self, shard: int, gathered_stages: int | None, reduce_after: str | None) -> str | None:
+        """The choice of what is whole when that the runtime lacks, as a user would pin it, or None."""
+        if self.gathers_stages:
+            return None
+        if gathered_stages is not None:
+            return f"gathered_stages={gathered_stages}"
+        return f"reduce_after={reduce_after!r} with shard={shard}" if shard >= 2 and reduce_after == "last" else None
+
+    def require_residency(self, shard: int, gathered_stages: int | None, reduce_after: str | None) -> None:
+        """Raise MissingCapabilityError for stages kept gathered, or for divided gradients that are summed once a step,
+        where the runtime does neither."""
+        if (lack := self.lack_of_residency(shard, gathered_stages, reduce_after)) is not None:
+            raise MissingCapabilityError(
+                f"the plan has {lack}, which the {self.framework} runtime of this version does not do: plan again "
+                f"without it"
+            )
 
     def require_on_device(self, offloaded_units: Sequence[int]) -> None:
         """Raise MissingCapabilityError for units that go to the host where the runtime cannot send them."""
@@ -91,6 +110,10 @@ class MemoryTraits:
     """Whether sharded parameters are gathered, and their gradients summed, unit by unit while a pass runs."""
     gradients_in_fp32: bool = False
     """Whether gradients of 16 bits add up in fp32, whatever a plan says."""
+
+    updates_make_roots: bool = False
+    """Whether an optimizer that divides by roots of second moments (Adam's) makes these as values of their own: of one
+    parameter after the other where devices are CPUs, of all parameters at once elsewhere."""
 
     def __post_init__(self) -> None:
         for name in ("bucket_bytes", "bucket_bytes_on_cpu"):

@@ -11,6 +11,7 @@ from rich.text import Text
 from shardwright.core.layout.placements import Layout, Split
 from shardwright.core.plan.breakdown import RankStep
 from shardwright.core.plan.compare import Comparison
+from shardwright.core.plan.decision import sharing_words
 from shardwright.core.plan.memory_over_time import Moment
 from shardwright.core.plan.plan import STALE, Plan
 from shardwright.core.schedule.timeline import Timeline
@@ -108,7 +109,7 @@ def _heading(plan: Plan) -> Text:
         *([f"{len(d.offloaded_units)} units offloaded to the host"] if d.offloaded_units else []),
     ]
     policy += [f"placed {d.placement_order}"] if d.placement_order != "PDT" else []
-    policy += [f"shard {d.shard}" + (f" in groups of {d.shard_group}" if d.shard_group else "")] if d.shard else []
+    policy += sharing_words(d)
     terms = {
         "pipeline": p.pipeline_s,
         "gradient reduction": p.data_parallel_s,

@@ -8,11 +8,15 @@ from typing import Any, Literal
 
 import torch
 
-from shardwright.core.errors import MissingCapabilityError, ShardwrightError, nearest
+from shardwright.core.errors import MissingCapabilityError, PlanError, ShardwrightError, nearest
 from shardwright.core.layout.mesh import Mesh
-from shardwright.core.plan.decision import LossScope
+from shardwright.core.plan.decision import LossScope, require_residency
 from shardwright.core.schedule import AUTO, Schedule, StageCosts, schedule_names
+from shardwright.core.schedule.action_table import has_any
+from shardwright.core.schedule.actions import SHARDING
 from shardwright.core.schedule.checks import require_runnable
+from shardwright.core.schedule.passes import insert_sharding
+from shardwright.core.schedule.passes.sharding import ReduceAfter
 from shardwright.core.values.step_line import require_every
 
 _ALIASES = {"partitions": "pipeline_parallel_degree"}
@@ -84,6 +88,11 @@ class Config:
         shard: what is divided over the replicas between steps: 0 nothing, 1 optimizer states, 2 gradients too, 3
             parameters too.
         shard_group: the number of neighbouring replicas that share; None: all of them.
+        gathered_stages: under shard=3, the most stages that a rank keeps whole at once, gathered and freed as the
+            schedule says; 0: every pass gathers and frees module by module.
+        look_ahead: the most of these that are gathered ahead of their use; None: all but the one that runs.
+        reduce_after: whether gradients are summed over the replicas after "each" microbatch or after the "last"; None:
+            after each under shard 2 and 3, where none is kept whole, else after the last.
         shard_optimizer_state: SageMaker's name for ``shard=1``.
         sharded_data_parallel_degree: SageMaker's name for ``shard=3`` with this ``shard_group``.
         bf16: compute in bfloat16: steps run on 16-bit copies of parameters that are in float32 between steps, where the
@@ -116,6 +125,9 @@ class Config:
     pipeline_mode: str = "auto"
     shard: int = 0
     shard_group: int | None = None
+    gathered_stages: int = 0
+    look_ahead: int | None = None
+    reduce_after: ReduceAfter | None = None
     shard_optimizer_state: bool = False
     sharded_data_parallel_degree: int = 1
     bf16: bool = False
@@ -186,6 +198,7 @@ class Config:
         if self.shard_group is not None and (type(self.shard_group) is not int or self.shard_group < 1):
             raise ShardwrightError(f"shard_group={self.shard_group!r}: expected a number of replicas")
         self._require_one_sharding()
+        self._require_residency()
         if self.bf16 and self.fp16:
             raise ShardwrightError("bf16 and fp16 are both True: steps compute in one of them")
         if self.cluster is not None and not isinstance(self.cluster, str):
@@ -202,6 +215,34 @@ class Config:
             raise ShardwrightError(f"shard_group={self.shard_group} goes with shard=1, 2 or 3: nothing is sharded")
         if said and not self.ddp:
             raise ShardwrightError(f"{said[0]} shares state over replicas, and ddp is False: set 'ddp': True")
+
+    def _require_residency(self) -> None:
+        for name in ("gathered_stages", "look_ahead"):
+            value = getattr(self, name)
+            if not (name == "look_ahead" and value is None) and (type(value) is not int or value < 0):
+                raise ShardwrightError(f"{name}={value!r}: expected a whole number of stages")
+        if self.reduce_after not in (None, "each", "last"):
+            raise ShardwrightError(f"reduce_after={self.reduce_after!r}: expected 'each' or 'last'")
+        try:
+            require_residency(
+                self.shard_level, self.gathered_stages or None, self.look_ahead, self.reduce_after, self.virtual_stages
+            )
+        except PlanError as error:
+            raise ShardwrightError(str(error)) from error
+        if self._says_residency and isinstance(self.pipeline, Schedule) and has_any(self.pipeline, SHARDING):
+            raise ShardwrightError(
+                "the schedule given as pipeline gathers stages or reduces gradients itself: leave out gathered_stages "
+                "and reduce_after, or remove these actions with strip_sharding"
+            )
+
+    @property
+    def _says_residency(self) -> bool:
+        return bool(self.gathered_stages or self.reduce_after)
+
+    @property
+    def reduces(self) -> ReduceAfter:
+        """When gradients are summed over the replicas."""
+        return self.reduce_after or ("each" if self.shard_level >= 2 else "last")
 
     @property
     def shard_level(self) -> int:
@@ -236,12 +277,20 @@ class Config:
             )
 
     def schedule(self, costs: StageCosts | None) -> Schedule:
-        """The schedule asked for. Raises ScheduleError when it does not admit the sizes."""
+        """The schedule asked for. Raises ScheduleError when it does not admit the sizes, or when more stages run at
+        once than may be gathered."""
         if isinstance(self.pipeline, Schedule):
-            return self.pipeline
-        return Schedule.build(
-            self.pipeline, ranks=self.pipeline_parallel_degree, microbatches=self.microbatches,
-            virtual_stages=self.virtual_stages, costs=costs, active_microbatches=self.active_microbatches,
+            schedule = self.pipeline
+        else:
+            schedule = Schedule.build(
+                self.pipeline, ranks=self.pipeline_parallel_degree, microbatches=self.microbatches,
+                virtual_stages=self.virtual_stages, costs=costs, active_microbatches=self.active_microbatches,
+            )  # fmt: skip
+        if not self._says_residency:
+            return schedule
+        return insert_sharding(
+            schedule, self.gathered_stages or None, look_ahead=self.look_ahead, reduce_after=self.reduces,
+            weights_read=False,
         )  # fmt: skip
 
     def mesh(self, world_size: int) -> Mesh:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from shardwright.backends.torch.capture.precision import step_dtype
 from shardwright.backends.torch.compat import IncompatibleKeys, pytree
 from shardwright.backends.torch.machine.agreement import Claim
 from shardwright.backends.torch.pipeline.compiling import Compiler
@@ -17,7 +18,6 @@ from shardwright.backends.torch.program.stage_map import StageMap
 from shardwright.backends.torch.runtime import Runtime
 from shardwright.backends.torch.state import checkpoint
 from shardwright.backends.torch.state.deferred_init import DeferredInit, require_built
-from shardwright.backends.torch.state.flat_shards import step_dtype
 from shardwright.backends.torch.state.model_agreement import digest_of_state, model_claims, source_claim, values_digest
 from shardwright.backends.torch.state.parts import Parts
 from shardwright.backends.torch.state.weight_transfer import take_values

@@ -51,6 +51,8 @@ def plan_at_first_step(config: Config, bound: BoundMesh, model: nn.Module, graph
         microbatch=samples, schedule=_schedule_for_cut(config),
         virtual_stages=config.virtual_stages, recompute=config.recompute,
         loss_scope=config.loss_scope, shard=level, shard_group=config.sharing_replicas if level else None,
+        gathered_stages=config.gathered_stages if level == 3 else 0,
+        look_ahead=config.look_ahead if level == 3 else None, reduce_after=config.reduces if level else None,
         precision=config.precision or _precision(model), layouts=_layouts(config.layouts, model),
     )  # fmt: skip
     return StageMap.of_plan(plan, config.schedule(plan.stage_costs()))

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from shardwright.backends.torch import CAPABILITIES
+from shardwright.backends.torch.capture.precision import COMPUTE
 from shardwright.backends.torch.compat import Store
 from shardwright.backends.torch.machine.agreement import Agreement
 from shardwright.backends.torch.machine.digests import digest_of
@@ -24,7 +25,7 @@ from shardwright.backends.torch.machine.handshake import shake_hands
 from shardwright.backends.torch.machine.mesh import BoundMesh
 from shardwright.backends.torch.machine.process import choose_device, start, this_launch, watch_over
 from shardwright.backends.torch.machine.watchdog import Fault, Watchdog, watch_for_stop
-from shardwright.backends.torch.program.stage_map import COMPUTE, require_whole_backward
+from shardwright.backends.torch.program.stage_map import require_whole_backward
 from shardwright.backends.torch.runtime import Runtime
 from shardwright.core.errors import MissingCapabilityError, ShardwrightError
 from shardwright.core.layout.mesh import Mesh
@@ -308,6 +309,9 @@ def _refuse_degrees(given: Mapping[str, Any]) -> None:
         "optimize",
         "shard",
         "shard_group",
+        "gathered_stages",
+        "look_ahead",
+        "reduce_after",
         "shard_optimizer_state",
         "sharded_data_parallel_degree",
         "bf16",

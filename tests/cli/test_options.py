@@ -28,6 +28,18 @@ OPTIONS: dict[str, tuple[tuple[object, ...], dict[str, Any]]] = {
     ),
     "shard": (("--shard", 2, "--dp", 4), {"shard": 2, "dp": 4}),
     "shard_group": (("--shard-group", 2, "--shard", 1, "--dp", 4), {"shard_group": 2, "shard": 1, "dp": 4}),
+    "gathered_stages": (
+        ("--gathered-stages", 2, "--shard", 3, "--dp", 2, "--pp", 2, "--virtual-stages", 2, "--schedule", "looped-bfs"),
+        {"gathered_stages": 2, "shard": 3, "dp": 2, "pp": 2, "virtual_stages": 2, "schedule": "looped-bfs"},
+    ),
+    "look_ahead": (
+        ("--look-ahead", 0, "--gathered-stages", 1, "--shard", 3, "--dp", 4, "--pp", 1),
+        {"look_ahead": 0, "gathered_stages": 1, "shard": 3, "dp": 4, "pp": 1},
+    ),
+    "reduce_after": (
+        ("--reduce-after", "last", "--shard", 3, "--dp", 4),
+        {"reduce_after": "last", "shard": 3, "dp": 4},
+    ),
     "precision": (("--precision", "fp32"), {"precision": "fp32"}),
     "optimizer": (("--optimizer", "sgd"), {"optimizer": "sgd"}),
     "loss_scope": (("--loss-scope", "global"), {"loss_scope": "global"}),

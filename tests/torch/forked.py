@@ -2,7 +2,7 @@
 steps cost. To be used from a process that has run no op yet, by itself."""
 
 import atexit
-import json
+import gc
 import os
 import signal
 import socket
@@ -13,6 +13,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
+
+SHARED = "/dev/shm/"
+"""Where the system keeps shared memory and semaphores. Other processes have theirs there too."""
+SHARED_EVERY_S = 0.25
+"""How often ranks are asked what they have there: the answer is a list of all their libraries."""
 
 
 @dataclass
@@ -26,6 +31,7 @@ class Ended:
         at: when it was seen to have ended, or was killed, by time.time().
         was_killed: whether it had to be killed.
         left: how many processes it left behind.
+        shared: names in `SHARED` that it had in its memory, as far as it was seen while it ran.
     """
 
     code: int | None = None
@@ -34,6 +40,7 @@ class Ended:
     at: float = 0.0
     was_killed: bool = False
     left: int = 0
+    shared: list[str] = field(default_factory=list)
 
 
 def note(name: str, text: str) -> None:
@@ -60,8 +67,13 @@ def run_ranks(
             _be_rank(main, {**given, "FORKED_NOTES": str(mine)}, mine)
         processes.append(process)
     ended = [Ended() for _ in processes]
-    begun = time.time()
+    shared: list[set[str]] = [set() for _ in processes]
+    begun = looked = time.time()
     while True:
+        if time.time() > looked + SHARED_EVERY_S:
+            looked = time.time()
+            for place, process in enumerate(processes):
+                shared[place] |= shared_by(process)
         for place, process in enumerate(processes):
             if ended[place].code is None:
                 found, status = os.waitpid(process, os.WNOHANG)
@@ -82,6 +94,7 @@ def run_ranks(
         ended[place].output = (mine / "output").read_text(encoding="utf-8", errors="replace")
         ended[place].noted = {path.stem: path.read_text(encoding="utf-8") for path in mine.glob("*.note")}
         ended[place].left = sessions.count(process)
+        ended[place].shared = sorted(shared[place])
     return ended
 
 
@@ -111,6 +124,7 @@ def live_as_script(
     os.dup2(file, 1)
     os.dup2(file, 2)
     atexit._clear()
+    gc.freeze()  # what the parent imported is no garbage, and every `sw.shutdown` would search it again
     code = 0
     try:
         main()
@@ -146,5 +160,10 @@ def _sessions() -> list[int]:
     return found
 
 
-def as_json(ended: list[Ended]) -> str:
-    return json.dumps([vars(end) for end in ended])
+def shared_by(process: int) -> set[str]:
+    """The names in `SHARED` that a process has in its memory; none once it has ended."""
+    try:
+        memory = Path(f"/proc/{process}/maps").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return set()
+    return {line.partition(SHARED)[2].removesuffix(" (deleted)") for line in memory.splitlines() if SHARED in line}

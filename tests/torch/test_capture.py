@@ -354,3 +354,53 @@ def test_models_without_values() -> None:
         meta = gpt2("sdpa")
         of_meta = BACKEND.capture(meta, tokens(4))  # inside the context too
     assert BACKEND.capture(fake, tokens(4)) == graph == of_meta
+
+
+class CastsItself(nn.Module):
+    """A softmax in float32 by the model's own code, a residual in the model's dtype, and a cast that only a model in 16
+    bits makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores = self.first(x)
+        shares = torch.softmax(scores.float(), -1).type_as(scores)
+        found = self.last(scores + shares)
+        if found.dtype != torch.float32:
+            found = found.float()
+        return found.pow(2).mean()
+
+
+def test_values_that_a_model_casts_to_float32_are_marked() -> None:
+    whole = BACKEND.capture(CastsItself(), torch.randn(4, 8))
+    graph = whole.for_precision("bf16")
+    assert [(op.base_name, graph.tensors[op.outputs[0]].stays_wide) for op in graph.ops] == [
+        ("linear", False), ("linear/bias", False), ("to", True), ("softmax", True), ("to", False), ("add", False),
+        ("linear", False), ("linear/bias", False), ("to", True), ("pow", True), ("mean", True),
+    ]  # fmt: skip
+    assert {t.dtype for t in graph.tensors} == {"float32"}
+    assert [op.base_name for op in whole.ops if op.kind != "contraction"] == [
+        "linear/bias", "softmax", "add", "linear/bias", "pow", "mean",
+    ]  # fmt: skip
+    assert whole.for_precision("fp32") is whole
+
+
+class OtherOps(nn.Module):
+    """Runs other ops in 16 bits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.linear(x)
+        return (x.float() if x.dtype == torch.float32 else x.clamp(-1, 1).float()).mean()
+
+
+def test_a_model_that_runs_other_ops_in_16_bits_is_captured_as_it_is() -> None:
+    graph = BACKEND.capture(OtherOps(), torch.randn(4, 8))
+    assert "aten.clamp" not in {op.name for op in graph.ops}
+    assert not any(tensor.stays_wide for tensor in graph.tensors)
+    assert graph.for_precision("bf16") is graph

@@ -2,12 +2,12 @@
 
 import pytest
 
-from tests.torch.launch import Outcome, checks_in, torchrun
+from tests.torch.launch import Outcome, checks_in, on_ranks
 
 
 @pytest.fixture(scope="module")
 def outcome() -> Outcome:
-    return torchrun("engine.py", 2, timeout_s=300)
+    return on_ranks("engine.py", 2, timeout_s=300)
 
 
 @pytest.mark.parametrize("check", checks_in("engine.py"))

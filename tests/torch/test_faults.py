@@ -6,10 +6,12 @@ import os
 import re
 import subprocess
 import sys
+from multiprocessing.shared_memory import SharedMemory
 from typing import Any
 
 import pytest
 
+from tests.torch.forked import SHARED, shared_by
 from tests.torch.launch import ROOT, WORKERS, environment
 
 SOON_S = 20.0
@@ -43,7 +45,6 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, 
     temporary.mkdir()
     given = folder / "cases.json"
     given.write_text(json.dumps([{"case": case, "limit_s": 60.0} for case in CASES.values()]), encoding="utf-8")
-    shared = set(os.listdir("/dev/shm"))
     ended = subprocess.run(
         [sys.executable, str(WORKERS / "faulty.py"), str(given), str(folder / "ranks")], capture_output=True, text=True,
         timeout=400, env=environment() | {"TMPDIR": str(temporary)}, cwd=ROOT,
@@ -51,8 +52,10 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, 
     assert ended.returncode == 0, ended.stderr[-4000:]
     left = [path.name for path in temporary.iterdir() if not path.name.startswith("torchinductor")]  # torch's cache
     assert not left, "files are left behind"
-    assert set(os.listdir("/dev/shm")) <= shared
-    return {name: case["ended"] for name, case in zip(CASES, json.loads(ended.stdout.splitlines()[-1]), strict=True)}
+    found = {name: case["ended"] for name, case in zip(CASES, json.loads(ended.stdout.splitlines()[-1]), strict=True)}
+    shared = {name for case in found.values() for end in case for name in end["shared"]}
+    assert not shared & set(os.listdir(SHARED)), "shared memory is left behind"
+    return found
 
 
 def survivors(name: str, found: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -172,3 +175,14 @@ def test_a_run_that_cannot_start_says_why_on_every_rank(
     for end, wanted in zip(ended, said, strict=True):
         assert end["code"] == 1
         assert re.search(wanted, end["noted"]["error"], re.DOTALL), end["noted"]["error"]
+
+
+def test_shared_memory_is_found_with_the_process_that_has_it() -> None:
+    mine = SharedMemory(create=True, size=1)
+    try:
+        assert mine.name in shared_by(os.getpid())
+        assert mine.name not in shared_by(os.getppid())
+        mine.close()
+        assert mine.name not in shared_by(os.getpid())
+    finally:
+        mine.unlink()

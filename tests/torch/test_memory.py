@@ -10,15 +10,21 @@ from transformers import (
     BertForMaskedLM,
     GPT2Config,
     GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
     ResNetConfig,
     ResNetForImageClassification,
     T5Config,
     T5ForConditionalGeneration,
 )
+from transformers.utils import ModelOutput
 
 import shardwright as sw
+from shardwright.backends.capabilities import TORCH_MEMORY
 from shardwright.core.cost.unit_work import WorkCounter
 from shardwright.core.model.fold import fold
+from shardwright.core.plan.memory_over_time import memory_over_time
+from shardwright.core.tables.memory import update_bytes
 
 BATCH, SEQUENCE, VOCABULARY, MICROBATCHES = 2, 64, 1024, 2
 
@@ -126,6 +132,89 @@ def test_a_steps_peak_is_predicted(build: Any, dropout: float) -> None:
     )
     # A thousandth: buffers of the model (position ids) and scalars are not counted.
     assert 0.999 * measured <= plan.predicted.peak_memory_bytes[0] <= 1.03 * measured
+
+
+def llama(dropout: float) -> torch.nn.Module:
+    return LlamaForCausalLM(
+        LlamaConfig(
+            num_hidden_layers=2, hidden_size=128, num_attention_heads=4, num_key_value_heads=2, intermediate_size=320,
+            vocab_size=VOCABULARY, max_position_embeddings=SEQUENCE, attention_dropout=dropout,
+        )
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("build", "precision"),
+    [(gpt2, "bf16"), (bert, "bf16"), (t5, "bf16"), (llama, "bf16"), (gpt2, "fp16"), (llama, "fp16")],
+)  # T5 clamps in fp16 alone, which is not captured
+def test_what_a_model_casts_to_float32_counts_as_that_in_16_bits(build: Any, precision: str) -> None:
+    """Logits, the scores of T5 before their softmax, Llama's norms: a forward in 16 bits keeps them in float32."""
+    model = build(0.0).train()
+    tokens = torch.randint(0, VOCABULARY, (BATCH, SEQUENCE))
+    batch = {"input_ids": tokens, "labels": tokens}
+    pins: dict[str, Any] = {"precision": precision, "recompute": "none", "shard": 0, "microbatch": BATCH}
+    plan = sw.plan(sw.capture(model, batch), sw.Cluster("cpu"), batch=MICROBATCHES * BATCH, **pins)
+    model.to({"bf16": torch.bfloat16, "fp16": torch.float16}[precision])
+    tracker = MemTracker()
+    tracker._mod_tracker = NoModules()  # type: ignore[assignment]
+    tracker.track_external(*model.parameters(), *model.buffers(), *batch.values())
+    with tracker:
+        (before,) = tracker.get_tracker_snapshot().values()
+        loss = model(**batch).loss
+        (after,) = tracker.get_tracker_snapshot().values()
+    assert loss.requires_grad
+    kept = after["Total"] - before["Total"]
+    assert 0.999 * kept <= plan.predicted.memory[0].activations_bytes <= 1.03 * kept
+
+
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("optimizer", ["adamw", "adam", "momentum", "sgd"])
+def test_what_an_optimizer_makes_for_a_while_is_counted(optimizer: str, together: bool) -> None:
+    """In a loop over parameters, as torch does on CPUs, and for all of them at once, as it does on GPUs."""
+    sizes = (1000, 2000, 4000, 3000)
+    parameters = [torch.nn.Parameter(torch.randn(size)) for size in sizes]
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    kinds: dict[str, Any] = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}
+    options = {"momentum": 0.9} if optimizer == "momentum" else {}
+    plain = kinds.get(optimizer, torch.optim.SGD)(parameters, lr=0.1, foreach=together, **options)
+    plain.step()
+    tracker = MemTracker()
+    tracker._mod_tracker = NoModules()  # type: ignore[assignment]
+    states = [x for state in plain.state.values() for x in state.values() if isinstance(x, torch.Tensor)]
+    tracker.track_external(*parameters, *[p.grad for p in parameters if p.grad is not None], *states)
+    with tracker:
+        (before,) = tracker.get_tracker_snapshot().values()
+        plain.step()
+        (peak,) = tracker.get_tracker_snapshot("peak").values()
+    made = peak["Total"] - before["Total"]
+    assert made == update_bytes(sizes, optimizer, together=together)
+    assert (made > 0) is (optimizer in ("adam", "adamw"))
+
+
+class Tables(torch.nn.Module):
+    """Large tables of which a batch reads a few rows: the fullest moment of a step is the optimizer's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.users, self.items = torch.nn.Embedding(2048, 64), torch.nn.Embedding(4096, 64)
+
+    def forward(self, users: torch.Tensor, items: torch.Tensor) -> ModelOutput:
+        return ModelOutput(loss=(self.users(users) * self.items(items)).mean())
+
+
+def test_the_fullest_moment_may_be_the_optimizers() -> None:
+    batch = {"users": torch.randint(0, 2048, (8,)), "items": torch.randint(0, 4096, (8,))}
+    graph = sw.capture(Tables(), batch)
+    pins: dict[str, Any] = {"precision": "fp32", "recompute": "none", "shard": 0, "microbatch": 8, "pp": 1, "tp": 1}
+    plan = sw.plan(graph, sw.Cluster("cpu"), batch=16, **pins)
+    measured = peak_bytes(Tables(), batch)
+    assert measured <= plan.predicted.peak_memory_bytes[0] <= 1.03 * measured
+    assert sum(plan.predicted.memory[0].classes.values()) < 0.9 * measured
+    on_gpus = sw.plan(graph, sw.Cluster("a100-80gb"), batch=16, **pins)
+    assert on_gpus.predicted.memory[0].update_bytes == pytest.approx(4 * 64 * (2048 + 4096), rel=0.02)
+    moment = memory_over_time(plan, TORCH_MEMORY)[0][-1]
+    assert moment.memory.total_bytes == plan.predicted.peak_memory_bytes[0]
 
 
 class FewKeys(torch.nn.Module):

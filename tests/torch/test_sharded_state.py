@@ -12,13 +12,22 @@ from tests.comparison import Comparison
 from tests.torch.launch import beside_unsplit, on_ranks
 
 CASES = {
-    2: ("vit:1:2:1:z3", "gpt2:1:2:1:z2", "gpt2:1:2:1:bf16-z3", "llama:2:1:1:bf16", "llama:1:2:1:z3-recompute"),
-    4: ("gpt2:2:2:1:z3-split", "llama:1:2:2:z3", "t5:2:2:1:z1", "images:1:4:1:z3-groups"),
+    2: (
+        "vit:1:2:1:z3",
+        "gpt2:1:2:1:z2",
+        "gpt2:1:2:1:bf16-z3",
+        "llama:2:1:1:bf16",
+        "llama:1:2:1:z3-recompute",
+        "llama:1:2:1:z3-stages",
+    ),
+    4: ("gpt2:2:2:1:z3-looped", "gpt2:2:2:1:z3-split", "llama:1:2:2:z3", "t5:2:2:1:z1", "images:1:4:1:z3-groups"),
 }
 SLOW = {
     2: ("gpt2:1:2:1:z1", "gpt2:1:2:1:z3", "gpt2:1:2:1:bf16", "gpt2:1:2:1:bf16-z1", "t5:1:2:1:z3", "bert:1:2:1:z2",
-        "mixtral:1:2:1:z3", "ncf:1:2:1:z3", "fused:1:2:1:z3"),
-    4: ("gpt2:2:2:1:z1", "gpt2:2:2:1:z3", "llama:1:2:2:z1", "gpt2:1:4:1:z3-groups", "t5:2:2:1:z2", "bert:1:2:2:z3"),
+        "gpt2:1:2:1:z3-last", "gpt2:1:2:1:z2-last", "gpt2:1:2:1:bf16-z3-stages", "mixtral:1:2:1:z3", "ncf:1:2:1:z3",
+        "fused:1:2:1:z3"),
+    4: ("gpt2:2:2:1:z3-ahead", "gpt2:2:2:1:z3-weights", "t5:2:2:1:z3-last", "gpt2:2:2:1:z1", "gpt2:2:2:1:z3",
+        "llama:1:2:2:z1", "gpt2:1:4:1:z3-groups", "t5:2:2:1:z2", "bert:1:2:2:z3"),
     8: ("gpt2:2:2:2:z3", "gpt2:2:2:2:z1", "llama:2:2:2:z2"),
 }  # fmt: skip
 SMALL = (
@@ -43,6 +52,14 @@ REFUSED = {
 }
 
 
+TRAFFIC = {
+    "z3": (4, 2), "z3-recompute": (4, 2), "z3-last": (4, 1), "z3-stages": (1, 1), "bf16-z3-stages": (1, 2),
+    "z3-looped": (1, 1), "z2-last": (1, 1),
+}  # fmt: skip
+"""The gathers of a group of parameters in a step, and the sums of its gradients, with two microbatches: at most, as a
+pass begins with what the one before has left."""
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
     return beside_unsplit(tmp_path_factory.mktemp("sharded"), CASES, 280)
@@ -58,6 +75,9 @@ def require_same(result: dict) -> None:
     Comparison.of_ranks(result["reload"]).require()
     assert result["names"]
     _, pp, dp, _, how = result["case"].split(":")
+    if how in TRAFFIC:
+        gathers, sums = TRAFFIC[how]
+        assert all(0 < found["gathers"] <= gathers and found["sums"] == sums for found in result["traffic"])
     ways = {"bf16": 1, "z3-groups": 2}.get(how, int(dp))
     assert result["held"] <= 1.15 * result["whole"] / (int(pp) * ways)
 

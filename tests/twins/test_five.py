@@ -36,7 +36,10 @@ def twins(request: pytest.FixtureRequest) -> tuple[str, Graphs]:
 )
 def test_a_free_search_finds_one_plan(twins: tuple[str, Graphs], cluster: str) -> None:
     name, graphs = twins
-    plans = [sw.plan(graph, CLUSTERS[cluster], batch=BATCHES.get(name, SAMPLES[cluster])) for graph in graphs]
+    plans = [
+        sw.plan(graph, CLUSTERS[cluster], batch=BATCHES.get(name, SAMPLES[cluster]), frameworks=["torch", "jax"])
+        for graph in graphs
+    ]
     comparison = sw.compare(*plans)
     assert comparison.same_decision, comparison.unexpected
     assert not comparison.unexpected
@@ -47,7 +50,9 @@ def test_pipelines_and_tensor_layouts_are_the_same(twins: tuple[str, Graphs]) ->
     name, graphs = twins
     cluster = sw.Cluster("a100-80gb", devices_per_node=8)
     pins = {"pp": 2, "tp": 2, "dp": 2, "microbatch": BATCHES.get(name, 64) // 16, "schedule": "1f1b"}
-    plans = [sw.plan(graph, cluster, batch=BATCHES.get(name, 64), **pins) for graph in graphs]
+    plans = [
+        sw.plan(graph, cluster, batch=BATCHES.get(name, 64), **pins, frameworks=["torch", "jax"]) for graph in graphs
+    ]
     comparison = sw.compare(*plans)
     assert comparison.same_decision, comparison.unexpected
     assert plans[0].decision.layouts, "nothing is split: the case tests nothing"

@@ -100,7 +100,9 @@ def test_captured_products_agree(graphs: tuple[Graph, Graph]) -> None:
 @pytest.mark.parametrize("degrees", [{"pp": 1, "dp": 4, "tp": 2}, {"pp": 2, "dp": 2, "tp": 2}])
 def test_one_plan_serves_both(graphs: tuple[Graph, Graph], degrees: dict[str, int]) -> None:
     cluster = sw.Cluster("h100", nodes=1, devices_per_node=8)
-    plans = [sw.plan(graph, cluster, batch=64, microbatch=2, **degrees) for graph in graphs]
+    plans = [
+        sw.plan(graph, cluster, batch=64, microbatch=2, frameworks=["torch", "jax"], **degrees) for graph in graphs
+    ]
     assert plans[0].decision == plans[1].decision
     bound = plans[0].rebind(graphs[1])
     assert bound.decision == plans[1].decision

@@ -79,7 +79,7 @@ def test_flops_parameters_and_traffic_agree(xl: tuple[sw.Graph, sw.Graph], batch
 )
 def test_gpt2_xl_gets_the_same_cuts_and_layouts(xl: tuple[sw.Graph, sw.Graph], nodes: int, pins: dict) -> None:
     cluster = sw.Cluster("h100", nodes=nodes, devices_per_node=8)
-    plans = [sw.plan(graph, cluster, batch=512, **pins) for graph in xl]
+    plans = [sw.plan(graph, cluster, batch=512, **pins, frameworks=["torch", "jax"]) for graph in xl]
     comparison = sw.compare(*plans)
     assert comparison.same_decision, comparison.unexpected
     assert not comparison.unexpected
@@ -87,7 +87,7 @@ def test_gpt2_xl_gets_the_same_cuts_and_layouts(xl: tuple[sw.Graph, sw.Graph], n
 
 def test_layouts_of_a_width_that_divides_are_megatrons_in_both(medium: tuple[sw.Graph, sw.Graph]) -> None:
     cluster = sw.Cluster("h100", nodes=2, devices_per_node=8)
-    ours, twin = (sw.plan(graph, cluster, batch=64, pp=2, tp=8) for graph in medium)
+    ours, twin = (sw.plan(graph, cluster, batch=64, pp=2, tp=8, frameworks=["torch", "jax"]) for graph in medium)
     assert ours.decision.layouts == twin.decision.layouts
     split = sw.Split(1, (1024, 1024, 1024))
     assert ours.parameter_layouts("torch")["transformer.h.0.attn.c_attn.weight"].on("tp") == split
@@ -98,7 +98,9 @@ def test_layouts_of_a_width_that_divides_are_megatrons_in_both(medium: tuple[sw.
 
 def test_a_plan_made_in_one_framework_binds_the_other(medium: tuple[sw.Graph, sw.Graph], tmp_path: Path) -> None:
     ours, twin = medium
-    plan = sw.plan(ours, sw.Cluster("h100", nodes=2, devices_per_node=8), batch=64, pp=4, tp=2)
+    plan = sw.plan(
+        ours, sw.Cluster("h100", nodes=2, devices_per_node=8), batch=64, pp=4, tp=2, frameworks=["torch", "jax"]
+    )
     plan.save(tmp_path / "plan.json")
     both = sw.Plan.load(tmp_path / "plan.json").rebind(twin)
     mine, theirs = both.stage_calls("torch"), both.stage_calls("jax")
@@ -110,7 +112,15 @@ def test_a_plan_made_in_one_framework_binds_the_other(medium: tuple[sw.Graph, sw
 
 
 def test_neither_runtime_takes_a_plan_that_offloads(medium: tuple[sw.Graph, sw.Graph]) -> None:
-    plan = sw.plan(medium[0], sw.Cluster("h100", devices_per_node=2), batch=8, pp=2, recompute="full", schedule="1f1b")
+    plan = sw.plan(
+        medium[0],
+        sw.Cluster("h100", devices_per_node=2),
+        batch=8,
+        pp=2,
+        recompute="full",
+        schedule="1f1b",
+        frameworks=["torch", "jax"],
+    )
     plan = replace(plan, decision=replace(plan.decision, offloaded_units=plan.recomputed_units[:1])).rebind(medium[1])
     with pytest.raises(sw.ShardwrightError, match=r"offloads 1 units .* which the torch runtime"):
         StageMap.of_plan(plan)
@@ -119,6 +129,6 @@ def test_neither_runtime_takes_a_plan_that_offloads(medium: tuple[sw.Graph, sw.G
 
 
 def test_a_twin_of_another_size_is_refused(medium: tuple[sw.Graph, sw.Graph], xl: tuple[sw.Graph, sw.Graph]) -> None:
-    plan = sw.plan(medium[0], sw.Cluster("h100", devices_per_node=8), batch=8)
+    plan = sw.plan(medium[0], sw.Cluster("h100", devices_per_node=8), batch=8, frameworks=["torch", "jax"])
     with pytest.raises(sw.ShardwrightError, match="26 units against 50"):
         plan.rebind(xl[1])

@@ -8,11 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from shardwright.backends.torch.capture.precision import COMPUTE
 from shardwright.backends.torch.compat import pytree
 from shardwright.backends.torch.machine.process import choose_device, start, this_launch, watch_over
 from shardwright.backends.torch.machine.watchdog import Fault
 from shardwright.backends.torch.pipeline.action_times import gather
-from shardwright.backends.torch.program.stage_map import COMPUTE, StageMap
+from shardwright.backends.torch.program.stage_map import StageMap
 from shardwright.backends.torch.runtime import Runtime
 from shardwright.backends.torch.state import checkpoint
 from shardwright.backends.torch.state.elementwise import is_elementwise, require_separate

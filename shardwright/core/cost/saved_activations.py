@@ -13,6 +13,8 @@ LINEAR_NAMES = frozenset(
 RESULT_NAMES = frozenset({"relu", "tanh", "sigmoid", "logistic", "exp", "sqrt", "rsqrt"})
 """Elementwise ops whose backward reads their result alone."""
 
+FLOAT32_BYTES = 4
+
 WITH_DROPOUT = "/dropout"
 """The end of the name of an attention that drops entries of its scores."""
 
@@ -87,12 +89,16 @@ class Kept:
         """The results of which a one-byte mask is kept."""
         return op.outputs[:1] if op.kind == "dropout" and any(t in self._needs_gradient for t in op.inputs) else ()
 
-    def score_elements(self, op: Op, batch: int) -> int:
-        """Entries of the attention scores that are kept: all of them for an attention in one kernel whose bias is
-        trained, as the gradient of the bias needs them; else none."""
+    def score_bytes(self, op: Op, batch: int, width: int) -> int:
+        """Bytes of the attention scores that are kept where the bias is trained, as its gradient needs them; else 0.
+
+        Such an attention is computed in fp32 at least, op by op: where its operands are of fewer bytes (``width`` of an
+        entry), copies of them are kept instead, and the bytes by which these are larger count too."""
         if op.kind != "attention" or not any(t in self._needs_gradient for t in op.inputs[3:]):
             return 0
-        return self._scores_of(op, batch)
+        wide = max(width, FLOAT32_BYTES)
+        operands = sum(self.graph.tensors[t].elements(batch) for t in op.inputs[:3])
+        return self._scores_of(op, batch) * wide + operands * (wide - width)
 
     def widened(self, op: Op) -> tuple[int, ...]:
         """The positions of the operands of which a copy in the precision of the others is kept: a mask of true and
@@ -106,11 +112,11 @@ class Kept:
         dropping = op.kind == "attention" and op.name.endswith(WITH_DROPOUT)
         return dropping and any(t in self._needs_gradient for t in op.inputs)
 
-    def unfused_elements(self, op: Op, batch: int) -> int:
-        """Entries that an attention with dropout keeps where it is no kernel of its own, in fp32 at least: copies of
+    def unfused_bytes(self, op: Op, batch: int, width: int) -> int:
+        """Bytes that an attention with dropout keeps where it is no kernel of its own, in fp32 at least: copies of
         query, key and value, the softmax, the mask, and the product of the two."""
         operands = sum(self.graph.tensors[t].elements(batch) for t in op.inputs[:3])
-        return operands + 3 * self._scores_of(op, batch)
+        return (operands + 3 * self._scores_of(op, batch)) * max(width, FLOAT32_BYTES)
 
     def statistics(self, op: Op, batch: int) -> int:
         """Bytes that are kept of results beside tensors of the graph: the fp32 mean and scale of each row of a

@@ -130,11 +130,16 @@ class WorkCounter(ValueFlow):
         super().__init__(graph)
         self.live = LiveBytes(graph, self._alias, self._needs_gradient, self._parameters, self._users)
 
+    def width(self, tensor: int, precision: str) -> int:
+        """Bytes of an entry of a tensor when floats are kept in ``precision``."""
+        value = self.graph.tensors[tensor]
+        if not value.is_floating:
+            return ITEM_BYTES[value.dtype]
+        return PRECISION_BYTES["fp32" if value.stays_wide else precision]
+
     def size_bytes(self, tensor: int, batch: int, precision: str) -> int:
         """Bytes of a tensor when floats are kept in ``precision``."""
-        value = self.graph.tensors[tensor]
-        width = PRECISION_BYTES[precision] if value.is_floating else ITEM_BYTES[value.dtype]
-        return value.elements(batch) * width
+        return self.graph.tensors[tensor].elements(batch) * self.width(tensor, precision)
 
     def count(
         self,
@@ -344,10 +349,11 @@ class _UnitCount:
     def add_saved(self, index: int) -> None:
         """Add what an op keeps for its backward."""
         counter, cut, batch = self.counter, self.cut, self.batch
-        op, saved, width = counter.graph.ops[index], counter.kept, PRECISION_BYTES[self.precision]
+        op, saved = counter.graph.ops[index], counter.kept
+        width = counter.width(op.inputs[0], self.precision) if op.inputs else 0
         share = cut.share(index)
-        entries = saved.score_elements(op, batch)
-        self.scores += entries * width // share
+        scores = saved.score_bytes(op, batch, width)
+        self.scores += scores // share
         of_op = saved.statistics(op, batch) // (share if not any(cut.combined(index, op)) else 1)
         self.statistics += of_op
         self.statistics += sum(self.held(index, i) * width for i in saved.widened(op))
@@ -356,21 +362,21 @@ class _UnitCount:
             self.statistics += sum((8 + 1) * counter.graph.tensors[t].elements(batch) for t in op.inputs[1:])
         drops = saved.drops_scores(op)
         if drops:
-            copies = saved.unfused_elements(op, batch) * max(width, PRECISION_BYTES["fp32"]) - entries * width
-            self.unfused += copies // share - of_op
+            self.unfused += (saved.unfused_bytes(op, batch, width) - scores) // share - of_op
         if roots := saved.by(op):
             self.kept_by[index] = roots
             found = self.attended if drops else self.kept
             found.update((root, max(found.get(root, 0), self._kept_bytes(index, root))) for root in roots)
         for mask in saved.masks(op):
-            self.kept[-1 - mask] = self.mask_bytes[index] = self.held(index, len(op.inputs)) // width
+            entry = counter.width(mask, self.precision)
+            self.kept[-1 - mask] = self.mask_bytes[index] = self.held(index, len(op.inputs)) // entry
 
     def work(self, moved: tuple[tuple[Collective, ...], ...]) -> UnitWork:
         """The work of all ops that were added; ``moved`` are the collectives between them."""
         counter, is_score = self.counter, self.counter.kept.is_attention_score
         unfused = self.unfused - sum(size for key, size in self.attended.items() if key not in self.kept)
         kept = self.kept | self.attended
-        masks = {key: size * (PRECISION_BYTES[self.precision] - 1) for key, size in kept.items() if key < 0}
+        masks = {key: size * (counter.width(-1 - key, self.precision) - 1) for key, size in kept.items() if key < 0}
         entering = {
             counter.memory_of(t): self.cut.entering_ways(t) for t in counter.entering(self.unit, self.made_here)
         }

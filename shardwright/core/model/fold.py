@@ -216,11 +216,15 @@ def _fingerprint(graph: Graph, first: int, end: int) -> object:
     local: dict[int, int] = {}
     rows = []
     for op in graph.ops[first:end]:
-        operands = []
+        operands: list[object] = []
         for tensor in (*op.inputs, *op.outputs):
             value = graph.tensors[tensor]
             is_new = tensor not in local
             place = local.setdefault(tensor, len(local))
-            operands.append((place, value.fixed, value.per_sample, value.dtype, value.role) if is_new else place)
+            if not is_new:
+                operands.append(place)
+                continue
+            of_value = value.fixed, value.per_sample, value.dtype, value.role, value.stays_wide
+            operands.append((place, *of_value))
         rows.append((op.kind, op.labels, op.special, op.offsets, tuple(operands)))
     return tuple(rows)

@@ -59,6 +59,9 @@ class Tensor:
     dtype: str
     role: TensorRole = "activation"
     name: str = ""
+    stays_wide: bool = False
+    """Whether a step that computes in 16 bits has it in float32 all the same, because the model itself casts it (scores
+    before a softmax, the logits of a loss)."""
 
     def __post_init__(self) -> None:
         if len(self.fixed) != len(self.per_sample):
@@ -74,11 +77,13 @@ class Tensor:
         dtype: str,
         role: TensorRole = "activation",
         name: str = "",
+        *,
+        stays_wide: bool = False,
     ) -> "Tensor":
         """A tensor seen with batch 2 and with batch 3."""
         slopes = tuple(c - b for b, c in zip(shape_at_2, shape_at_3, strict=True))
         fixed = tuple(b - 2 * slope for b, slope in zip(shape_at_2, slopes, strict=True))
-        return cls(fixed, slopes, dtype, role, name)
+        return cls(fixed, slopes, dtype, role, name, stays_wide)
 
     def shape(self, batch: int) -> tuple[int, ...]:
         return tuple(f + s * batch for f, s in zip(self.fixed, self.per_sample, strict=True))
@@ -250,6 +255,9 @@ class Graph:
     kept_twice_in_16_bits: tuple[KeptTwice, ...] = ()
     """The neighbouring units that keep less or more together in such steps."""
     memory_traits: MemoryTraits = PLAIN_MEMORY
+    in_16_bits: "Graph | None" = None
+    """The graph of steps that compute in 16 bits beside float32 parameters, with the model's own casts, which a step in
+    float32 does not have. None: the same."""
     producer: dict[int, int] = field(init=False, repr=False, compare=False, hash=False)
     """Tensor → the op that makes it; parameters and inputs have none."""
 
@@ -261,6 +269,10 @@ class Graph:
         """The neighbouring units that keep less or more together in steps of a precision."""
         known = precision != "fp32" and self.footprints_in_16_bits
         return self.kept_twice_in_16_bits if known else self.kept_twice
+
+    def for_precision(self, precision: str) -> "Graph":
+        """The graph of steps of a precision."""
+        return self if precision == "fp32" or self.in_16_bits is None else self.in_16_bits
 
     def __post_init__(self) -> None:
         made: dict[int, int] = {}

@@ -12,8 +12,9 @@ from shardwright.core.schedule.catalogue import FAMILIES
 from shardwright.core.schedule.checks import require_trains
 from shardwright.core.schedule.family import Family, Sizes
 from shardwright.core.schedule.files import from_csv
+from shardwright.core.schedule.passes.sharding import ReduceAfter, insert_sharding
 from shardwright.core.schedule.schedule import require_buildable
-from shardwright.core.tables.memory import OPTIMIZER_STATES, Precision, Recompute
+from shardwright.core.tables.memory import OPTIMIZER_STATES, Precision, Recompute, named_schedule
 from shardwright.core.values.fields import Amount, Choices, Count, Words, require_fields
 
 LossScope = Literal["replica", "global"]
@@ -43,6 +44,14 @@ class Decision:
     recompute: Recompute = "none"
     shard: ShardLevel = 0
     shard_group: Count | None = None
+    gathered_stages: Count | None = None
+    """The most stages that a rank keeps gathered at once under ``shard=3``, each from before its first action to behind
+    its last, as the schedule says; None: every pass gathers and frees unit by unit."""
+    look_ahead: Amount | None = None
+    """The number of these that may be gathered ahead of their use; None: as many as there is room for."""
+    reduce_after: ReduceAfter | None = None
+    """Whether a stage's gradients are summed over replicas after each microbatch or after the last; None: after each
+    where gradients are divided, else after the last."""
     precision: Precision = "fp32"
     optimizer: OptimizerName = "adamw"
     loss_scope: LossScope | None = None
@@ -94,6 +103,9 @@ class Decision:
                 f'{list(self.kept_units)}: they are units that are neither kept nor recomputed, under recompute="full"'
             )
         require_shard_group(self.shard_group, self.shard, self.dp)
+        require_residency(
+            self.shard, self.gathered_stages, self.look_ahead, self.reduce_after, self.virtual_stages, self.schedule
+        )
         self._require_runnable_schedule()
 
     def _require_runnable_schedule(self) -> None:
@@ -133,7 +145,31 @@ class Decision:
         return Mesh.placed(self.placement_order, pp=self.pp, dp=self.dp, tp=self.tp)
 
     def build_schedule(self, costs: StageCosts | None) -> Schedule:
-        """The table of actions. Raises ScheduleError when the schedule does not admit the sizes."""
+        """The table of actions, with those that gather stages and reduce gradients where the decision is about stages.
+        Raises ScheduleError when the schedule does not admit the sizes."""
+        schedule = self.compute_schedule(costs)
+        if self.gathered_stages is None and self.reduce_after is None:
+            return schedule
+        return self.with_residency(schedule)
+
+    def with_residency(self, schedule: Schedule) -> Schedule:
+        """A schedule of the plan's stages with the actions that gather them and reduce their gradients. Raises
+        ScheduleError where more stages run at once than may be gathered."""
+        return insert_sharding(
+            schedule,
+            self.gathered_stages,
+            look_ahead=self.look_ahead,
+            reduce_after="each" if self.reduces_each else "last",
+            weights_read=False,
+        )
+
+    @property
+    def reduces_each(self) -> bool:
+        """Whether gradients are summed over replicas after each microbatch."""
+        return (self.shard >= 2) if self.reduce_after is None else self.reduce_after == "each"
+
+    def compute_schedule(self, costs: StageCosts | None) -> Schedule:
+        """The table of compute actions alone. Raises as `build_schedule`."""
         if self.generated:
             return generated_schedule(self.generated)
         return Schedule.build(
@@ -170,6 +206,51 @@ def require_shard_group(group: int | None, shard: int | None, dp: int | None) ->
         raise PlanError(
             f"shard=0 and shard_group={group}: nothing is sharded that a group could share; leave out shard_group, or "
             f"take shard=1, 2 or 3"
+        )
+
+
+@lru_cache(maxsize=64)
+def stages_at_once(schedule: str, virtual_stages: int) -> int:
+    """The most stages that a rank runs at once under a schedule: 2 where forwards and backwards overlap."""
+    try:
+        sample = named_schedule(schedule, 2, 4, virtual_stages)
+    except ScheduleError:
+        return 1
+    return max(len({part.stage for part in action.flat}) for order in sample.table for action in order)
+
+
+def require_residency(
+    shard: int | None, gathered: int | None, ahead: int | None, reduce_after: str | None, virtual_stages: int | None,
+    schedule: str | None = None,
+) -> None:  # fmt: skip
+    """Raise PlanError for stages that are gathered where nothing is freed, for more of them than there are, or fewer
+    than run at once, and for gradients that are reduced after each microbatch and yet stay whole. None: not known."""
+    if gathered is not None and shard not in (3, None):
+        raise PlanError(
+            f"gathered_stages={gathered} and shard={shard}: stages are gathered and freed where parameters are "
+            f"divided; leave out gathered_stages, or take shard=3"
+        )
+    if gathered is not None and virtual_stages is not None and gathered > virtual_stages:
+        raise PlanError(
+            f"gathered_stages={gathered} and virtual_stages={virtual_stages}: a rank has no more stages than that; "
+            f"take gathered_stages={virtual_stages} or less"
+        )
+    if gathered is not None and virtual_stages is not None and schedule in FAMILIES:
+        least = stages_at_once(schedule, virtual_stages)
+        if gathered < least:
+            raise PlanError(
+                f"gathered_stages={gathered} and schedule={schedule!r}, under which {least} stages of a rank run at "
+                f"once: take gathered_stages={least}"
+            )
+    if ahead is not None and (gathered is None or ahead >= gathered):
+        raise PlanError(
+            f"look_ahead={ahead} and gathered_stages={gathered}: expected less than gathered_stages, as the stage that "
+            f"runs is one of those gathered"
+        )
+    if reduce_after == "each" and shard in (0, 1):
+        raise PlanError(
+            f'reduce_after="each" and shard={shard}: every rank keeps whole gradients, which add up and are summed '
+            f"once; leave out reduce_after, or take shard=2 or 3"
         )
 
 
@@ -214,13 +295,26 @@ def summarize(decision: Decision) -> str:
         parts.append(f"{len(decision.offloaded_units)} units offloaded")
     if decision.sequence_parallel:
         parts.append("sequence parallel")
-    if decision.shard:
-        parts.append(
-            f"shard {decision.shard}" + (f" in groups of {decision.shard_group}" if decision.shard_group else "")
-        )
+    parts += sharing_words(decision)
     if decision.placement_order != "PDT":
         parts.append(f"placed {decision.placement_order}")
     return ", ".join(parts)
+
+
+def sharing_words(decision: Decision) -> list[str]:
+    """What replicas share, in words: ``shard 3 in groups of 4``, ``2 stages gathered``, …; none where they share
+    nothing."""
+    words = []
+    if decision.shard:
+        words.append(
+            f"shard {decision.shard}" + (f" in groups of {decision.shard_group}" if decision.shard_group else "")
+        )
+    if decision.gathered_stages:
+        ahead = "" if decision.look_ahead is None else f", {decision.look_ahead} ahead"
+        words.append(f"at most {decision.gathered_stages} stages gathered{ahead}")
+    if decision.shard >= 2 and not decision.reduces_each:
+        words.append("gradients summed after the last microbatch")
+    return words
 
 
 def near_multiple(value: int, of: int) -> int:

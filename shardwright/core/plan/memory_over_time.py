@@ -28,7 +28,8 @@ def memory_over_time(plan: Plan, traits: MemoryTraits = PLAIN_MEMORY) -> tuple[t
     backward, or with its weight gradient where the backward is split: a plan does not say which of them the input
     gradient frees. Buffers exist while an action runs, at their maximum for every action. Gradients stay too, unless
     the plan's runtime, whose memory traits are ``traits``, makes them anew in every step: then those of a stage appear
-    with its first backward. No moment is shown above the predicted peak: the excess is in its ``apart_bytes``.
+    with its first backward. The last moment is the optimizer's. No moment is shown above the predicted peak: the excess
+    is in its ``apart_bytes``.
     Raises ScheduleError when the schedule does not admit the plan's sizes.
     """
     timeline = simulate_schedule(plan.build_schedule(), costs := plan.stage_costs())
@@ -48,7 +49,7 @@ def _of_rank(
     peak = max(1, *(memory.activations for memory in memories))
     found: list[Moment] = []
 
-    def until(end_s: float, activations: int, buffers_bytes: int, gradients: int) -> None:
+    def until(end_s: float, activations: int, buffers_bytes: int, gradients: int, update_bytes: int = 0) -> None:
         start_s = found[-1].end_s if found else 0.0
         if end_s <= start_s:
             return
@@ -58,6 +59,7 @@ def _of_rank(
             gradients_bytes=gradients if made_anew else most.gradients_bytes,
             buffers_bytes=buffers_bytes,
             apart_bytes=0,
+            update_bytes=update_bytes,
         )
         found.append(Moment(start_s, end_s, replace(use, apart_bytes=max(0, use.total_bytes - most.total_bytes))))
 
@@ -66,7 +68,7 @@ def _of_rank(
         until(span.start_s, live, 0, gradients)
         _, _, live, gradients = memory
         until(span.end_s, memory.activations, most.buffers_bytes, gradients)
-    until(plan.predicted.step_time_s, live, 0, gradients)
+    until(plan.predicted.step_time_s, live, 0, gradients, most.update_bytes)
     return tuple(found)
 
 

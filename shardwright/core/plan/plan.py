@@ -199,6 +199,7 @@ class Plan(PlanRecord):
 
         Raises PlanError that names the first difference when the structures do not match.
         """
+        graph = graph.for_precision(self.decision.precision)
         structure, binding = structure_of(fold(graph))
         difference = self.model.difference(structure)
         if difference is not None:

@@ -63,6 +63,7 @@ def realise(graph: Graph, plan: PlanRecord) -> tuple[RealisedUnit, ...]:
     edited since its program was made, and when units run other ops than the captured ones in a version that is not the
     plan's.
     """
+    graph = graph.for_precision(plan.decision.precision)
     frame = Frame(fold(graph))
     folded, decision = frame.folded, plan.decision
     structure, _ = structure_of(folded)

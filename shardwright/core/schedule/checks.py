@@ -56,27 +56,36 @@ def require_trains(schedule: Schedule) -> None:
 
 
 def check_sharding(schedule: Schedule) -> None:
-    """Check the gathers and frees of parameters: each stage is gathered when it runs, and freed at the end, not twice;
-    and no gradient is added to after it was reduced. A rank that gathers and frees nothing passes.
+    """Check the gathers and frees of parameters: each stage is gathered when a forward or an input gradient of it runs,
+    and freed at the end, not twice; and every gradient is reduced after it was added to. A rank that gathers nothing
+    need free nothing, and one that reduces nothing leaves that to the runtime.
 
     Raises:
         ScheduleError: an action finds its stage's parameters or gradients in the wrong state.
     """
     for rank, order in enumerate(schedule.table):
-        if not any(action.kind in (Kind.UNSHARD, Kind.RESHARD) for action in order):
-            continue
+        gathers = any(action.kind in (Kind.UNSHARD, Kind.RESHARD) for action in order)
+        reduces = any(action.kind is Kind.REDUCE_GRAD for action in order)
         gathered: set[int] = set()
-        reduced: set[int] = set()
+        unreduced: dict[int, Action] = {}
         for position, action in enumerate(order):
-            if problem := _sharding_problem(action, gathered, reduced):
+            if gathers and (problem := _gathering_problem(action, gathered)):
+                raise ScheduleError(report(schedule.name, schedule.table, problem, rank, position))
+            unreduced.update((part.stage, part) for part in action.flat if part.kind in (B, W))
+            if action.kind is Kind.REDUCE_GRAD and unreduced.pop(action.stage, None) is None:
+                problem = f"{action} reduces the gradients of stage {action.stage}, to which nothing was added"
                 raise ScheduleError(report(schedule.name, schedule.table, problem, rank, position))
         if gathered:
             problem = f"rank {rank} never frees stage {', '.join(map(str, sorted(gathered)))}"
             raise ScheduleError(report(schedule.name, schedule.table, problem, rank, len(order)))
+        if reduces and unreduced:
+            stage, last = next(iter(unreduced.items()))
+            problem = f"rank {rank} never reduces the gradients of stage {stage} after {last}"
+            raise ScheduleError(report(schedule.name, schedule.table, problem, rank, len(order)))
 
 
-def _sharding_problem(action: Action, gathered: set[int], reduced: set[int]) -> str | None:
-    """The fault of an action, given what is gathered and reduced, or None. Notes what the action does to them."""
+def _gathering_problem(action: Action, gathered: set[int]) -> str | None:
+    """The fault of an action, given what is gathered, or None. Notes what the action does to that."""
     stage = action.stage
     if action.kind is Kind.UNSHARD:
         if stage in gathered:
@@ -86,14 +95,10 @@ def _sharding_problem(action: Action, gathered: set[int], reduced: set[int]) -> 
         if stage not in gathered:
             return f"{action} frees stage {stage}, which is not gathered"
         gathered.remove(stage)
-    elif action.kind is Kind.REDUCE_GRAD:
-        reduced.add(stage)
     elif action.kind.is_compute:
         for part in action.flat:
-            if part.stage not in gathered:
+            if part.kind is not W and part.stage not in gathered:
                 return f"{part} runs while the parameters of stage {part.stage} are not gathered"
-            if part.kind in (B, W) and part.stage in reduced:
-                return f"{part} adds to the gradients of stage {part.stage}, which are reduced already"
     return None
 
 

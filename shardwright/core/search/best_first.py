@@ -170,7 +170,7 @@ class Search:
                 yield cut.bound_s, (cut,)
 
 
-def preference(scored: Scored) -> tuple[float, int, int, int, int, int, int, int, bool, int, str]:
+def preference(scored: Scored) -> tuple[float, int, int, int, int, int, bool, int, int, int, bool, int, str]:
     """The sort key of choices: fastest first. Among equals the simpler comes first: fewer stages, less tensor
     splitting, less saving of memory, fewer virtual stages, 1f1b, larger microbatches, the usual order of ranks."""
     d = scored.decision
@@ -180,6 +180,8 @@ def preference(scored: Scored) -> tuple[float, int, int, int, int, int, int, int
         d.tp,
         d.shard,
         d.shard_group or 0,
+        d.gathered_stages or 0,
+        d.reduce_after is not None,
         ("none", "selective", "full").index(d.recompute),
         -len(d.kept_units),
         d.virtual_stages,

@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 from shardwright.core.cluster.cluster import Cluster
 from shardwright.core.cost.unit_work import PRECISION_BYTES
@@ -71,7 +72,7 @@ class Bounds:
     def whole_below_bytes(self, shape: Shape, policy: Policy) -> int:
         """The size of a unit's parameters below which they stay whole all through a step: the latency of their gather
         is longer than its bytes take, and they are small beside the largest unit's."""
-        if policy.shard < 3 or not self.tables.graph.memory_traits.gathers_units:
+        if policy.shard < 3 or policy.gathered_stages is not None or not self.tables.graph.memory_traits.gathers_units:
             return 0
         units = self._first(shape, policy.recompute).range_elements.diagonal(1)
         largest = float(units.max()) * PRECISION_BYTES[self.tables.precision]
@@ -96,12 +97,19 @@ class Bounds:
             traits.gradients_when_made,
             traits.gathers_units,
             traits.stages_are_programs,
+            self.cluster.device(0).kind != "cpu",
+            policy.gathered_stages,
+            policy.look_ahead,
+            policy.reduce_after != "last",
             whole_below_bytes,
         )
 
     @found_once
     def undivided(self, shape: Shape, policy: Policy) -> Decision:
-        """A decision of degrees and policy, before there is a cut: the tail of a step depends on nothing else."""
+        """A decision of degrees and policy, before there is a cut: the tail of a step depends on nothing else, but for
+        how often stages are gathered, here once."""
+        if policy.gathered_stages is not None:
+            policy = replace(policy, gathered_stages=1, look_ahead=None)
         return self.decision(shape, policy, Pipelining("1f1b", 1), ())
 
     def decision(self, shape: Shape, policy: Policy, pipelining: Pipelining, starts: Sequence[int]) -> Decision:
@@ -121,6 +129,9 @@ class Bounds:
             recompute=policy.recompute,
             shard=policy.shard,
             shard_group=policy.shard_group,
+            gathered_stages=policy.gathered_stages,
+            look_ahead=policy.look_ahead,
+            reduce_after=policy.reduce_after,
             precision=self.tables.precision,
             optimizer=request.optimizer,
             loss_scope=request.loss_scope,

@@ -9,6 +9,7 @@ from shardwright.core.plan.decision import Decision
 from shardwright.core.plan.record import Predicted
 from shardwright.core.schedule import AUTO, StageCosts
 from shardwright.core.schedule.simulate import simulate_schedule
+from shardwright.core.tables.gathered_stages import gathers_per_stage, most_gathers
 from shardwright.core.tables.memory import OPTIMIZER_STATES, MemoryUse
 from shardwright.core.tables.mesh_links import Links
 from shardwright.core.tables.rank_tables import RankTables, RankWork
@@ -105,7 +106,8 @@ class StepModel:
 
         def least_s(trained: float, held: float) -> float:
             least = _Entries(trained, held, trained * self._least_share)
-            return min(sum(self._tail(mesh, decision, least, pipeline_s, alike[0])) for alike in kinds)
+            tails = (self._tail(mesh, decision, least, pipeline_s, alike[0], ends=False) for alike in kinds)
+            return min(map(sum, tails))
 
         if decision.shard == 3 and len(kinds) > 1:
             # Where ranks differ, one may train most and another hold most.
@@ -113,8 +115,10 @@ class StepModel:
         return least_s(trained, held)
 
     def _tail(
-        self, mesh: Mesh, decision: Decision, entries: "_Entries", pipeline_s: float, pp: int
+        self, mesh: Mesh, decision: Decision, entries: "_Entries", pipeline_s: float, pp: int, *, ends: bool = True
     ) -> tuple[float, float]:
+        """As `tail`, for one rank. ``ends``: whether the first gather and the last scatter of whole stages, which
+        nothing hides, are among it."""
         dp = mesh.axis_size("dp")
         elements, held = entries.trained, entries.held
         width = PRECISION_BYTES[self.precision]
@@ -129,6 +133,8 @@ class StepModel:
                 reduce_s = self._sharded_reduction_s(mesh, decision, size, reduced, pp)
             else:
                 reduce_s = self._sharded_s(mesh, decision, held * width, reduced, pipeline_s, pp)
+                if ends:
+                    reduce_s += self._ends_s(mesh, decision, held * width, reduced, pp)
         ways = (decision.shard_group or dp) if decision.shard else 1
         states = OPTIMIZER_STATES[decision.optimizer]
         # The optimizer reads parameter, gradient and states, and writes parameter and states, in fp32. In mixed
@@ -152,7 +158,7 @@ class StepModel:
         """
         inside, across, ways = self.links.shard_groups(mesh, pp, decision.shard_group)
         between = across.all_reduce_s(reduced / ways) if across is not None else 0.0
-        times = decision.microbatches if decision.shard == 2 else 1
+        times = decision.microbatches if decision.reduces_each else 1
         return times * inside.reduce_scatter_s(reduced) + between + inside.all_gather_s(size)
 
     def _sharded_s(
@@ -160,14 +166,27 @@ class StepModel:
     ) -> float:
         """Seconds of sharded parameters' traffic that computing does not hide.
 
-        Every microbatch gathers the parameters for its forward and again for its backward, and scatters its gradients.
-        This happens inside the shard group and overlaps with the computation of other units. Groups of one replica each
-        then add up their shards (arXiv 2205.00119, sections 3.2 and 3.4).
+        Every microbatch gathers the parameters for its forward and again for its backward, and scatters its gradients;
+        or stages are gathered as often as the schedule says, and gradients scattered once a step. This happens inside
+        the shard group and overlaps with the computation of other units. Groups of one replica each then add up their
+        shards (arXiv 2205.00119, sections 3.2 and 3.4).
         """
         inside, across, ways = self.links.shard_groups(mesh, pp, decision.shard_group)
-        each = 2 * inside.all_gather_s(size) + (inside.reduce_scatter_s(reduced) if reduced else 0.0)
-        exposed = max(0.0, each * decision.microbatches - pipeline_s * HIDDEN_SHARE)
+        gathers = gathers_in_step(decision)
+        scatters = decision.microbatches if decision.reduces_each else 1
+        moving_s = gathers * inside.all_gather_s(size) + (scatters * inside.reduce_scatter_s(reduced) if reduced else 0)
+        exposed = max(0.0, moving_s - pipeline_s * HIDDEN_SHARE)
         return exposed + (across.all_reduce_s(reduced / ways) if across is not None and reduced else 0.0)
+
+    def _ends_s(self, mesh: Mesh, decision: Decision, size: float, reduced: float, pp: int) -> float:
+        """Seconds of the first gather of a stage, and of the last scatter where gradients leave by stages."""
+        inside, _, _ = self.links.shard_groups(mesh, pp, decision.shard_group)
+        stages, found = decision.virtual_stages, 0.0
+        if decision.gathered_stages is not None:
+            found += inside.all_gather_s(size / stages)
+        if not decision.reduces_each and reduced:
+            found += inside.reduce_scatter_s(reduced / stages)
+        return found
 
     def _tied_s(self, decision: Decision, tied: Sequence[tuple[tuple[int, ...], int]]) -> float:
         """Seconds to add up the gradients of parameters that several pipeline ranks hold."""
@@ -178,13 +197,23 @@ class StepModel:
         return total
 
 
+def gathers_in_step(decision: Decision) -> float:
+    """The number of times that a step gathers each sharded parameter."""
+    if decision.gathered_stages is None:
+        return 2.0 * decision.microbatches
+    if decision.generated:
+        return most_gathers(decision.build_schedule(None).table) / decision.virtual_stages
+    sizes = decision.pp, decision.microbatches, decision.virtual_stages
+    return gathers_per_stage(decision.schedule, *sizes, decision.gathered_stages, decision.look_ahead)
+
+
 def simulated_makespan_s(decision: Decision, costs: StageCosts) -> float:
     """The makespan of the decision's schedule. Long schedules settle into a period, so they are extrapolated from two
     shorter ones of 4 and 5 rounds of the pipeline. Generated schedules follow no period and are simulated whole."""
 
     def run(microbatches: int) -> float:
         batch = microbatches * decision.dp * decision.microbatch
-        schedule = replace(decision, batch=batch).build_schedule(costs)
+        schedule = replace(decision, batch=batch).compute_schedule(costs)
         return simulate_schedule(schedule, costs).makespan_s
 
     short, longer = 4 * decision.pp, 5 * decision.pp

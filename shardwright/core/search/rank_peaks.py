@@ -8,6 +8,7 @@ from shardwright.core.plan.decision import Decision
 from shardwright.core.schedule.actions import Action, B, W
 from shardwright.core.schedule.peak_memory import peak_below_sum
 from shardwright.core.search.space import splits_backward
+from shardwright.core.tables.gathered_stages import gathering_schedule, peaks
 from shardwright.core.tables.memory import MemoryUse, live_bytes, named_schedule
 from shardwright.core.tables.rank_tables import RankTables
 from shardwright.core.tables.stage_memory import stage_memories
@@ -52,8 +53,8 @@ def less_apart(
 ) -> tuple[MemoryUse, ...]:
     """Memory less what never exists at once, where gradients take memory when they are made. Where a step has many
     microbatches nothing is subtracted."""
-    if request.gathers_units and decision.shard >= 2:
-        return _less_gathered(decision, ranked, memory, request)
+    if request.divides_gradients:
+        return _less_divided(decision, ranked, memory, request)
     if not request.gradients_when_made or decision.shard >= 2 or is_long(decision):
         return memory
     ends, placement = ranked.ends(decision.stage_starts), decision.stage_ranks
@@ -76,23 +77,32 @@ def less_apart(
     return tuple(found)
 
 
-def _less_gathered(
+def _less_divided(
     decision: Decision, ranked: RankTables, memory: tuple[MemoryUse, ...], request: MemoryRequest
 ) -> tuple[MemoryUse, ...]:
-    """Memory less what the passes of a rank with one stage never hold at once: what is gathered of its fullest unit,
-    and the activations of the units behind that."""
-    if decision.virtual_stages > 1:
-        return memory
-    found = []
-    gathered = ranked.gathered(decision.stage_starts, decision.stage_ranks, request)
-    ends = ranked.ends(decision.stage_starts)
-    for rank, (use, whole) in enumerate(zip(memory, gathered, strict=True)):
-        first, end = ends[decision.stage_ranks.index(rank)]
-        table = ranked.tables[rank]
-        together = int(table.range_kept[first, end] + table.range_working[first, end]) + whole
-        less = together - ranked.gathered_peak(rank, (first, end), request)
-        found.append(replace(use, apart_bytes=max(0, less)))
-    return tuple(found)
+    """Memory less what is never there at once of units or stages that are gathered and of gradients that are summed
+    while the step runs. Long schedules are extrapolated from short ones, as in `live_bytes`."""
+    starts, placement = decision.stage_starts, decision.stage_ranks
+
+    def peaks_of(microbatches: int) -> list[int]:
+        if decision.generated:
+            table = decision.build_schedule(None).table
+        else:
+            sizes = decision.pp, microbatches, decision.virtual_stages
+            table = gathering_schedule(decision.schedule, *sizes, request).table
+        return peaks(ranked, starts, placement, table, request)
+
+    first, second = 4 * decision.pp, 5 * decision.pp
+    if decision.microbatches <= second or decision.generated:
+        most = peaks_of(decision.microbatches)
+    else:
+        growth = (decision.microbatches - second) / (second - first)
+        early, late = peaks_of(first), peaks_of(second)
+        most = [int(b + (b - a) * growth + 0.5) for a, b in zip(early, late, strict=True)]
+    return tuple(
+        replace(use, apart_bytes=max(0, use.activations_bytes + use.gradients_bytes + passing - peak))
+        for use, passing, peak in zip(memory, ranked.passing(starts, placement, request), most, strict=True)
+    )
 
 
 def _backward_order(actions: Iterable[Action]) -> list[int]:

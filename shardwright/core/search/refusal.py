@@ -70,7 +70,7 @@ def _closest(scorer: Scorer, space: Space) -> Iterator[Scored]:
     looked = 0
     for _, _, shape, policy in ranked:
         for pipelining in space.pipelinings(shape.mesh.axis_size("pp"), shape.microbatches):
-            if not space.go_together(policy.recompute, pipelining):
+            if not space.go_together(policy.recompute, pipelining) or not policy.has_stages(pipelining):
                 continue
             if looked >= LOOKED_AT:
                 return

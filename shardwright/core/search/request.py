@@ -17,14 +17,16 @@ from shardwright.core.plan.decision import (
     ScheduleName,
     ShardLevel,
     near_multiple,
+    require_residency,
     require_shard_group,
     training_family,
 )
 from shardwright.core.rules.pins import Asked
 from shardwright.core.schedule import AUTO
 from shardwright.core.schedule.family import Family, Sizes
+from shardwright.core.schedule.passes.sharding import ReduceAfter
 from shardwright.core.tables.memory import Precision, Recompute
-from shardwright.core.values.fields import Count, Option, Words, fields_of, require_fields
+from shardwright.core.values.fields import Amount, Count, Option, Words, fields_of, require_fields
 
 VIRTUAL_STAGES = (1, 2, 3, 4, 6, 8)
 """Stages per pipeline rank that a search tries."""
@@ -83,6 +85,25 @@ class Options:
         Count | None,
         Option("ranks that share a shard", "the whole data axis where shard is given, else searched"),
     ] = None
+    gathered_stages: Annotated[
+        Amount | None,
+        Option(
+            "under shard=3 the most stages that a rank keeps whole at once, gathered and freed as stages; 0: unit by "
+            "unit in every pass",
+            "searched",
+        ),
+    ] = None
+    look_ahead: Annotated[
+        Amount | None,
+        Option("the most stages that are gathered ahead of their use", "as many as gathered_stages leaves room for"),
+    ] = None
+    reduce_after: Annotated[
+        ReduceAfter | None,
+        Option(
+            'whether gradients are summed over replicas after "each" microbatch or after the "last"',
+            "the last where they stay whole (shard 0 and 1), searched where they are divided",
+        ),
+    ] = None
     precision: Annotated[
         Precision | None,
         Option(
@@ -137,7 +158,7 @@ class Options:
         Option(
             'whose runtimes must be able to carry the plan out, "torch", "jax" or both. What is pinned is planned all '
             "the same; where nothing that they carry out fits, the best of all is taken, with a warning",
-            "both, so that a model and its twin get one plan",
+            "that of the captured model; both are named where a model and its twin are to get one plan",
         ),
     ] = None
     devices: Annotated[
@@ -233,6 +254,14 @@ class Options:
                 f"there is none to find; leave out one of them"
             )
         require_shard_group(self.shard_group, self.shard, self.dp)
+        require_residency(
+            self.shard,
+            self.gathered_stages or None,
+            self.look_ahead,
+            self.reduce_after,
+            self.stages_per_rank,
+            self.schedule,
+        )
         if self.microbatch is not None and self.microbatch > self.batch:
             raise PlanError(
                 f"microbatch={self.microbatch} is more than batch={self.batch}: use microbatch={self.batch} or less"

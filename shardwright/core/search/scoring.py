@@ -69,7 +69,10 @@ class Scorer:
         self._cuts: dict[tuple[object, ...], tuple[int, ...] | None] = {}
 
     def _request_of(self, decision: Decision) -> MemoryRequest:
-        policy = Policy(decision.recompute, decision.shard, decision.shard_group)
+        policy = Policy(
+            decision.recompute, decision.shard, decision.shard_group, decision.gathered_stages, decision.look_ahead,
+            decision.reduce_after,
+        )  # fmt: skip
         return self.bounds.memory_request(policy, decision.dp, decision.microbatches, decision.whole_below_bytes)
 
     def _memory(self, decision: Decision, ranked: RankTables, live: Sequence[int]) -> tuple[MemoryUse, ...]:
@@ -80,7 +83,9 @@ class Scorer:
             return memory
         memory = by_stage(decision, ranked, memory, request)
         least = memory
-        if not is_long(decision):  # at most all gradients are subtracted
+        if request.divides_gradients:
+            least = tuple(replace(use, gradients_bytes=0, activations_bytes=0, buffers_bytes=0) for use in memory)
+        elif not is_long(decision):  # at most all gradients are subtracted
             least = tuple(replace(use, gradients_bytes=0) for use in memory)
         if ranked.over_bytes(least):
             return memory
@@ -93,6 +98,9 @@ class Scorer:
         by the estimate that cuts use; ``policies`` are of one recompute mode."""
         bounds, ranked = self.bounds, self.bounds.ranked(shape, policies[0].recompute)
         name, virtual = pipelining.schedule, pipelining.virtual_stages
+        policies = [policy for policy in policies if policy.has_stages(pipelining)]
+        if not policies:
+            return []
         placement = placement_of(name, shape.mesh.axis_size("pp"), virtual)
         live = live_microbatches(name, ranked.ranks, shape.microbatches, virtual)
         roomy = [p for p in policies if ranked.has_room(live, virtual, *bounds.least_state(shape, p, virtual))]
@@ -128,9 +136,16 @@ class Scorer:
             ranked = self.bounds.ranked(shape, "none" if some_are_kept else recompute)
         placement = placement_of(pipelining.schedule, ranked.ranks, pipelining.virtual_stages)
         pipeline = _least_pipeline_s(shape, pipelining, starts, ranked)
-        decisions = [self.bounds.undivided(shape, policy) for policy in policies]
+        decisions = [self._sharing(shape, policy, pipelining) for policy in policies]
         ranks, tied = ranked.work(starts, placement), ranked.tied(starts, placement)
         return min(self.step.steps_s(decisions, ranks, tied, pipeline)) * SAFE
+
+    def _sharing(self, shape: Shape, policy: Policy, pipelining: Pipelining) -> Decision:
+        """A decision of degrees and policy, on which the tail of a step depends; how often stages are gathered depends
+        on the schedule too."""
+        if policy.gathered_stages is None:
+            return self.bounds.undivided(shape, policy)
+        return self.bounds.decision(shape, policy, pipelining, ())
 
     def draft(self, cut: Cut) -> Draft | None:
         """A cut with those of its policies under which it fits; None where none does, or where no unit needs
@@ -187,7 +202,7 @@ class Scorer:
             decision = self.bounds.decision(shape, draft.policies[0][0], pipelining, starts)
             pipeline = simulated_makespan_s(decision, ranked.stage_costs(starts, placement))
         ranks, tied = ranked.work(starts, placement), ranked.tied(starts, placement)
-        sharded = [self.bounds.undivided(shape, policy) for policy, _ in draft.policies]
+        sharded = [self._sharing(shape, policy, pipelining) for policy, _ in draft.policies]
         times = [float(f"{seconds:.6g}") for seconds in self.step.steps_s(sharded, ranks, tied, pipeline)]
         policy, memory = draft.policies[times.index(min(times))]
         decision = replace(

@@ -5,7 +5,7 @@ Pinned options are not varied. A request that leaves nothing to choose from is r
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 
@@ -13,9 +13,11 @@ from shardwright.core.capabilities import Capabilities
 from shardwright.core.cluster.cluster import Cluster
 from shardwright.core.errors import PlanError, ScheduleError
 from shardwright.core.layout.mesh import Mesh
+from shardwright.core.plan.decision import stages_at_once
 from shardwright.core.schedule import AUTO, Schedule, schedule_names
 from shardwright.core.schedule.catalogue import FAMILIES
 from shardwright.core.schedule.family import Sizes
+from shardwright.core.schedule.passes.sharding import ReduceAfter
 from shardwright.core.schedule.schedule import MOST_CELLS
 from shardwright.core.search.request import VIRTUAL_STAGES, Request, indivisible
 from shardwright.core.tables.memory import Recompute
@@ -34,6 +36,9 @@ DEEP_SCHEDULES = ("1f1b", "interleaved-1f1b", "zb-h1")
 SHARD_GROUPS = (2, 4, 8, 16, 32, 64)
 """The numbers of ranks that share a shard, beside the whole data axis. A pinned ``shard`` means the whole axis, unless
 its group is pinned too."""
+GATHERED_STAGES = 2
+"""The number of stages that a search keeps gathered where it does not go unit by unit: one that runs, and one ahead."""
+REDUCED: tuple[ReduceAfter | None, ...] = (None, "last")
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 ORDERS = ("PDT", "DPT", "PTD", "TPD", "DTP", "TDP")
 """Placement orders, the usual one first: pipeline stages far apart, tensor groups close together."""
@@ -57,20 +62,30 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True)
+class Pipelining:
+    """The schedule of the stages."""
+
+    schedule: str
+    virtual_stages: int
+
+
+@dataclass(frozen=True, slots=True)
 class Policy:
     """The choice of what is kept in memory."""
 
     recompute: Recompute
     shard: int
     shard_group: int | None
+    gathered_stages: int | None = None
+    look_ahead: int | None = None
+    reduce_after: ReduceAfter | None = None
 
-
-@dataclass(frozen=True, slots=True)
-class Pipelining:
-    """The schedule of the stages."""
-
-    schedule: str
-    virtual_stages: int
+    def has_stages(self, pipelining: Pipelining) -> bool:
+        """Whether a rank has as many stages as it is to keep gathered, and runs no more at once."""
+        if self.gathered_stages is None:
+            return True
+        held = pipelining.virtual_stages
+        return stages_at_once(pipelining.schedule, held) <= self.gathered_stages <= held
 
 
 class Space:
@@ -204,7 +219,25 @@ class Space:
                 if level and group is None and request.shard is None:
                     groups = (size for size in SHARD_GROUPS if size < dp and dp % size == 0)
                     policies += [Policy(recompute, level, size) for size in groups]
-                yield from (policy for policy in policies if self._is_carried_out(policy, dp))
+                kept = (policy for one in policies for policy in self._residencies(one, dp))
+                yield from (policy for policy in kept if self._is_carried_out(policy, dp))
+
+    def _residencies(self, policy: Policy, dp: int) -> Iterator[Policy]:
+        """A policy with the choices of what is whole when: what is pinned, else, where parameters are divided, unit by
+        unit or stage by stage, and where gradients are, sums after each microbatch or after the last."""
+        request = self.request
+        if policy.shard < 2:
+            if not request.gathered_stages and request.reduce_after != "each":
+                yield policy
+            return
+        gathered: tuple[int | None, ...] = (request.gathered_stages or None,)
+        if request.gathered_stages is None and policy.shard == 3 and dp > 1 and request.pp != 1:
+            gathered = (None, GATHERED_STAGES)
+        elif request.gathered_stages and policy.shard < 3:
+            return
+        for stages in gathered:
+            for after in REDUCED if request.reduce_after is None and policy.shard == 3 else (request.reduce_after,):
+                yield replace(policy, gathered_stages=stages, look_ahead=request.look_ahead, reduce_after=after)
 
     def _is_carried_out(self, policy: Policy, dp: int) -> bool:
         """Whether all runtimes carry out the parts of a policy that nobody pinned."""
@@ -212,8 +245,11 @@ class Space:
         recompute = policy.recompute if request.recompute == "auto" else "none"
         shard = policy.shard if request.shard is None else 0
         group = policy.shard_group if request.shard_group is None else None
+        gathered = policy.gathered_stages if request.gathered_stages is None else None
+        after = policy.reduce_after if request.reduce_after is None else None
         return all(
             runtime.lack(recompute=recompute, shard=shard, shard_group=group, dp=dp) is None
+            and runtime.lack_of_residency(policy.shard, gathered, after) is None
             for runtime in self.runtimes
         )
 

@@ -92,11 +92,12 @@ class CostTables:
         sequence_parallel: bool | None = None,
         pins: tuple[Pin, ...] = (),
     ) -> None:
+        self.precision = precision or _best_precision(cluster)
+        graph = graph.for_precision(self.precision)
         self.graph, self.cluster, self.optimizer = graph, cluster, optimizer
         self.gradient_precision, self._sequence_parallel, self._pins = gradient_precision, sequence_parallel, pins
         self._numbers = optimizer, gradient_precision, sequence_parallel, pins
         self.device = cluster.device(0)
-        self.precision = precision or _best_precision(cluster)
         self._read = read(graph)
         self.frame = self._read.frame
         self.folded: Folded = self._read.folded
@@ -244,7 +245,17 @@ class CostTables:
             given_stay=not traits.stages_are_programs,
             ties_have_one_home=traits.ties_have_one_home,
             found_bytes=PRECISION_BYTES[self.precision] if traits.stages_are_programs else 0,
+            updated=self._updated(tp) if traits.updates_make_roots else (),
             looked_up=self._looked_up(tp) if traits.stages_are_programs else (),
+        )
+
+    @found_once
+    def _updated(self, tp: int) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        """The trained parameters, in the order in which the model names them, as in `UnitTable.updated`."""
+        return tuple(
+            (self._entries(number, users[0], tp), users)
+            for number, users in sorted(self._users().items())
+            if self.graph.parameters[number].trainable
         )
 
     def _looked_up(self, tp: int) -> tuple[int, ...]:

@@ -1,7 +1,9 @@
 """Bytes per rank, by class: parameters, gradients, optimizer state, live activations, buffers."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from typing import Literal
 
 from shardwright.core.cost.unit_seconds import UnitCost
@@ -18,6 +20,8 @@ Mode = Literal["none", "selective", "full", "offload"]
 
 OPTIMIZER_STATES = {"sgd": 0, "momentum": 1, "lion": 1, "adam": 2, "adamw": 2}
 """The number of fp32 values that an optimizer keeps for each parameter."""
+ROOTED = frozenset({"adam", "adamw"})
+"""The optimizers that divide by the root of a second moment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +44,8 @@ class MemoryUse:
     """The rank's part of the batch, of all microbatches, which stays all through the step."""
     model_buffers_bytes: Amount = 0
     """The model's buffers, such as running statistics, and what a replica remembers of these."""
+    update_bytes: Amount = 0
+    """What the optimizer makes for a while as it updates, when activations and buffers are gone."""
 
     @property
     def classes(self) -> dict[str, int]:
@@ -56,7 +62,10 @@ class MemoryUse:
 
     @property
     def total_bytes(self) -> int:
-        return sum(self.classes.values()) - self.apart_bytes
+        """The most at once: while passes run, or while the optimizer updates."""
+        classes = self.classes
+        updating = sum(classes[name] for name in STAYING) + self.update_bytes
+        return max(sum(classes.values()) - self.apart_bytes, updating)
 
 
 STAYING = ("parameters", "gradients", "optimizer states", "model buffers", "batch")
@@ -96,6 +105,20 @@ def state_bytes(
         if shard >= level:
             parts[part] = -(-parts[part] // ways)
     return parts[0], parts[1], parts[2]
+
+
+def update_bytes(sizes: Sequence[int], optimizer: str, *, together: bool) -> int:
+    """The bytes that an optimizer makes for a while as it updates parameters of these sizes, in its order, in entries.
+
+    A loop makes the root of one and its quotient, while the quotient of the one before is still there; ``together`` it
+    makes the roots of all, and works in place on these.
+    """
+    if optimizer not in ROOTED or not sizes:
+        return 0
+    width = PRECISION_BYTES["fp32"]
+    if together:
+        return width * sum(sizes)
+    return width * max(before + 2 * size for before, size in pairwise((0, *sizes)))
 
 
 def state_bytes_per_element(

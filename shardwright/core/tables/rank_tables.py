@@ -4,7 +4,7 @@ import itertools
 from bisect import bisect_right
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import zip_longest
 
 import numpy as np
@@ -15,7 +15,8 @@ from shardwright.core.cost.unit_work import PRECISION_BYTES
 from shardwright.core.errors import PlanError
 from shardwright.core.partition.exact import Matrix, min_max_cut, spread_cut
 from shardwright.core.schedule import StageCosts
-from shardwright.core.tables.memory import MemoryUse, collectives_s, state_bytes
+from shardwright.core.tables.gathered_units import gathered_by_unit, staying_bytes
+from shardwright.core.tables.memory import MemoryUse, collectives_s, state_bytes, update_bytes
 from shardwright.core.tables.unit_table import MemoryRequest, UnitTable
 from shardwright.core.values.found_once import found_once
 
@@ -68,6 +69,8 @@ class _Held:
     """The offloaded bytes."""
     buffers: tuple[int, ...]
     """The bytes of the model's buffers: without replicas, and with them."""
+    updates: tuple[int, ...]
+    """The entries of each parameter that is updated, where this decides what is held meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -217,7 +220,8 @@ class RankTables:
         held = self._held(tuple(starts), tuple(placement), summed=request.is_summed, again=request.microbatches > 1)
         activations = [of_rank.kept * count for count, of_rank in zip(live, held, strict=True)]
         buffers = self.buffers(starts, placement, request)
-        staying = self.staying(starts, placement, request)
+        stages = [[e for e, on in zip(self.ends(starts), placement, strict=True) if on == r] for r in range(self.ranks)]
+        staying = list(map(partial(staying_bytes, request=request), self.tables, stages))
         for count, own, kept, beside, whole in zip(live, held, activations, buffers, staying, strict=True):
             parameters, gradients, states = state_bytes(
                 own.elements,
@@ -239,58 +243,52 @@ class RankTables:
                     host_bytes=own.away * count,
                     batch_bytes=own.batch[0] + own.batch[1] * request.microbatches,
                     model_buffers_bytes=own.buffers[request.is_replicated],
+                    update_bytes=self._update_bytes(own.updates, request),
                 )
             )
         return tuple(found)
 
+    @staticmethod
+    def _update_bytes(entries: Sequence[int], request: MemoryRequest) -> int:
+        """The bytes that the optimizer holds beside its states, with all else that no graph shows."""
+        ways = request.ways if request.shard else 1
+        pieces = [-(-size // ways) for size in entries]
+        return update_bytes(pieces, request.optimizer, together=request.updates_together) + UNCOUNTED_BYTES
+
     def buffers(self, starts: Sequence[int], placement: Sequence[int], request: MemoryRequest) -> list[int]:
         """The bytes that passes hold for a while, on every rank."""
         held = self._held(tuple(starts), tuple(placement), summed=request.is_summed, again=request.microbatches > 1)
-        rows = zip(held, self.gathered(starts, placement, request), strict=True)
         buckets = [min(request.bucket_bytes, request.gradient_width * own.trained) for own in held]
-        both = zip(rows, buckets, strict=True)
-        return [own.working + own.sent + more + bucket + UNCOUNTED_BYTES for (own, more), bucket in both]
+        rows = zip(held, self.passing(starts, placement, request), buckets, strict=True)
+        return [own.sent + passing + bucket + UNCOUNTED_BYTES for own, passing, bucket in rows]
+
+    def passing(self, starts: Sequence[int], placement: Sequence[int], request: MemoryRequest) -> list[int]:
+        """These bytes without messages and buckets: temporary values, and what is gathered of what is sharded."""
+        held = self._held(tuple(starts), tuple(placement), summed=request.is_summed, again=request.microbatches > 1)
+        rows = zip(held, self.gathered(starts, placement, request), strict=True)
+        return [own.working + more for own, more in rows]
 
     def gathered(self, starts: Sequence[int], placement: Sequence[int], request: MemoryRequest) -> list[int]:
-        """The most bytes that every rank has whole for a while of what is sharded (`gathered_by_unit`)."""
+        """The most bytes that every rank has whole for a while of what is sharded: of units (`gathered_by_unit`), of as
+        many stages as may be gathered at once, and of all gradients where they add up whole."""
         stages = list(zip(placement, self.ends(starts), strict=True))
-        most = [int(self.gathered_by_unit(rank, ends, request).sum(0).max()) for rank, ends in stages]
-        return [max(m for m, at in zip(most, placement, strict=True) if at == rank) for rank in range(self.ranks)]
-
-    def staying(self, starts: Sequence[int], placement: Sequence[int], request: MemoryRequest) -> list[int]:
-        """The bytes on every rank, beside its shards, of the units that stay whole with their gradients
-        (`Decision.whole_below_bytes`)."""
-        found = [0] * self.ranks
-        for rank, (first, end) in zip(placement, self.ends(starts), strict=True) if request.whole_below_bytes else ():
-            held, units = self._unit_bytes(rank, (first, end), request), np.arange(first, end)
-            gradients = self.tables[rank].range_trained[units, units + 1] * request.gradient_width
-            whole = (held + gradients)[held < request.whole_below_bytes].sum()
-            found[rank] += int(whole * (1 - 1 / request.ways))
+        units = [int(gathered_by_unit(self.tables[rank], ends, request).sum(0).max()) for rank, ends in stages]
+        width, found = PRECISION_BYTES[request.precision], []
+        for rank, table in enumerate(self.tables):
+            most = max(m for m, at in zip(units, placement, strict=True) if at == rank)
+            held = [ends for on, ends in stages if on == rank]
+            if request.gathered_stages is not None:
+                sizes = sorted((int(table.range_elements[ends]) for ends in held), reverse=True)
+                most += width * sum(sizes[: request.gathered_stages])
+            if request.shard >= 2 and not request.reduces_each:
+                most += sum(int(table.range_trained[ends]) for ends in held) * (width + request.gradient_width)
+            found.append(most)
         return found
-
-    def _unit_bytes(self, rank: int, ends: tuple[int, int], request: MemoryRequest) -> NDArray[np.float64]:
-        """The bytes of the parameters of each unit of a stage."""
-        units = np.arange(*ends)
-        return self.tables[rank].range_elements[units, units + 1] * float(PRECISION_BYTES[request.precision])
-
-    def gathered_by_unit(self, rank: int, ends: tuple[int, int], request: MemoryRequest) -> NDArray[np.float64]:
-        """The bytes of sharded parameters, and of gradients, that are whole at the backward of each unit of a stage: of
-        the unit, of the one before, whose parameters are gathered ahead, and of the one behind, whose gradients are on
-        their way to the ranks that keep their sums."""
-        table, units = self.tables[rank], np.arange(*ends)
-        if not request.gathers_units or request.shard < 2 or request.ways == 1:
-            return np.zeros((2, len(units)))
-        own = self._unit_bytes(rank, ends, request) * (request.shard == 3)
-        held = np.pad(np.where(own < request.whole_below_bytes, 0.0, own), 1)
-        trained = np.pad(table.range_trained[units, units + 1], (0, 1))
-        width, sent = PRECISION_BYTES[request.precision], request.gradient_width * (2 - 1 / request.ways)
-        gradients = np.maximum(trained[:-1] * width + trained[1:] * sent, trained[:-1] * sent)
-        return np.stack([held[:-2] + held[1:-1] + held[2:], gradients])
 
     def gathered_peak(self, rank: int, ends: tuple[int, int], request: MemoryRequest) -> int:
         """The most bytes of one microbatch's passes over a stage with what is gathered unit by unit."""
         table, (first, end) = self.tables[rank], ends
-        gathered = self.gathered_by_unit(rank, ends, request)  # activations are freed while gradients are made
+        gathered = gathered_by_unit(table, ends, request)  # activations are freed while gradients are made
         saved = table.range_kept[first, first + 1 : end + 1]
         beside = table.beside_bytes[first:end] + table.tie_sums(first, end)
         backward = saved + beside + table.given_bytes(first, end) + gathered.sum(0)
@@ -326,7 +324,8 @@ class RankTables:
             batch = table.batch_bytes(held)
             away = max(sum(table.units[u].saved_bytes for u in table.offloaded if a <= u < b) for a, b in held)
             buffers = tuple(table.model_buffers_bytes(held, replicated=several) for several in (False, True))
-            found.append(_Held(elements, trained, updated, kept, working, sent, batch, away, buffers))
+            updates = table.updated_entries(held)
+            found.append(_Held(elements, trained, updated, kept, working, sent, batch, away, buffers, updates))
         return found
 
     def keeping(self, units: Collection[int], offloaded: Collection[int] = ()) -> "RankTables":

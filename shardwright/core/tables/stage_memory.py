@@ -7,6 +7,9 @@ units up to one, and beside them the gradients of that unit and those behind it.
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from shardwright.core.schedule.peak_memory import StageMemory
 from shardwright.core.tables.unit_table import UnitTable
 
@@ -25,13 +28,29 @@ def stage_memories(
     found = {}
     for stage in ends:
         # A stage's bytes depend on no stages but those, so cuts that differ elsewhere share what was counted.
-        others = [ends[other] for other in first[: first.index(stage)]]
-        before = tuple(other for other in others if table.shares_parameters(ends[stage], other))
+        before = sharing_before(table, ends, first, stage)
         key = ends[stage], before, gradient_width
         if key not in table.stage_memories:
             table.stage_memories[key] = _stage_memory(table, ends[stage], before, gradient_width)
         found[stage] = table.stage_memories[key]
     return found
+
+
+def sharing_before(
+    table: UnitTable, ends: Mapping[int, tuple[int, int]], first: Sequence[int], stage: int
+) -> tuple[tuple[int, int], ...]:
+    """The stages whose first backward comes before that of a stage and that use a parameter of it; the arguments are
+    those of `stage_memories`."""
+    others = [ends[other] for other in first[: first.index(stage)]]
+    return tuple(other for other in others if table.shares_parameters(ends[stage], other))
+
+
+def backward_passes(table: UnitTable, units: tuple[int, int]) -> NDArray[np.float64]:
+    """The bytes of activations and temporary values in the backward of each unit of a stage, in which those of the
+    units behind it are gone."""
+    first, end = units
+    passes: NDArray[np.float64] = table.range_kept[first, first + 1 : end + 1] + table.beside_bytes[first:end]
+    return passes + table.tie_sums(first, end) + table.given_bytes(first, end)
 
 
 def _stage_memory(
@@ -42,14 +61,11 @@ def _stage_memory(
 ) -> StageMemory:
     """The memory of one stage. ``before`` are other stages whose first backward comes before its own."""
     first, end = units
-    saved = table.range_kept[first, first + 1 : end + 1]
     made = table.trained_from(first, end, before) * gradient_width
-    beside = table.beside_bytes[first:end] + table.tie_sums(first, end)
-    passes = saved + beside + table.given_bytes(first, end)
     return StageMemory(
-        activations=int(saved[-1]),
+        activations=int(table.range_kept[first, end]),
         working=int(table.range_working[first, end]),
         gradients=int(made[0]),
-        first_backward=int((passes + made).max()),
+        first_backward=int((backward_passes(table, units) + made).max()),
         freed_by_input_grad=int(table.range_freed_by_input_grad[first, end]),
     )

@@ -88,6 +88,9 @@ class UnitTable:
     found_bytes: int = 0
     """The bytes of the gradient of one parameter entry that waits until a stage's backward is done and its gradients
     are added up together; 0 where each is added as soon as it is made."""
+    updated: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    """The trained parameters in the order of the optimizer: their entries on one rank, and the units that use them.
+    Empty where an optimizer makes nothing for a while as it updates them."""
     looked_up: tuple[int, ...] = ()
     """The trained parameter entries of each unit that are in tables read by look-ups of this unit alone: their
     gradients come when the passes of a stage that begins here are over. Empty: none."""
@@ -263,6 +266,10 @@ class UnitTable:
         used = sum(size for size, users in self.model_buffers if any(a <= unit < b for unit in users for a, b in held))
         return used + (sum(sum(self.remembered_bytes[a:b]) for a, b in held) if replicated else 0)
 
+    def updated_entries(self, held: Sequence[tuple[int, int]]) -> tuple[int, ...]:
+        """The entries of each parameter that the optimizer updates on a rank of these stages, in its order."""
+        return tuple(size for size, users in self.updated if any(a <= unit < b for unit in users for a, b in held))
+
     @cached_property
     def range_working(self) -> Matrix:
         """The bytes that the passes of one microbatch hold beside the kept activations. The backward of a unit finds
@@ -397,8 +404,21 @@ class MemoryRequest:
     """The trait of the same name in `MemoryTraits`."""
     stages_are_programs: bool = False
     """The trait of the same name in `MemoryTraits`: all gradients of a stage are there before any is scattered."""
+    updates_together: bool = False
+    """Whether the optimizer updates all parameters at once."""
+    gathered_stages: int | None = None
+    """The most stages that a rank keeps gathered at once; None: units are gathered one by one."""
+    look_ahead: int | None = None
+    """The number of these that may be gathered ahead; None: all but one."""
+    reduces_each: bool = True
+    """Whether divided gradients are summed after each microbatch, so that none adds up whole."""
     whole_below_bytes: int = 0
     """The choice of the same name in `Decision`."""
+
+    @property
+    def divides_gradients(self) -> bool:
+        """Whether gradients are divided while the step runs, and parameters may be."""
+        return self.gathers_units and self.shard >= 2
 
     @property
     def is_summed(self) -> bool:

@@ -84,7 +84,8 @@ UNGATHERED = [
     ("0UNSHARD 0F0 0RESHARD 0B0", "0B0 runs while"),
     ("0UNSHARD 0F0 0B0", "never frees stage 0"),
     ("0UNSHARD 0F0 0B0 0RESHARD 0RESHARD", "which is not gathered"),
-    ("0UNSHARD 0F0 0REDUCE_GRAD 0B0 0RESHARD", "which are reduced already"),
+    ("0UNSHARD 0F0 0REDUCE_GRAD 0B0 0RESHARD", "to which nothing was added"),
+    ("0UNSHARD 0F0 0B0 0REDUCE_GRAD 0REDUCE_GRAD 0RESHARD", "to which nothing was added"),
 ]
 
 
@@ -93,6 +94,13 @@ def test_parameters_must_be_gathered_when_they_are_used(row: str, reason: str) -
     check(custom("0UNSHARD 0F0 0B0 0REDUCE_GRAD 0RESHARD", m=1))
     with pytest.raises(ScheduleError, match=reason):
         check(custom(row, m=1))
+
+
+def test_gradients_are_reduced_after_they_were_added_to() -> None:
+    check(custom("0F0 0B0 0REDUCE_GRAD 0F1 0B1 0REDUCE_GRAD", m=2))
+    check(custom("0UNSHARD 0F0 0I0 0RESHARD 0W0 0REDUCE_GRAD", m=1))
+    with pytest.raises(ScheduleError, match="never reduces the gradients of stage 0 after 0B1"):
+        check(custom("0F0 0B0 0REDUCE_GRAD 0F1 0B1", m=2))
 
 
 def test_memory_is_checked_at_the_action_that_goes_over() -> None:

@@ -1,5 +1,6 @@
 """Passes: what they insert, and that the work stays the same."""
 
+import itertools
 from collections import Counter
 
 import pytest
@@ -60,27 +61,70 @@ def test_costs_of_zero_still_give_a_legal_order() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("room", [2, 3])
-def test_parameters_are_gathered_when_used_and_gradients_reduced_once(name: str, room: int) -> None:
+@pytest.mark.parametrize("weights_read", [True, False])
+def test_parameters_are_gathered_when_read_and_gradients_reduced_once(name: str, room: int, weights_read: bool) -> None:
     schedule = build(name)
-    sharded = insert_sharding(schedule, room)
+    sharded = insert_sharding(schedule, room, weights_read=weights_read)
+    check(sharded)
     assert strip_sharding(sharded) == schedule
     for rank, order in enumerate(sharded.table):
         gathered: set[int] = set()
         reduced: list[int] = []
         for action in order:
             if action.kind is Kind.UNSHARD:
-                assert action.stage not in gathered
                 gathered.add(action.stage)
             elif action.kind is Kind.RESHARD:
                 gathered.remove(action.stage)
             elif action.kind is Kind.REDUCE_GRAD:
                 reduced.append(action.stage)
             else:
-                assert {part.stage for part in action.flat} <= gathered
+                read = {part.stage for part in action.flat if weights_read or part.kind is not Kind.WEIGHT_GRAD}
+                assert read <= gathered
                 assert not {part.stage for part in action.flat} & set(reduced)
             assert len(gathered) <= room
-        assert not gathered
         assert sorted(reduced) == ([] if name == "forward-only" else list(schedule.stages_of(rank)))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_order_of_frees_gathers_less_often(name: str) -> None:
+    schedule = Schedule.build(name, ranks=2, microbatches=4, virtual_stages=build(name).virtual_stages)
+    if schedule.virtual_stages > 1 and name in ("interleaved-1f1b", "looped-bfs", "interleaved-zb"):
+        schedule = Schedule.build(name, ranks=2, microbatches=4, virtual_stages=4)
+    room = 2 if schedule.virtual_stages > 1 else 1
+    sharded = insert_sharding(schedule, room, look_ahead=0)
+    for order, plain in zip(sharded.table, schedule.table, strict=True):
+        made = sum(action.kind is Kind.UNSHARD for action in order)
+        assert made == _fewest_gathers([{part.stage for part in action.flat} for action in plain], room)
+
+
+def _fewest_gathers(read: list[set[int]], room: int) -> int:
+    """The least number of gathers over all choices of what is kept, by trying every one."""
+    kept: dict[frozenset[int], int] = {frozenset(): 0}
+    for wanted in read:
+        after: dict[frozenset[int], int] = {}
+        for held, count in kept.items():
+            spare = sorted(held - wanted)
+            for size in range(min(len(spare), room - len(wanted)) + 1):
+                for stay in itertools.combinations(spare, size):
+                    now = frozenset(wanted | set(stay))
+                    after[now] = min(after.get(now, 1 << 30), count + len(wanted - held))
+        kept = after
+    return min(kept.values())
+
+
+def test_gathers_run_ahead_no_further_than_allowed() -> None:
+    schedule = Schedule.build("looped-bfs", ranks=2, microbatches=4, virtual_stages=4)
+    rows = [[a.text for a in insert_sharding(schedule, 2, look_ahead=n).table[0][:7]] for n in (0, 1)]
+    assert rows[0] == ["0UNSHARD", "0F0", "0F1", "0F2", "0F3", "2UNSHARD", "2F0"]
+    assert rows[1] == ["0UNSHARD", "2UNSHARD", "0F0", "0F1", "0F2", "0F3", "0RESHARD"]
+    with pytest.raises(ScheduleError, match="expected from 0 to gathered_stages - 1"):
+        insert_sharding(schedule, 2, look_ahead=2)
+
+
+def test_gradients_may_leave_after_each_microbatch_and_nothing_be_gathered() -> None:
+    each = insert_sharding(build("1f1b", m=2), None, reduce_after="each")
+    assert [a.text for a in each.table[2]] == ["2F0", "2B0", "2REDUCE_GRAD", "2F1", "2B1", "2REDUCE_GRAD"]
+    check(each)
 
 
 def test_room_for_too_few_stages_is_refused() -> None:

@@ -7,17 +7,14 @@ Usage: python_values.py KIND, where KIND is one, pp, tp or messages.
 import copy
 import dataclasses
 import os
-import random
 import sys
-import time
 import types
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from time import time as clock
 from typing import Any
 
-import numpy as np
+import impure_calls
 import pytest
 import torch
 import torch.distributed as dist
@@ -25,7 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import shardwright.torch as sw
-from shardwright.core.errors import CaptureError, ShardwrightError, UnrecordableError
+from shardwright.core.errors import ShardwrightError, UnrecordableError
 from tests.comparison import Comparison
 
 KIND = sys.argv[1]
@@ -38,7 +35,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 MICROBATCHES, WIDTH, STEPS = 2, 8, 3
 beta = 0.25
 """A global that a step reads."""
-settings: dict[str, Any] = {"beta": 0.5, "count": 0, "nested": {"gamma": [1.0, 2.0]}, "by_tensor": False}
+settings: dict[str, Any] = {"beta": 0.5, "count": 0, "nested": {"gamma": [1.0, 2.0]}}
 
 
 @dataclass
@@ -404,69 +401,6 @@ def changed_on_one_rank() -> None:
     report("changed_on_one_rank")
 
 
-BEGAN_S = time.time()
-OWN_GENERATORS = {"python": random.Random(0), "numpy": np.random.default_rng(0)}
-
-
-def waiting_step(model: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
-    began_s = time.time()
-    seconds = torch.tensor([time.time() - BEGAN_S]) if settings["by_tensor"] else time.time() - BEGAN_S
-    loss = criterion(model(x), y) * 0.0 + seconds
-    model.backward(loss.sum(), reduction="mean")
-    print(f"the body took {clock() - began_s:.3f} s", file=sys.stderr)
-    return loss.sum(), clock() - began_s
-
-
-def a_clock() -> None:
-    """What a clock says is another number in every step; where each of several ranks has one it is refused by name."""
-    sw.init(CONFIGS[KIND], microbatches=MICROBATCHES, wait_timeout_s=60.0)
-    distributed, step = sw.DistributedModel(Model(lambda model, x: x)), sw.step(waiting_step)
-    batch = torch.ones(4, WIDTH), torch.ones(4, WIDTH)
-    if KIND != "one":
-        with pytest.raises(CaptureError, match=r"time\.time\(\), which says another time on each of the 2 ranks"):
-            step(distributed, *batch)
-    for by_tensor in (False, True) if KIND == "one" else ():
-        settings["by_tensor"] = by_tensor
-        for _ in range(STEPS):
-            earliest_s = time.time() - BEGAN_S
-            loss, took_s = step(distributed, *batch)
-            latest_s = time.time() - BEGAN_S
-            assert all(earliest_s - 1e-4 <= float(one) <= latest_s + 1e-4 for one in loss.outputs), by_tensor
-            assert 0.0 <= took_s < 60.0
-    assert distributed.runtime.split_model.bodies.recorded <= 4, (
-        "a clock costs one recording more, and none in each step"
-    )
-    assert time.time is clock
-    sw.shutdown()
-    report("a_clock")
-
-
-def a_generator_of_the_users() -> None:
-    for kind in OWN_GENERATORS:
-
-        def body(model: Any, x: torch.Tensor, y: torch.Tensor, kind: str = kind) -> Any:
-            loss = criterion(model(x), y) * OWN_GENERATORS[kind].random()
-            model.backward(loss, reduction="mean")
-            return loss
-
-        sw.init(CONFIGS[KIND], microbatches=MICROBATCHES, wait_timeout_s=60.0)
-        distributed = sw.DistributedModel(Model(lambda model, x: x))
-        with pytest.raises(CaptureError, match="they would be the same in every step: draw them before the step"):
-            sw.step(body)(distributed, torch.ones(4, WIDTH), torch.ones(4, WIDTH))
-        sw.shutdown()
-
-    def with_torchs(model: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
-        loss = criterion(model(x), y) * torch.rand((), generator=torch.Generator().manual_seed(3))
-        model.backward(loss, reduction="mean")
-        return loss
-
-    sw.init(CONFIGS[KIND], microbatches=MICROBATCHES, wait_timeout_s=60.0)
-    with pytest.raises(CaptureError, match=r"the step draws random numbers from a torch\.Generator of its own"):
-        sw.step(with_torchs)(sw.DistributedModel(Model(lambda model, x: x)), *[torch.ones(4, WIDTH)] * 2)
-    sw.shutdown()
-    report("a_generator_of_the_users")
-
-
 def report(name: str, more: str = "") -> None:
     if int(os.environ.get("RANK", "0")) == 0:
         print(f"ok {name}{more}", flush=True)
@@ -517,8 +451,9 @@ def main() -> None:
         if KIND != "one":
             dist.barrier()
     if KIND in ("one", "pp"):
-        a_clock()
-        a_generator_of_the_users()
+        for check in impure_calls.CHECKS:
+            check({**CONFIGS[KIND], "microbatches": MICROBATCHES, "wait_timeout_s": 60.0}, KIND == "one")
+            report(check.__name__)
     if KIND in ("pp", "tp"):
         kept_tensor()
         dist.barrier()

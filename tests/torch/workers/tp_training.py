@@ -8,6 +8,7 @@ leaves its numbers for the launches.
 """
 
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,7 @@ from launched import leave
 from tp_models import batch, build
 
 import shardwright.torch as sw
+from shardwright.backends.torch.machine.data_groups import DataGroups
 from shardwright.backends.torch.state.parameter_shards import Shards
 from tests.comparison import Comparison
 
@@ -37,6 +39,25 @@ HOW: dict[str, dict[str, Any]] = {
     "z3": {"shard": 3},
     "z3-groups": {"shard": 3, "shard_group": 2},
     "z3-split": {"shard": 3, "pipeline": "zb-h1"},
+    "z3-last": {"shard": 3, "reduce_after": "last"},
+    "z2-last": {"shard": 2, "reduce_after": "last"},
+    "z3-stages": {"shard": 3, "gathered_stages": 1, "reduce_after": "last"},
+    "bf16-z3-stages": {"shard": 3, "gathered_stages": 1, "bf16": True},
+    "z3-looped": {
+        "shard": 3,
+        "gathered_stages": 2,
+        "reduce_after": "last",
+        "pipeline": "looped-bfs",
+        "virtual_stages": 2,
+    },
+    "z3-ahead": {
+        "shard": 3,
+        "gathered_stages": 2,
+        "look_ahead": 0,
+        "pipeline": "interleaved-1f1b",
+        "virtual_stages": 3,
+    },
+    "z3-weights": {"shard": 3, "gathered_stages": 2, "pipeline": "interleaved-zb", "virtual_stages": 3},
     "z3-recompute": {"shard": 3, "recompute": "full"},
     "meta": {},  # the model has no data until it is wrapped, and is given a state dict
 }
@@ -74,6 +95,28 @@ def cuts_watched(model: sw.DistributedModel) -> Iterator[list[int]]:
         Shards.cut = cut
 
 
+@contextmanager
+def traffic_counted() -> Iterator[dict[str, Counter[int]]]:
+    """How often each group of sharded parameters is gathered, and its gradients summed, until the counters are
+    cleared."""
+    counts: dict[str, Counter[int]] = {"gathers": Counter(), "sums": Counter()}
+    gather, sum_shards = DataGroups.gather, DataGroups.sum_shards
+
+    def gathered(groups: DataGroups, whole: Any, shard: Any, number: int) -> Any:
+        counts["gathers"][number] += 1
+        return gather(groups, whole, shard, number)
+
+    def summed(groups: DataGroups, flat: Any, number: int) -> Any:
+        counts["sums"][number] += 1
+        return sum_shards(groups, flat, number)
+
+    DataGroups.gather, DataGroups.sum_shards = gathered, summed
+    try:
+        yield counts
+    finally:
+        DataGroups.gather, DataGroups.sum_shards = gather, sum_shards
+
+
 def train(name: str, keys: dict[str, Any], replicas: int, is_meta: bool = False) -> dict[str, Any]:
     """Losses, norms, the first step's gradients and the last weights, whole."""
     sw.init({"microbatches": GLOBAL_MICROBATCHES // replicas, "wait_timeout_s": 60.0, **keys})
@@ -86,7 +129,7 @@ def train(name: str, keys: dict[str, Any], replicas: int, is_meta: bool = False)
         apart = keys.get("prescaled_batch") is False
         which, of = (sw.dp_rank(), sw.dp_size()) if apart else (sw.rdp_rank(), replicas)
         own = {key: tensor.chunk(of)[which] for key, tensor in batch(name, step).items()}
-        with cuts_watched(model) as before:
+        with cuts_watched(model) as before, traffic_counted() as counts:
             losses.append(float(train_step(model, own).all_reduce_mean()))
         if step == 0:
             held = max(before) if is_meta else 0
@@ -108,6 +151,7 @@ def train(name: str, keys: dict[str, Any], replicas: int, is_meta: bool = False)
         "state": {key: value.clone() for key, value in state.items()},
         "bytes": sizes,
         "held": max(held, sum(p.numel() for p in model.local_parameters())),
+        "traffic": {kind: max(of_kind.values(), default=0) for kind, of_kind in counts.items()},
         "whole_because": "" if tensor is None else tensor.by_calls_because,
     }
     before = {key: value.clone() for key, value in model.local_state_dict().items() if isinstance(value, torch.Tensor)}
@@ -151,6 +195,7 @@ def compare(case: str, found: dict[str, Any], expected: dict[str, Any]) -> dict[
         "names": list(found["state"]) == list(expected["state"]),
         "bytes": found["bytes"],
         "held": found["held"],
+        "traffic": found["traffic"],
         "whole": sum(v.numel() for v in expected["state"].values()),
         "whole_because": found["whole_because"],
     }
@@ -176,7 +221,7 @@ def main() -> None:
         every: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(every, result)
         result["held"] = max(other["held"] for other in every)
-        for key in ("same", "reload", "bytes"):
+        for key in ("same", "reload", "bytes", "traffic"):
             result[key] = [other[key] for other in every]
         result["names"] = all(other["names"] for other in every)
         results.append(result)

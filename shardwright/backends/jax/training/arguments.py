@@ -19,6 +19,7 @@ def require_supported(plan: Plan) -> None:
     decision = plan.decision
     CAPABILITIES.require_axes({"pp": decision.pp})
     CAPABILITIES.require_on_device(decision.offloaded_units)
+    CAPABILITIES.require_residency(decision.shard, decision.gathered_stages, decision.reduce_after)
 
 
 def loss_scale_rule(plan: Plan, static: Any, dynamic: Any, given: Mapping[str, Any] | None) -> LossScale | None:

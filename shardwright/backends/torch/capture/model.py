@@ -21,6 +21,7 @@ from shardwright.backends.torch.capture import tensor_parallel_marks as marks
 from shardwright.backends.torch.capture.autograd_calls import AutogradQuestions
 from shardwright.backends.torch.capture.batch_dims import Leaf, Sample
 from shardwright.backends.torch.capture.op_schemas import dtype_name
+from shardwright.backends.torch.capture.precision import step_dtype
 from shardwright.backends.torch.capture.recorder import Recorder
 from shardwright.backends.torch.capture.stand_in import (
     fake_like,
@@ -80,6 +81,10 @@ def capture(
     batched = sample if isinstance(sample, Sample) else Sample(sample, batch_dims)
     session = _Session(model, batched, loss, require_loss)
     try:
+        return session.graph(*session.run_fake(torch.bfloat16), capabilities)
+    except (CaptureError, _NeedsValuesError):  # a model that has no such step, or another one then
+        session.compute = None
+    try:
         runs = session.run_fake()
     except _NeedsValuesError as needs:
         runs = session.run_real(needs)
@@ -120,12 +125,21 @@ class _Session:
         """The outcome of branches that random numbers alone decide."""
         self.with_values = False
         """Whether the runs were on real tensors, whose values may have decided which ops were run."""
+        self.compute: torch.dtype | None = None
+        """The dtype in which the second run computes; None: that of the model."""
 
-    def run_fake(self) -> tuple[_Run, _Run]:
+    def run_fake(self, compute: torch.dtype | None = None) -> tuple[_Run, _Run]:
+        """Both runs on fake tensors; the second as a step that computes in ``compute``."""
+        self.compute = compute
         mode = FakeTensorMode(allow_non_fake_inputs=True)
-        with mode:
-            stand_ins = {key: fake_like(tensor) for key, (_, tensor) in self.tensors.items()}
-        return self._both(lambda size: self._run(size, mode, stand_ins, self._fake_leaf))
+
+        def run(size: int) -> _Run:
+            inside = compute if size == SIZES[1] else None
+            with mode:
+                stand_ins = {key: fake_like(tensor, inside) for key, (_, tensor) in self.tensors.items()}
+            return self._run(size, mode, stand_ins, lambda leaf, size: self._fake_leaf(leaf, size, inside))
+
+        return self._both(run)
 
     def run_real(self, needs: _NeedsValuesError) -> tuple[_Run, _Run]:
         """Both runs on a copy with values, on the CPU."""
@@ -176,11 +190,11 @@ class _Session:
             for tensor in self._held()
         )
 
-    def _fake_leaf(self, leaf: Leaf, size: int) -> torch.Tensor:
+    def _fake_leaf(self, leaf: Leaf, size: int, compute: torch.dtype | None = None) -> torch.Tensor:
         shape = list(leaf.tensor.shape)
         if leaf.batch_dim is not None:
             shape[leaf.batch_dim] = size * leaf.rows
-        made = torch.empty(shape, dtype=leaf.tensor.dtype, device="cpu")
+        made = torch.empty(shape, dtype=step_dtype(leaf.tensor.dtype, compute), device="cpu")
         return made.requires_grad_(leaf.tensor.requires_grad)
 
     def _real_leaf(self, leaf: Leaf, size: int) -> torch.Tensor:
@@ -263,24 +277,32 @@ class _Session:
     def graph(self, small: _Run, large: _Run, capabilities: Capabilities) -> Graph:
         """The two runs as one graph. Raises CaptureError where they differ."""
         a = small.recorder
-        aligned = Alignment(a, large.recorder, (small.outputs, large.outputs), SIZES, self.with_values)
-        recorded, values = aligned.ops(), aligned.tensors()
-        ops, tensors, outputs = without_unused(*unflatten_products(recorded, values, small.outputs), small.outputs)
+        returned = small.outputs, large.outputs
+        aligned = Alignment(a, large.recorder, returned, SIZES, self.with_values, self.compute is not None)
         inputs = len(self.sample.leaves)  # inputs, then what the model holds, keep their numbers: see `_name_all`
         parameters = self._parameters(inputs)
-        return Graph(
-            capabilities,
-            type(self.model).__name__,
-            tuple(tensors),
-            tuple(ops),
-            tuple(a.calls),
-            parameters,
-            tuple(range(inputs)),
-            outputs,
-            self.sample.batch,
-            marks.pins(self.model, parameters),
-            memory_traits=TORCH_MEMORY,
-        )
+        pins = marks.pins(self.model, parameters)
+
+        def made(with_casts: bool, known: Graph | None = None) -> Graph:
+            ops, values = aligned.ops(with_casts=with_casts), aligned.tensors(with_casts=with_casts)
+            outputs = aligned.outputs(with_casts=with_casts)
+            ops, tensors, outputs = without_unused(*unflatten_products(ops, values, outputs), outputs)
+            return Graph(
+                capabilities,
+                type(self.model).__name__,
+                tuple(tensors),
+                tuple(ops),
+                tuple(a.calls),
+                parameters,
+                tuple(range(inputs)),
+                outputs,
+                self.sample.batch,
+                pins,
+                memory_traits=TORCH_MEMORY,
+                in_16_bits=known,
+            )
+
+        return made(False, made(True) if aligned.has_casts else None)
 
     def _parameters(self, first: int) -> tuple[Parameter, ...]:
         """The model's parameters, whose values were numbered right after the inputs."""

@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from shardwright.backends.torch.capture.precision import step_dtype
+
 Tensors = Mapping[int, torch.Tensor]
 """The stand-in of each of the model's tensors, by the tensor's id."""
 
@@ -31,10 +33,12 @@ def tensors_of(model: nn.Module) -> dict[int, tuple[str, torch.Tensor]]:
     return found
 
 
-def fake_like(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of the same geometry on the CPU, to be made under a fake tensor mode. The device of the model does not
-    matter to its graph, and a model on the meta device meets inputs that are not."""
-    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+def fake_like(tensor: torch.Tensor, compute: torch.dtype | None = None) -> torch.Tensor:
+    """A tensor of the same geometry on the CPU, to be made under a fake tensor mode; a parameter as a step that
+    computes in ``compute`` takes it. The device of the model does not matter to its graph, and a model on the meta
+    device meets inputs that are not."""
+    dtype = step_dtype(tensor.dtype, compute) if isinstance(tensor, nn.Parameter) else tensor.dtype
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="cpu")
     return _dressed(made, tensor)
 
 

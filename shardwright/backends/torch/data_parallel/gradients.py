@@ -58,12 +58,13 @@ class Gradients:
         self.last_norm: torch.Tensor | None = None
         """The norm of the gradients of the last step, where it was asked for."""
 
-    def begin(self, order: Sequence[str] | None = None) -> Exchange | None:
+    def begin(self, order: Sequence[str] | None = None, reduces_each: bool | None = None) -> Exchange | None:
         """Set aside the gradients that earlier steps accumulated: they are reduced already.
 
         With ``order``, the names of this rank's parameters in the order in which their gradients become whole, returns
         the exchange to tell of that, so that sums over dp begin at once; None where there is nothing to sum. The first
         order that is given is kept: buckets are the same on all replicas, whatever the sizes of their batches.
+        ``reduces_each``: whether gradients leave after each microbatch; None: as the level of sharding has it.
         """
         self._before, self.last_norm = {}, None
         for name, parameter in self.ownership.local_parameters().items():
@@ -76,7 +77,7 @@ class Gradients:
         exchange = self._exchange_of(self._trainable())
         if self.data is not None:
             self.data.tags.begin()
-        exchange.begin(holds_back=self.holds_back or self._has_held_back)
+        exchange.begin(holds_back=self.holds_back or self._has_held_back, each_microbatch=reduces_each)
         self._under_way = True
         return exchange
 

@@ -165,7 +165,8 @@ class Exchange:
         flat: FlatShards | None = None, comm_hook: CommHook | None = None,
     ) -> None:  # fmt: skip
         self._groups, self._watchdog = groups, watchdog
-        self.each_microbatch = flat is not None and flat.level >= GRADIENTS
+        self._divides_gradients = flat is not None and flat.level >= GRADIENTS
+        self.each_microbatch = self._divides_gradients
         self._staying = [] if flat is None else list(filter(flat.stays, flat.groups))
         """The sharded parameters that are whole all through a step, as are their gradients."""
         self.told: Callable[[str], None] = lambda name: None
@@ -198,8 +199,10 @@ class Exchange:
     def _is_active(self) -> bool:
         return self._under_way
 
-    def begin(self, *, holds_back: bool = False) -> None:
-        """Begin a step: gradients are collected from now on. ``holds_back``: none leaves before the end."""
+    def begin(self, *, holds_back: bool = False, each_microbatch: bool | None = None) -> None:
+        """Begin a step: gradients are collected from now on. ``holds_back``: none leaves before the end;
+        ``each_microbatch``: whether they leave after each microbatch, None: where they are divided."""
+        self.each_microbatch = self._divides_gradients and each_microbatch is not False
         for bucket in self._buckets:
             bucket.abandon()
             bucket.present.clear()

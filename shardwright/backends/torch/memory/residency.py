@@ -91,6 +91,16 @@ class Residency:
             if self.frees and not self._users[group] and group not in kept:
                 group.free()
 
+    def hold(self, names: Iterable[str]) -> None:
+        """Begin to gather the parameters of a stage, which stay whole until `let_go`."""
+        for group in self.groups_of(names):
+            self._users[group] = self._users.get(group, 0) + 1
+            group.begin_gather()
+
+    def let_go(self, names: Iterable[str]) -> None:
+        """Free the parameters of a stage that is not needed for now."""
+        self.leave(self.groups_of(names))
+
     def record(self, call: Call, given: Sequence[Any], made: Sequence[torch.Tensor]) -> None:
         """Note a call of a forward pass whose backward pass will come: its hooks gather and free the parameters."""
         if not call.groups or not self.frees:

@@ -1,5 +1,6 @@
 """The run of a divided program under a core schedule: the actions of this rank's stages, in its order."""
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -19,11 +20,12 @@ from shardwright.backends.torch.memory.weight_gradients import collecting, defer
 from shardwright.backends.torch.pipeline.action_times import Recorder
 from shardwright.backends.torch.pipeline.sentinels import Sentinel
 from shardwright.backends.torch.pipeline.stage_replay import Depart, Kept, Means, Replay, StepValues
-from shardwright.backends.torch.pipeline.step_messages import Traffic, microbatch_of
+from shardwright.backends.torch.pipeline.step_messages import COMPUTED, Traffic, microbatch_of
 from shardwright.backends.torch.program.randomness import Streams, kept_generators
 from shardwright.backends.torch.program.stages import Division, Edge
 from shardwright.core.schedule import Schedule
-from shardwright.core.schedule.actions import Action, Kind
+from shardwright.core.schedule.actions import SHARDING, Action, Kind
+from shardwright.core.schedule.passes.sharding import without_idle_gathers
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
 POSTED_AHEAD = 2
@@ -49,6 +51,8 @@ class _Task:
     """Whether it is a forward, and the next action is its backward."""
     ahead: tuple[Message, ...] = ()
     """The receives to post before it runs."""
+    gathers: tuple[Action, ...] = ()
+    """The gathers and frees of stages before it."""
 
     @property
     def key(self) -> tuple[int, int]:
@@ -100,6 +104,9 @@ class Pipeline:
             turns = task.action.kind is Kind.FORWARD and following.action.kind is not Kind.FORWARD
             task.is_followed_by_backward = turns and task.key == following.key
         self._replays = [replays[key] for key in sorted(replays, key=lambda key: key[1])]
+        self.reduces_each: bool | None = None
+        """Whether the schedule sums gradients after each microbatch; None where it does not say."""
+        self._gathers_at_end = self._take_sharding(rank)
         self._closes, self._adds = self._last_uses(), self._uses()
         self.numbers: Sequence[Sequence[Any]] = ((),) * len(self.divisions)
         """The Python values that the program of each microbatch is given."""
@@ -114,6 +121,23 @@ class Pipeline:
         messages = tuple(self.traffic.message(edge, mb, gradient) for edge in edges)
         text = f"stage {action.stage}, action {action.text}, microbatch {mb}"
         return _Task(action, mb, replay, is_split, edges, messages, partial(self._depart, mb, gradient), text)
+
+    def _take_sharding(self, rank: int) -> tuple[Action, ...]:
+        """Give each task the gathers and frees that come before it; returns those behind the last one."""
+        kinds = {*COMPUTED[self.trains], *SHARDING}
+        parts = tuple(part for action in self.schedule.table[rank] for part in action.flat if part.kind in kinds)
+        reductions = Counter(part.stage for part in parts if part.kind is Kind.REDUCE_GRAD)
+        if reductions:
+            self.reduces_each = max(reductions.values()) > 1
+        tasks = iter(self._tasks)
+        pending: list[Action] = []
+        for part in without_idle_gathers(parts):
+            if part.kind.is_compute:
+                next(tasks).gathers = tuple(pending)
+                pending.clear()
+            elif part.kind is not Kind.REDUCE_GRAD:
+                pending.append(part)
+        return tuple(pending)
 
     def open(self, homes: Collection[int]) -> None:
         """Open the ways to other ranks: those of the schedule, and to all ranks from ``homes``, which have results. All
@@ -164,6 +188,7 @@ class Pipeline:
                     self.watchdog.doing(task.text)
                     for message in task.ahead:
                         transport.post(message)
+                    self._gather(task.gathers)
                     arrived = [
                         self._arrivals.pop((edge.index, mb, task.action.kind is not Kind.FORWARD))
                         if message is None
@@ -185,6 +210,7 @@ class Pipeline:
                             self._run(task, inputs[mb], arrived, grad, loss_scales[mb], out, factor)
                     if recorder is not None:
                         recorder.end()
+            self._gather(self._gathers_at_end)
             transport.drain()
         except BaseException as error:
             self.watchdog.note(error)
@@ -233,6 +259,19 @@ class Pipeline:
             self._arrivals[edge.index, mb, gradient] = tensors
         else:
             self.transport.send(message, tensors)
+
+    def _gather(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            names = self._parameters_of(action.stage)
+            if action.kind is Kind.UNSHARD:
+                self.residency.hold(names)
+            else:
+                self.residency.let_go(names)
+
+    def _parameters_of(self, stage: int) -> tuple[str, ...]:
+        """The parameters that a stage uses in any microbatch, by first name, in the order of use."""
+        calls = (call for replay in self._replays if replay.stage == stage for call in replay.calls)
+        return tuple(dict.fromkeys(name for call in calls for name in call.parameters))
 
     def _closing(self, position: int, exchange: Exchange) -> AbstractContextManager[None]:
         names = (self._adds if exchange.each_microbatch else self._closes).get(position)

@@ -3,8 +3,6 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-import torch
-
 from shardwright.backends.torch import CAPABILITIES
 from shardwright.core.errors import MissingCapabilityError, ScheduleError, ShardwrightError
 from shardwright.core.plan.decision import LossScope
@@ -13,9 +11,6 @@ from shardwright.core.schedule import Schedule
 from shardwright.core.schedule.actions import Action
 from shardwright.core.schedule.checks import require_runnable
 from shardwright.core.tables.memory import Recompute
-
-COMPUTE: Mapping[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""The dtype in which the steps of a plan of each precision compute; None: that of the parameters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +81,7 @@ class StageMap:
 def _require_policies(plan: Plan) -> None:
     decision = plan.decision
     CAPABILITIES.require_on_device(decision.offloaded_units)
+    CAPABILITIES.require_residency(decision.shard, decision.gathered_stages, decision.reduce_after)
     if decision.recompute == "selective":
         raise MissingCapabilityError(
             "the plan has recompute='selective', and the torch runtime of this version cannot tell the products of "

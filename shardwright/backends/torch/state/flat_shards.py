@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from shardwright.backends.torch.capture.precision import step_dtype
 from shardwright.backends.torch.compat import all_gather_single
 from shardwright.backends.torch.machine.data_groups import DataGroups, real_entries
 from shardwright.backends.torch.machine.watchdog import Watchdog
@@ -31,13 +32,6 @@ GRADIENTS, PARAMETERS = 2, 3
 
 Values = Callable[[str, torch.Tensor], torch.Tensor]
 """A function of a name and of the parameter, which gives the whole of it."""
-_SINGLE_AND_HALF = (torch.float32, torch.float16, torch.bfloat16)
-
-
-def step_dtype(own: torch.dtype, compute: torch.dtype | None) -> torch.dtype:
-    """The dtype that a step takes a tensor of dtype ``own`` in, where it computes in ``compute``; None: its own. Double
-    precision, complex numbers and integers stay as they are."""
-    return compute if compute is not None and own in _SINGLE_AND_HALF else own
 
 
 class FlatGroup:

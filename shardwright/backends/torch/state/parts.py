@@ -6,7 +6,8 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from shardwright.backends.torch.state.flat_shards import FlatShards, step_dtype
+from shardwright.backends.torch.capture.precision import step_dtype
+from shardwright.backends.torch.state.flat_shards import FlatShards
 from shardwright.backends.torch.state.ownership import Ownership
 from shardwright.backends.torch.state.parameter_shards import Shards
 

@@ -288,7 +288,7 @@ def trace(model: nn.Module, sample: Any, *, asked: tuple[int, ...] | None = None
 class _PartSession(_TracingSession):
     """The session of a part of a model, on tensors as they are inside it."""
 
-    def _fake_leaf(self, leaf: Leaf, size: int) -> torch.Tensor:
+    def _fake_leaf(self, leaf: Leaf, size: int, compute: torch.dtype | None = None) -> torch.Tensor:
         given = leaf.tensor
         made = torch.empty_strided(given.shape, given.stride(), dtype=given.dtype, device="cpu")
         return made.requires_grad_(given.requires_grad)

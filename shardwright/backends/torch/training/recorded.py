@@ -116,7 +116,7 @@ class PreparedRecordedStep:
         if split_model.statistics is not None:
             split_model.statistics.begin()
         training = pipeline.trains
-        exchange = gradients.begin(self.compiled.order) if training else None
+        exchange = gradients.begin(self.compiled.order, pipeline.reduces_each) if training else None
         pipeline.streams.seed, pipeline.numbers = split_model.seed, self.numbers
         recorder = None
         if split_model.recorders is not None:

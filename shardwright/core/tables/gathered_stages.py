@@ -1,0 +1,177 @@
+"""The memory and traffic of stages that a schedule gathers and frees as a whole, and of gradients that it reduces once
+a step: what each rank has of them from action to action.
+
+Parameters of a stage are whole from UNSHARD to RESHARD, its sums of gradients from the first backward to REDUCE_GRAD.
+(Gathers and reductions as actions of a pipeline are those of torch.distributed.pipelining; which schedules they go with
+is the subject of Lamy-Poirier, arXiv 2211.05953.)
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from shardwright.core.cost.unit_work import PRECISION_BYTES
+from shardwright.core.schedule import Schedule
+from shardwright.core.schedule.actions import Action, B, F, I, Kind, W
+from shardwright.core.schedule.passes.sharding import insert_sharding
+from shardwright.core.schedule.peak_memory import walk_activations
+from shardwright.core.tables.gathered_units import gathered_by_unit
+from shardwright.core.tables.memory import named_schedule
+from shardwright.core.tables.rank_tables import RankTables
+from shardwright.core.tables.stage_memory import backward_passes, sharing_before, stage_memories
+from shardwright.core.tables.unit_table import MemoryRequest
+
+
+@lru_cache(maxsize=64)
+def gathering_schedule(
+    name: str, ranks: int, microbatches: int, virtual_stages: int, request: MemoryRequest
+) -> Schedule:
+    """The schedule of a name with the gathers and reductions that a request asks for."""
+    schedule = named_schedule(name, ranks, microbatches, virtual_stages)
+    return insert_sharding(
+        schedule,
+        request.gathered_stages,
+        look_ahead=request.look_ahead,
+        reduce_after="each" if request.reduces_each else "last",
+        weights_read=False,
+    )
+
+
+def most_gathers(table: Sequence[Sequence[Action]]) -> int:
+    """The number of gathers on the rank that has most."""
+    return max(sum(action.kind is Kind.UNSHARD for action in order) for order in table)
+
+
+@lru_cache(maxsize=1024)
+def gathers_per_stage(
+    name: str, ranks: int, microbatches: int, virtual_stages: int, gathered_stages: int, look_ahead: int | None
+) -> float:
+    """The number of times that a stage is gathered in a step, the mean over the stages of the rank that gathers most.
+    Long schedules repeat themselves: beyond a few rounds of the pipeline the number grows evenly."""
+
+    def count(microbatches: int) -> float:
+        schedule = named_schedule(name, ranks, microbatches, virtual_stages)
+        table = insert_sharding(schedule, gathered_stages, look_ahead=look_ahead, weights_read=False).table
+        return most_gathers(table) / virtual_stages
+
+    first, second = 4 * ranks, 5 * ranks
+    if microbatches <= second:
+        return count(microbatches)
+    early, late = count(first), count(second)
+    return late + (late - early) * (microbatches - second) / (second - first)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stage:
+    """The bytes of one stage."""
+
+    activations: int
+    freed_by_input_grad: int
+    whole: int
+    """All its parameters, where the schedule gathers them."""
+    sums: int
+    """All its gradients, where they add up whole."""
+    shard: int
+    """This rank's shard of the sums over replicas."""
+    under_way: int
+    """One bucket of gradients whose sum is under way, with what comes in."""
+    passing: int
+    """What a forward, or an input gradient, holds beside its activations."""
+    weighing: int
+    """What a weight gradient by itself holds beside."""
+    first_backward: int
+    """What a backward holds beside, with the gradients that it is the first to make."""
+    backward: int
+    """What a later one does."""
+
+
+def peaks(
+    ranked: RankTables,
+    starts: Sequence[int],
+    placement: Sequence[int],
+    table: Sequence[Sequence[Action]],
+    request: MemoryRequest,
+) -> list[int]:
+    """The most bytes that every rank holds at once of activations, of what passes hold for a while, of gradients, and
+    of what ``table`` gathers: everything but its shards of parameters and optimizer states, the batch and buffers."""
+    ends = ranked.ends(starts)
+    found = []
+    for rank, order in enumerate(table):
+        held = {stage: ends[stage] for stage, on in enumerate(placement) if on == rank}
+        first = list(dict.fromkeys(p.stage for a in order for p in a.flat if p.kind in (B, W)))
+        found.append(_peak(order, _stages(ranked, rank, held, first, request)))
+    return found
+
+
+def _stages(
+    ranked: RankTables, rank: int, held: Mapping[int, tuple[int, int]], first: Sequence[int], request: MemoryRequest
+) -> dict[int, _Stage]:
+    table, width = ranked.tables[rank], PRECISION_BYTES[request.precision]
+    memories = stage_memories(table, held, first, request.gradient_width)
+    share = 1 - 1 / request.ways
+    found = {}
+    for stage, (a, b) in held.items():
+        units = gathered_by_unit(table, (a, b), request)
+        memory, largest = memories[stage], max(float(table.range_trained[u, u + 1]) for u in range(a, b))
+        # Where gradients are wider than what autograd makes, one unit's are there in both.
+        made = int(largest * width) if width != request.gradient_width else 0
+        first_backward = backward = ranked.gathered_peak(rank, (a, b), request) - memory.activations
+        if not request.reduces_each:
+            added = backward_passes(table, (a, b)) + units[0] + made
+            found_first = table.trained_from(a, b, sharing_before(table, held, first, stage)) * request.gradient_width
+            first_backward = int((added + found_first).max()) - memory.activations
+            again = int(table.range_working_again[a, b] + units[0, -1]) + made
+            backward = max(int(added.max()) - memory.activations, again)
+        found[stage] = _Stage(
+            activations=memory.activations,
+            freed_by_input_grad=memory.freed_by_input_grad,
+            whole=int(table.range_elements[a, b]) * width if request.gathered_stages else 0,
+            sums=0 if request.reduces_each else memory.gradients,
+            shard=-(-memory.gradients // request.ways),
+            under_way=0 if request.reduces_each else int(largest * request.gradient_width * share),
+            passing=memory.working + int(units[0, -1]),
+            weighing=int(units[1].max()) + made,
+            first_backward=first_backward,
+            backward=backward,
+        )
+    return found
+
+
+def _peak(order: Sequence[Action], stages: Mapping[int, _Stage]) -> int:
+    sizes = {at: stage.activations for at, stage in stages.items()}
+    freed = {at: stage.freed_by_input_grad for at, stage in stages.items()}
+    most = whole = 0
+    sums: dict[int, int] = {}
+    shards: dict[int, int] = {}
+    under_way = 0
+    for action, (live, _) in zip(order, walk_activations(order, sizes, freed), strict=True):
+        stage = stages[action.flat[0].stage]
+        if action.kind is Kind.UNSHARD:
+            whole += stage.whole
+        elif action.kind is Kind.RESHARD:
+            whole -= stage.whole
+        elif action.kind is Kind.REDUCE_GRAD:
+            sums.pop(action.stage, None)
+            under_way, shards[action.stage] = stage.under_way, stage.shard
+        beside = 0
+        for part in action.flat:
+            one = stages[part.stage]
+            if part.kind in (F, I):
+                beside += one.passing
+            elif part.kind is W:
+                sums.setdefault(part.stage, one.sums)
+                beside += one.weighing
+            elif part.kind is B:
+                is_first = part.stage not in sums
+                beside += one.first_backward if is_first else one.backward
+                if not one.sums:  # each bucket is added to its shard while the pass runs
+                    shards[part.stage] = one.shard
+        most = max(most, live + beside + whole + sum(sums.values()) + sum(shards.values()) + under_way)
+        for part in action.flat:
+            if part.kind is B:
+                one = stages[part.stage]
+                sums.setdefault(part.stage, one.sums)
+                # The last bucket is on its way when all activations are gone.
+                added = sum(sums.values()) + sum(shards.values())
+                most = max(most, live - one.activations + whole + added + one.under_way)
+    return most
