@@ -15,6 +15,7 @@ from shardwright.core.cluster.collectives import (
     reduce_scatter_s,
     send_s,
 )
+from shardwright.core.cluster.groups import Group
 from shardwright.core.cluster.hardware import Link
 from shardwright.core.errors import ClusterError
 
@@ -45,6 +46,14 @@ def test_worked_example() -> None:
     # 8 ranks, 1 GB: 14 steps of 125 MB at 20 GB/s = 87.5 ms, and 14 latencies of 3 µs.
     assert all_reduce_s(1e9, 8, LINK) == pytest.approx(87.5e-3 + 42e-6)
     assert send_s(20e6, LINK) == pytest.approx(1e-3 + 3e-6)
+
+
+@pytest.mark.parametrize(("ranks", "nodes"), [(2, 1), (8, 1), (8, 2), (6, 6)])
+def test_a_gather_of_the_latency_bytes_spends_half_of_its_time_on_latency(ranks: int, nodes: int) -> None:
+    far = Link("far", bandwidth_bytes_per_s=5e9, latency_s=2e-5, efficiency=0.5)
+    group = Group(ranks, nodes, LINK, far if nodes > 1 else None)
+    assert group.all_gather_s(group.latency_bytes) == pytest.approx(2 * group.all_gather_s(0))
+    assert Group(1, 1, LINK).latency_bytes == 0
 
 
 @pytest.mark.parametrize("collective", COLLECTIVES)

@@ -47,8 +47,19 @@ class Group:
     def _ring_s(self, size_bytes: float) -> float:
         if self.outside is None or self.ranks == 1:
             return collectives.all_gather_s(size_bytes, self.ranks, self.inside)
-        hop = (self.nodes * self.outside.latency_s + (self.ranks - self.nodes) * self.inside.latency_s) / self.ranks
-        return (self.ranks - 1) * (hop + size_bytes / self.ranks / self._bandwidth)
+        return (self.ranks - 1) * (self._hop_s + size_bytes / self.ranks / self._bandwidth)
+
+    @property
+    def latency_bytes(self) -> float:
+        """The size of a gather that spends as long on latency as on bandwidth; 0 for one rank."""
+        return 0.0 if self.ranks == 1 else self.ranks * self._hop_s * self._bandwidth
+
+    @property
+    def _hop_s(self) -> float:
+        """The mean latency of the hops of a ring."""
+        if self.outside is None:
+            return self.inside.latency_s
+        return (self.nodes * self.outside.latency_s + (self.ranks - self.nodes) * self.inside.latency_s) / self.ranks
 
     @property
     def _bandwidth(self) -> float:

@@ -13,7 +13,7 @@ from shardwright.core.plan.sections import section_of
 from shardwright.core.solver.op_layouts import SlotAlternatives
 from shardwright.core.values.fields import Amount, Count
 
-VERSION = 12
+VERSION = 13
 PlanT = TypeVar("PlanT", bound=PlanRecord)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from shardwright.core.cluster.cluster import Cluster
+from shardwright.core.cost.unit_work import PRECISION_BYTES
 from shardwright.core.errors import PlanError
 from shardwright.core.plan.decision import Decision
 from shardwright.core.search.predict import StepModel
@@ -18,6 +19,9 @@ from shardwright.core.tables.rank_tables import RankTables
 from shardwright.core.tables.unit_table import MemoryRequest, UnitTable
 from shardwright.core.values.found_once import found_once
 
+SMALL_SHARE = 16
+"""The part of the largest unit's parameters from which on a unit's are gathered for its passes: smaller ones may stay
+whole, and add little to what is whole anyway."""
 SAFE = 1 - 1e-9
 """The factor that lowers bounds, so that rounding never puts one above what it bounds."""
 
@@ -66,7 +70,21 @@ class Bounds:
         lent = min(unit.idle_lent for table in tables for unit in table.units)
         return lent if lent and self.links.pipelines_share_nodes(shape.mesh) else 0.0
 
-    def memory_request(self, policy: Policy, stages: int, dp: int, microbatches: int) -> MemoryRequest:
+    @found_once
+    def whole_below_bytes(self, shape: Shape, policy: Policy) -> int:
+        """The size of a unit's parameters below which they stay whole all through a step: the latency of their gather
+        is longer than its bytes take, and they are small beside the largest unit's."""
+        if policy.shard < 3 or policy.gathered_stages is not None or not self.tables.graph.memory_traits.gathers_units:
+            return 0
+        units = self._first(shape, policy.recompute).range_elements.diagonal(1)
+        largest = float(units.max()) * PRECISION_BYTES[self.tables.precision]
+        kinds = self.links.alike(shape.mesh)
+        groups = [self.links.shard_groups(shape.mesh, pp, policy.shard_group)[0] for pp, *_ in kinds]
+        return int(min(largest / SMALL_SHARE, *(group.latency_bytes for group in groups)))
+
+    def memory_request(
+        self, policy: Policy, stages: int, dp: int, microbatches: int, whole_below_bytes: int = 0
+    ) -> MemoryRequest:
         """The choices that decide the bytes of a parameter, and of the batch, under a policy."""
         ways = policy.shard_group or dp
         request, traits = self.request, self.tables.graph.memory_traits
@@ -89,6 +107,7 @@ class Bounds:
             policy.gathered_stages,
             policy.look_ahead,
             policy.reduce_after != "last",
+            whole_below_bytes,
         )
 
     @found_once
@@ -125,6 +144,7 @@ class Bounds:
             sequence_parallel=self.tables.sequence_parallel(tp),
             gradient_precision=request.gradient_precision,
             placement_order=shape.order,
+            whole_below_bytes=self.whole_below_bytes(shape, policy),
         )
 
     # Bounds ------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from shardwright.core.schedule import Schedule
 from shardwright.core.schedule.actions import Action, B, F, I, Kind, W
 from shardwright.core.schedule.passes.sharding import insert_sharding
 from shardwright.core.schedule.peak_memory import walk_activations
+from shardwright.core.tables.gathered_units import gathered_by_unit
 from shardwright.core.tables.memory import named_schedule
 from shardwright.core.tables.rank_tables import RankTables
 from shardwright.core.tables.stage_memory import backward_passes, sharing_before, stage_memories
@@ -110,7 +111,7 @@ def _stages(
     share = 1 - 1 / request.ways
     found = {}
     for stage, (a, b) in held.items():
-        units = ranked.gathered_by_unit(rank, (a, b), request)
+        units = gathered_by_unit(table, (a, b), request)
         memory, largest = memories[stage], max(float(table.range_trained[u, u + 1]) for u in range(a, b))
         # Where gradients are wider than what autograd makes, one unit's are there in both.
         made = int(largest * width) if width != request.gradient_width else 0

@@ -4,7 +4,7 @@ import itertools
 from bisect import bisect_right
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import zip_longest
 
 import numpy as np
@@ -15,6 +15,7 @@ from shardwright.core.cost.unit_work import PRECISION_BYTES
 from shardwright.core.errors import PlanError
 from shardwright.core.partition.exact import Matrix, min_max_cut, spread_cut
 from shardwright.core.schedule import StageCosts
+from shardwright.core.tables.gathered_units import gathered_by_unit, staying_bytes
 from shardwright.core.tables.memory import MemoryUse, collectives_s, state_bytes, update_bytes
 from shardwright.core.tables.unit_table import MemoryRequest, UnitTable
 from shardwright.core.values.found_once import found_once
@@ -219,7 +220,9 @@ class RankTables:
         held = self._held(tuple(starts), tuple(placement), summed=request.is_replicated, again=request.microbatches > 1)
         activations = [of_rank.kept * count for count, of_rank in zip(live, held, strict=True)]
         buffers = self.buffers(starts, placement, request)
-        for count, own, kept, beside in zip(live, held, activations, buffers, strict=True):
+        stages = [[e for e, on in zip(self.ends(starts), placement, strict=True) if on == r] for r in range(self.ranks)]
+        staying = list(map(partial(staying_bytes, request=request), self.tables, stages))
+        for count, own, kept, beside, whole in zip(live, held, activations, buffers, staying, strict=True):
             parameters, gradients, states = state_bytes(
                 own.elements,
                 request.precision,
@@ -233,7 +236,7 @@ class RankTables:
             )
             found.append(
                 MemoryUse(
-                    parameters,
+                    parameters + whole,
                     gradients,
                     states,
                     kept,
@@ -284,7 +287,7 @@ class RankTables:
         """The most bytes that every rank has whole for a while of what is sharded: of units (`gathered_by_unit`), of as
         many stages as may be gathered at once, and of all gradients where they add up whole."""
         stages = list(zip(placement, self.ends(starts), strict=True))
-        units = [int(self.gathered_by_unit(rank, ends, request).sum(0).max()) for rank, ends in stages]
+        units = [int(gathered_by_unit(self.tables[rank], ends, request).sum(0).max()) for rank, ends in stages]
         width, found = PRECISION_BYTES[request.precision], []
         for rank, table in enumerate(self.tables):
             most = max(m for m, at in zip(units, placement, strict=True) if at == rank)
@@ -297,24 +300,10 @@ class RankTables:
             found.append(most)
         return found
 
-    def gathered_by_unit(self, rank: int, ends: tuple[int, int], request: MemoryRequest) -> NDArray[np.float64]:
-        """The bytes of sharded parameters, and of gradients, that are whole at the backward of each unit of a stage: of
-        the unit, of the one before, whose parameters are gathered ahead, and of the one behind, whose gradients are on
-        their way to the ranks that keep their sums."""
-        table, units = self.tables[rank], np.arange(*ends)
-        if not request.gathers_units or request.shard < 2 or request.ways == 1:
-            return np.zeros((2, len(units)))
-        by_unit = request.shard == 3 and request.gathered_stages is None
-        held = np.pad(table.range_elements[units, units + 1], 1) * by_unit
-        trained = np.pad(table.range_trained[units, units + 1], (0, 1))
-        width, sent = PRECISION_BYTES[request.precision], request.gradient_width * (2 - 1 / request.ways)
-        gradients = np.maximum(trained[:-1] * width + trained[1:] * sent, trained[:-1] * sent) * request.reduces_each
-        return np.stack([width * (held[:-2] + held[1:-1] + held[2:]), gradients])
-
     def gathered_peak(self, rank: int, ends: tuple[int, int], request: MemoryRequest) -> int:
         """The most bytes of one microbatch's passes over a stage with what is gathered unit by unit."""
         table, (first, end) = self.tables[rank], ends
-        gathered = self.gathered_by_unit(rank, ends, request)  # activations are freed while gradients are made
+        gathered = gathered_by_unit(table, ends, request)  # activations are freed while gradients are made
         saved = table.range_kept[first, first + 1 : end + 1]
         beside = table.beside_bytes[first:end] + table.tie_sums(first, end)
         backward = saved + beside + table.given_bytes(first, end) + gathered.sum(0)

@@ -430,6 +430,8 @@ class MemoryRequest:
     """The number of these that may be gathered ahead; None: all but one."""
     reduces_each: bool = True
     """Whether divided gradients are summed after each microbatch, so that none adds up whole."""
+    whole_below_bytes: int = 0
+    """The choice of the same name in `Decision`."""
 
     @property
     def divides_gradients(self) -> bool:

@@ -13,6 +13,7 @@ from shardwright.core.cluster.hardware import load_profile
 from shardwright.core.errors import PlanError
 from shardwright.core.schedule import Action
 from shardwright.core.schedule.peak_memory import StageMemory, peak_below_sum, peak_live
+from shardwright.core.search.bounds import SMALL_SHARE
 from shardwright.core.tables.cost_tables import CostTables, Place
 from shardwright.core.tables.memory import MemoryUse
 from tests.core.toy import decoder
@@ -185,6 +186,25 @@ def test_gradients_that_are_summed_over_replicas_take_a_bucket_more(bucket_bytes
         )
         assert two.buffers_bytes == alone.buffers_bytes + min(size, alone.gradients_bytes)
         assert two.total_bytes == alone.total_bytes + min(size, alone.gradients_bytes)
+
+
+def test_small_units_stay_whole_under_shard_3() -> None:
+    """Layers that are small beside the embedding, and whose gather costs its latency alone, are whole all through a
+    step, as are their gradients."""
+    graph = decoder(layers=4, hidden=32, vocabulary=8192)
+    able = replace(graph, memory_traits=MemoryTraits(gathers_units=True))
+    fixed = {"microbatch": 1, "pp": 1, "tp": 1, "dp": 4, "precision": "bf16", "recompute": "none", "batch": 4}
+    cluster, ways = Cluster("a100-80gb", devices_per_node=4), 4
+    plans = {shard: sw.plan(able, cluster, shard=shard, **fixed) for shard in (2, 3)}
+    plain = sw.plan(graph, cluster, shard=3, **fixed)  # of a runtime that gathers as it likes
+    assert [plan.decision.whole_below_bytes for plan in (plans[2], plain)] == [0, 0]
+    units = [plans[3].costs.classes[held].trained_elements for held in plans[3].costs.unit_classes]
+    below = plans[3].decision.whole_below_bytes
+    assert below == int(min(2 * max(units) / SMALL_SHARE, cluster.group(range(ways)).latency_bytes))
+    small = [elements for elements in units if 2 * elements < below]
+    assert len(small) == 4 < len(units)
+    more = plans[3].predicted.memory[0].parameters_bytes - plain.predicted.memory[0].parameters_bytes
+    assert more == int(sum(small) * (2 + 2) * (1 - 1 / ways))
 
 
 def test_what_fits_by_the_order_of_a_step_alone_is_planned() -> None:

@@ -6,7 +6,7 @@ Prints `ok NAME` for each; a failure ends the launch.
 import contextlib
 import copy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -311,6 +311,41 @@ def unusual_parameters_have_their_gradients() -> None:
     trains_as_plain("in 16 bits", plain, x, {"relative": 2e-2, "absolute": 2e-3}, bf16=True, shard=3)
 
 
+def small_parameters_are_gathered_once_a_step() -> None:
+    """The norm at the end stays whole: one gather and one sum of it a step, however many microbatches there are."""
+    torch.manual_seed(0)
+    x, small = torch.randn(16, 64), 2 * 64
+    for microbatches in (1, 4):
+        torch.manual_seed(1)
+        plain = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)), nn.LayerNorm(64), Squared())
+        sw.init({"microbatches": microbatches, "ddp": True, "shard": 3, "wait_timeout_s": 60.0})
+        model, sent = sw.DistributedModel(copy.deepcopy(plain)), list[int]()
+        for _ in range(2):
+            with noted_messages(sent):
+                mean_step(model, x.chunk(2)[sw.rdp_rank()])
+        for part in x.chunk(2 * microbatches):
+            (plain(part) / microbatches).backward()
+        Comparison("small").gradients(
+            whole_gradients(model), {n: p.grad for n, p in plain.named_parameters()}
+        ).require()
+        flat = model.runtime.split_model.parts.flat
+        assert [group.names for group in filter(flat.stays, flat.groups)] == [("3.weight", "3.bias")]
+        assert sent.count(small // 2) == 2 * 2, sent
+        assert len(sent) > 2 * 2 + 2 * 3 * microbatches
+        sw.shutdown()
+
+
+@contextlib.contextmanager
+def noted_messages(sent: list[int]) -> Iterator[None]:
+    """In here ``sent`` gets the number of entries of every message to the other replica."""
+    with pytest.MonkeyPatch.context() as patch:
+        send = dist.isend
+        patch.setattr(
+            dist, "isend", lambda tensor, *args, **how: (sent.append(tensor.numel()), send(tensor, *args, **how))[1]
+        )
+        yield
+
+
 def a_replica_without_gradients_goes_on_with_the_others() -> None:
     """Its samples count nothing in a step whose gradients are held back, and then in one that sums them."""
     for given in ({}, {"shard": 2}, {"shard": 3}):
@@ -345,6 +380,7 @@ CHECKS: tuple[Callable[[], None], ...] = (
     several_steps_are_summed_at_once,
     what_is_held_back_goes_with_zero_grad_and_ranks_agree_on_it,
     unusual_parameters_have_their_gradients,
+    small_parameters_are_gathered_once_a_step,
     a_replica_without_gradients_goes_on_with_the_others,
 )
 

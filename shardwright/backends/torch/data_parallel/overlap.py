@@ -167,6 +167,8 @@ class Exchange:
         self._groups, self._watchdog = groups, watchdog
         self._divides_gradients = flat is not None and flat.level >= GRADIENTS
         self.each_microbatch = self._divides_gradients
+        self._staying = [] if flat is None else list(filter(flat.stays, flat.groups))
+        """The sharded parameters that are whole all through a step, as are their gradients."""
         self.told: Callable[[str], None] = lambda name: None
         group_of = flat.group_of if flat is not None and flat.is_shared else {}
         sharded = dict.fromkeys(group_of[name] for name in order if name in group_of)
@@ -252,9 +254,8 @@ class Exchange:
         closed = [name for name in names if name in self._bucket_of]
         if self.each_microbatch and not self._holds_back:
             wanted = {id(self._bucket_of[name]) for name in closed}
-            self._queue = [
-                (b, set(b.names) & set(closed)) for b in self._buckets if id(b) in wanted and b.group is not None
-            ]
+            leaving = [b for b in self._buckets if b.group is not None and b.group not in self._staying]
+            self._queue = [(b, set(b.names) & set(closed)) for b in leaving if id(b) in wanted]
         self._expected, self._came = set(closed) if hooked else set(), set()
         try:
             yield

@@ -59,11 +59,13 @@ class Residency:
         """The call that it comes to next."""
 
     def groups_of(self, names: Iterable[str]) -> tuple[FlatGroup, ...]:
-        """The groups that some parameters lie in, by first name."""
+        """The groups that some parameters lie in, by first name, but for those that stay whole all through a step where
+        others are freed."""
         if self.flat is None:
             return ()
         known = self.flat.group_of
-        return tuple(dict.fromkeys(known[name] for name in names if name in known))
+        found = dict.fromkeys(known[name] for name in names if name in known)
+        return tuple(group for group in found if not self.flat.stays(group))
 
     def name_of(self, parameter: torch.Tensor) -> str | None:
         """The first name of a parameter; None for a tensor that is none of the model's."""
@@ -140,7 +142,7 @@ class Residency:
             self._backward, self._following = [], None
             if self.frees and self.flat is not None:
                 for group in self.flat.groups:
-                    if not self._users.get(group):
+                    if group.frees and not self._users.get(group):
                         group.free()
 
     def reset(self) -> None:

@@ -22,7 +22,8 @@ from shardwright.backends.torch.state.ownership import Ownership
 from shardwright.core.errors import ShardwrightError
 
 LEAST_GROUP_BYTES = 16 * 1024
-"""The size from which the parameters of a module call are a group of their own."""
+"""The size from which the parameters of a module call are a group of their own; smaller ones go with the next call's,
+unless they stay whole in a step."""
 LOOKED_AT_FIRST, LOOKED_AT_EVERY = 6, 100
 """The number of times, and then every how many times, that whole data is compared with the shard when it is freed."""
 GRADIENTS, PARAMETERS = 2, 3
@@ -38,7 +39,7 @@ class FlatGroup:
 
     Args:
         parameters: by first name; from now on their data is this rank's piece.
-        frees: whether the gathered buffer has memory only while it is used.
+        frees: whether the gathered buffer has memory only while it is used; else it has all the time.
         compute: the dtype of the gathered buffer, in which steps compute.
         dtype: the dtype of the shard.
         number: the number of the group on this rank, which is that of every rank that shares it.
@@ -241,13 +242,15 @@ class FlatShards:
         apart: names that are groups of their own, which other pipeline ranks shard alike.
         whole: whether each parameter is to lie whole on one rank, for the sake of the optimizer.
         compute: the dtype in which steps compute with parameters of floating point; None: their own.
+        whole_below_bytes: at level 3, the size of a group below which it stays whole all through a step, as do its
+            gradients.
         values: gives the whole of a parameter, which may have no memory yet.
     """
 
     def __init__(
         self, ownership: Ownership, groups: DataGroups, watchdog: Watchdog, level: int,
         calls: Sequence[Sequence[str]], apart: frozenset[str], whole: bool, compute: torch.dtype | None,
-        values: Values = lambda _, parameter: parameter,
+        values: Values = lambda _, parameter: parameter, whole_below_bytes: int = 0,
     ) -> None:  # fmt: skip
         self.ownership, self.data, self.watchdog, self.level = ownership, groups, watchdog, level
         self.holds_whole_parameters, self.compute = whole, compute
@@ -256,17 +259,30 @@ class FlatShards:
         local = ownership.local_parameters()
         layout = FlatLayout.whole_parameters if whole else FlatLayout.cut
         frozen = {name for name, p in local.items() if not p.requires_grad}
-        for names in _grouped(local, calls, apart, frozen if level < PARAMETERS and compute is None else set()):
+        left_out = frozen if level < PARAMETERS and compute is None else set[str]()
+        grouped = _grouped(local, calls, apart, left_out)
+        small = [names for names in grouped if level == PARAMETERS and apart.isdisjoint(names)
+                 and self._step_bytes(local, names) < whole_below_bytes]  # fmt: skip
+        staying = _of_one_kind(local, [name for names in small for name in names])
+        for names in (*staying, *(names for names in grouped if names not in small)):
             members = {name: local[name] for name in names}
             sizes = [p.numel() for p in members.values()]
             own = next(iter(members.values())).dtype
             inside = step_dtype(own, compute)
             trains = next(iter(members.values())).requires_grad
             between = torch.float32 if compute is not None and inside is compute and trains else own
-            number, frees = len(self.groups), level == PARAMETERS
+            number, frees = len(self.groups), level == PARAMETERS and names not in staying
             group = FlatGroup(members, layout(sizes, groups.ways), groups, frees, inside, between, number, values)
             self.groups.append(group)
             self.group_of |= dict.fromkeys(names, group)
+
+    def _step_bytes(self, local: Mapping[str, nn.Parameter], names: Sequence[str]) -> int:
+        """The bytes of parameters in the dtype of steps."""
+        return sum(local[n].numel() * step_dtype(local[n].dtype, self.compute).itemsize for n in names)
+
+    def stays(self, group: FlatGroup) -> bool:
+        """Whether a group is whole all through a step where others are gathered for each call."""
+        return self.level == PARAMETERS and not group.frees
 
     @property
     def is_shared(self) -> bool:
@@ -281,6 +297,8 @@ class FlatShards:
             group.enter_step()
             if not group.frees:
                 group.begin_gather()
+        for group in filter(self.stays, self.groups):
+            group.gather(self.watchdog)
 
     def end_step(self) -> None:
         """Give every parameter its piece again. Raises as `FlatGroup.free`."""

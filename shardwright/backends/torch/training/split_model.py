@@ -245,9 +245,11 @@ class SplitModel:
             ]
         apart = frozenset(name for name, _ in self.ownership.ties)
         values = (lambda _, parameter: parameter) if self.awaited is None else self.awaited.value
+        plan = self.stage_map.plan
         flat = FlatShards(
-            self.ownership, data, self.watchdog, level, calls, apart, any(asked), self.parts.compute, values
-        )
+            self.ownership, data, self.watchdog, level, calls, apart, any(asked), self.parts.compute, values,
+            0 if plan is None else plan.decision.whole_below_bytes,
+        )  # fmt: skip
         self.awaited = None
         self.parts.flat = self.residency.flat = flat
         if level:
