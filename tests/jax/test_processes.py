@@ -42,9 +42,10 @@ TWO_SLOW = [
     Case("chain", 2, 2, schedule="gpipe", recompute="full"),
     Case("chain", 2, 2, schedule="zbv", virtual_stages=2),
 ]
-FOUR = [Case("gpt2", 4, schedule="zb-h1"), Case("t5", 4)]
+FOUR = [Case("gpt2", 4, schedule="zb-h1"), Case("chain", 4)]  # whose first value goes to every stage, as in T5
 FOUR_SLOW = [
     Case("gpt2", 4),
+    Case("t5", 4),
     Case("t5", 4, schedule="zb-h1"),
     Case("gpt2", 2, 2, schedule="zb-h1"),
     Case("chain", 2, 2, shard=3),
