@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import jax
@@ -55,10 +56,12 @@ def plain_loss(model: Chain, batch: dict[str, jax.Array]) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(model(batch["x"]), batch["y"]).mean()
 
 
+@cache
 def maker(blocks: int, dropout: float = 0.0) -> Callable[[], Chain]:
     return lambda: Chain(blocks, nnx.Rngs(1), dropout)
 
 
+@cache
 def graph_of(create: Callable[[], nnx.Module], loss: Callable[..., Any] = plain_loss) -> Graph:
     sample = {name: jax.ShapeDtypeStruct((BATCH, LENGTH), jnp.int32) for name in ("x", "y")}
     return sw.capture(nnx.eval_shape(create), sample, loss)

@@ -4,6 +4,7 @@ Beside the planner's own plans there are some with the tensor layouts that a lar
 """
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import jax
@@ -28,6 +29,7 @@ def create() -> gpt2_flax.GPT2:
     return gpt2_flax.create(CONFIG, seed=3)
 
 
+@cache
 def gpt2_graph() -> Graph:
     sample = {"input_ids": jax.ShapeDtypeStruct((BATCH, LENGTH), jnp.int32)}
     return sw.capture(nnx.eval_shape(create), sample, gpt2_flax.next_token_loss)

@@ -123,6 +123,7 @@ def test_one_program_keeps_nothing_of_what_it_computes_again(recompute: str) -> 
     assert held[0] - held[1] > 0.75 * (plans[0] - plans[1]) > 0.25 * held[0]
 
 
+@pytest.mark.usefixtures("quick_compilation")
 def test_units_keep_what_the_runtime_hands_from_forward_to_backward() -> None:
     """Every unit as a stage: residuals and arrivals of the compiled backward."""
     assert graph().footprints
@@ -140,6 +141,7 @@ def test_units_keep_what_the_runtime_hands_from_forward_to_backward() -> None:
         assert kept == pytest.approx(fixed + each * MICROBATCH, rel=1e-3)  # single numbers: counts, weights of the loss
 
 
+@pytest.mark.usefixtures("quick_compilation")
 def test_stages_in_16_bits_keep_what_the_plan_counts() -> None:
     """Attention keeps its scores in float32 all the same; the parameters of a step are beside those of the state."""
     plan, train, state, batch = training(pp=2, schedule="gpipe", precision="bf16")
@@ -202,6 +204,7 @@ def test_one_program_of_large_weights_takes_what_the_plan_says(dp: int, shard: i
         assert 0.98 * found <= before <= 1.03 * found
 
 
+@pytest.mark.usefixtures("quick_compilation")
 def test_neighbours_in_one_stage_keep_what_passes_between_them_once() -> None:
     """A layer for itself keeps what enters it and what its relu makes of that; together, the latter alone."""
 
@@ -260,6 +263,7 @@ def test_what_a_model_computes_in_16_bits_is_counted_as_it_is() -> None:
     assert max(each.wide_share for each in graph().footprints) > 0.8
 
 
+@pytest.mark.usefixtures("quick_compilation")
 def test_the_memory_of_stages_in_one_program_is_refused_by_name() -> None:
     plan, _, _, batch = training(pp=2, schedule="gpipe")
     train = sw.train_step(

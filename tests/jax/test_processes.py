@@ -53,9 +53,10 @@ WIDE_SLOW = [
     Case("chain", 2, 4, shard=3, shard_group=2, spans=True),
     Case("overflow", 2, 4, shard=3, shard_group=2, precision="fp16", spans=True),
 ]
-FOUR = [Case("gpt2", 4, schedule="zb-h1"), Case("t5", 4)]
+FOUR = [Case("gpt2", 4, schedule="zb-h1"), Case("chain", 4)]  # whose first value goes to every stage, as in T5
 FOUR_SLOW = [
     Case("gpt2", 4),
+    Case("t5", 4),
     Case("t5", 4, schedule="zb-h1"),
     Case("gpt2", 2, 2, schedule="zb-h1"),
     Case("chain", 2, 2, shard=3),

@@ -14,9 +14,10 @@ from shardwright.core.search.request import VIRTUAL_STAGES, Request
 from shardwright.core.search.space import RECOMPUTES, Pipelining, Policy, Shape
 from shardwright.core.tables.cost_tables import CostTables, Place
 from shardwright.core.tables.memory import Recompute
+from shardwright.core.tables.memory_request import MemoryRequest
 from shardwright.core.tables.mesh_links import Links
 from shardwright.core.tables.rank_tables import RankTables
-from shardwright.core.tables.unit_table import MemoryRequest, UnitTable
+from shardwright.core.tables.unit_table import UnitTable
 from shardwright.core.values.found_once import found_once
 
 SMALL_SHARE = 16

@@ -9,7 +9,8 @@ from shardwright.core.model.fold import Folded
 from shardwright.core.partition.partitioners import Units, paths_of
 from shardwright.core.partition.tasks import Tasks, op_tasks
 from shardwright.core.tables.memory import kept_bytes
-from shardwright.core.tables.unit_table import MemoryRequest, UnitTable
+from shardwright.core.tables.memory_request import MemoryRequest
+from shardwright.core.tables.unit_table import UnitTable
 
 
 def partition_input(

@@ -11,8 +11,8 @@ from shardwright.core.rules.pins import pins_of
 from shardwright.core.search.partition_input import partition_input
 from shardwright.core.tables.cost_tables import CostTables
 from shardwright.core.tables.memory import live_microbatches
+from shardwright.core.tables.memory_request import MemoryRequest
 from shardwright.core.tables.mesh_links import Links
-from shardwright.core.tables.unit_table import MemoryRequest
 
 
 @dataclass(frozen=True, slots=True)

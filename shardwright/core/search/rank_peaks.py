@@ -10,9 +10,9 @@ from shardwright.core.schedule.peak_memory import peak_below_sum
 from shardwright.core.search.space import splits_backward
 from shardwright.core.tables.gathered_stages import gathering_schedule, peaks
 from shardwright.core.tables.memory import MemoryUse, live_bytes, named_schedule
+from shardwright.core.tables.memory_request import MemoryRequest
 from shardwright.core.tables.rank_tables import RankTables
 from shardwright.core.tables.stage_memory import stage_memories
-from shardwright.core.tables.unit_table import MemoryRequest
 
 
 def by_stage(

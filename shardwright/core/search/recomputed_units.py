@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 
 from shardwright.core.plan.decision import Decision
 from shardwright.core.tables.memory import MemoryUse
+from shardwright.core.tables.memory_request import MemoryRequest
 from shardwright.core.tables.rank_tables import RankTables
-from shardwright.core.tables.unit_table import MemoryRequest
 
 MOST_GIVEN_UP = 3
 """The most kept units of each stage that may give their memory to activations on the way to the host or back."""

@@ -19,8 +19,8 @@ from shardwright.core.search.request import Request
 from shardwright.core.search.space import Pipelining, Policy, Shape, require_starts, splits_backward
 from shardwright.core.tables.cost_tables import CostTables
 from shardwright.core.tables.memory import STAYING, MemoryUse, live_microbatches
+from shardwright.core.tables.memory_request import MemoryRequest
 from shardwright.core.tables.rank_tables import RankTables
-from shardwright.core.tables.unit_table import MemoryRequest
 
 
 @dataclass(frozen=True, slots=True)

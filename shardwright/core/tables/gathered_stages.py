@@ -15,11 +15,11 @@ from shardwright.core.schedule import Schedule
 from shardwright.core.schedule.actions import Action, B, F, I, Kind, W
 from shardwright.core.schedule.passes.sharding import insert_sharding
 from shardwright.core.schedule.peak_memory import walk_activations
-from shardwright.core.tables.gathered_units import gathered_by_unit
+from shardwright.core.tables.gathered_units import gathered_by_unit, gathered_peak
 from shardwright.core.tables.memory import named_schedule
+from shardwright.core.tables.memory_request import MemoryRequest
 from shardwright.core.tables.rank_tables import RankTables
 from shardwright.core.tables.stage_memory import backward_passes, sharing_before, stage_memories
-from shardwright.core.tables.unit_table import MemoryRequest
 
 
 @lru_cache(maxsize=64)
@@ -115,7 +115,7 @@ def _stages(
         memory, largest = memories[stage], max(float(table.range_trained[u, u + 1]) for u in range(a, b))
         # Where gradients are wider than what autograd makes, one unit's are there in both.
         made = int(largest * width) if width != request.gradient_width else 0
-        first_backward = backward = ranked.gathered_peak(rank, (a, b), request) - memory.activations
+        first_backward = backward = gathered_peak(table, (a, b), request) - memory.activations
         if not request.reduces_each:
             added = backward_passes(table, (a, b)) + units[0] + made
             found_first = table.trained_from(a, b, sharing_before(table, held, first, stage)) * request.gradient_width

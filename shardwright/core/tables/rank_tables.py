@@ -15,9 +15,10 @@ from shardwright.core.cost.unit_work import PRECISION_BYTES
 from shardwright.core.errors import PlanError
 from shardwright.core.partition.exact import Matrix, min_max_cut, spread_cut
 from shardwright.core.schedule import StageCosts
-from shardwright.core.tables.gathered_units import gathered_by_unit, staying_bytes
+from shardwright.core.tables.gathered_units import most_gathered, staying_bytes
 from shardwright.core.tables.memory import MemoryUse, collectives_s, state_bytes, update_bytes
-from shardwright.core.tables.unit_table import MemoryRequest, UnitTable
+from shardwright.core.tables.memory_request import MemoryRequest
+from shardwright.core.tables.unit_table import UnitTable
 from shardwright.core.values.found_once import found_once
 
 EVEN_SHARE = 1.15
@@ -272,7 +273,10 @@ class RankTables:
         if request.stages_are_programs and request.shard == 3:
             whole = self._gathering(starts, placement, request)
             working = [max(own, more) for own, more in zip(working, whole, strict=True)]
-        return [own + more for own, more in zip(working, self.gathered(starts, placement, request), strict=True)]
+        stages = list(zip(placement, self.ends(starts), strict=True))
+        for rank, table in enumerate(self.tables):
+            working[rank] += most_gathered(table, [ends for on, ends in stages if on == rank], request)
+        return working
 
     def _gathering(self, starts: Sequence[int], placement: Sequence[int], request: MemoryRequest) -> list[int]:
         """The most bytes that passes of compiled stages hold on every rank where parameters are sharded."""
@@ -282,32 +286,6 @@ class RankTables:
             waiting = 0 if request.is_one_program else table.found_bytes * int(table.range_trained[a, b])
             found[rank] = max(found[rank], table.gathering(a, b, width) + waiting)
         return found
-
-    def gathered(self, starts: Sequence[int], placement: Sequence[int], request: MemoryRequest) -> list[int]:
-        """The most bytes that every rank has whole for a while of what is sharded: of units (`gathered_by_unit`), of as
-        many stages as may be gathered at once, and of all gradients where they add up whole."""
-        stages = list(zip(placement, self.ends(starts), strict=True))
-        units = [int(gathered_by_unit(self.tables[rank], ends, request).sum(0).max()) for rank, ends in stages]
-        width, found = PRECISION_BYTES[request.precision], []
-        for rank, table in enumerate(self.tables):
-            most = max(m for m, at in zip(units, placement, strict=True) if at == rank)
-            held = [ends for on, ends in stages if on == rank]
-            if request.gathered_stages is not None:
-                sizes = sorted((int(table.range_elements[ends]) for ends in held), reverse=True)
-                most += width * sum(sizes[: request.gathered_stages])
-            if request.shard >= 2 and not request.reduces_each:
-                most += sum(int(table.range_trained[ends]) for ends in held) * (width + request.gradient_width)
-            found.append(most)
-        return found
-
-    def gathered_peak(self, rank: int, ends: tuple[int, int], request: MemoryRequest) -> int:
-        """The most bytes of one microbatch's passes over a stage with what is gathered unit by unit."""
-        table, (first, end) = self.tables[rank], ends
-        gathered = gathered_by_unit(table, ends, request)  # activations are freed while gradients are made
-        saved = table.range_kept[first, first + 1 : end + 1]
-        beside = table.beside_bytes[first:end] + table.tie_sums(first, end)
-        backward = saved + beside + table.given_bytes(first, end) + gathered.sum(0)
-        return int(max(backward.max(), saved[-1] + table.range_working[first, end] + gathered[0, -1]))
 
     @found_once
     def _held(self, starts: tuple[int, ...], placement: tuple[int, ...], *, summed: bool, again: bool) -> list["_Held"]:

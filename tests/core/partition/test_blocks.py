@@ -15,8 +15,8 @@ from shardwright.core.partition.partitioners import PARTITIONERS, judge
 from shardwright.core.partition.tasks import Tasks
 from shardwright.core.search.partition_input import partition_input
 from shardwright.core.tables.cost_tables import CostTables
+from shardwright.core.tables.memory_request import MemoryRequest
 from shardwright.core.tables.mesh_links import Links
-from shardwright.core.tables.unit_table import MemoryRequest
 from tests.core.toy import Builder, decoder
 
 ROOMY = 1 << 62

@@ -13,8 +13,8 @@ from shardwright.core.model.fold import fold
 from shardwright.core.model.graph import Graph
 from shardwright.core.schedule.actions import B, F, I, W
 from shardwright.core.tables.cost_tables import CostTables, Place
+from shardwright.core.tables.memory_request import MemoryRequest
 from shardwright.core.tables.rank_tables import UNCOUNTED_BYTES, RankTables
-from shardwright.core.tables.unit_table import MemoryRequest
 from tests.core.toy import decoder
 
 WIDTH, MIB = 4, 2**20

@@ -5,6 +5,7 @@ Usage: tensor_parallel.py OUT.json MODEL...; the model `compiled` is GPT-2 with 
 """
 
 import sys
+from functools import cache
 from typing import Any
 
 import torch
@@ -32,17 +33,33 @@ CASES = {"least memory": (1.01, 1e-9), "more memory": (1.3, 1e-9), "slow links":
 """How much of the lightest layouts' memory a rank may hold, and what a message costs."""
 
 
+@cache
+def traced_of(name: str) -> Traced:
+    """A model recorded once for all cases."""
+    return trace(build(name), sample_of(name))
+
+
+def sample_of(name: str) -> dict[str, torch.Tensor]:
+    return {key: tensor[:SAMPLES] for key, tensor in batch(name, 0).items()}
+
+
 def layouts_of(traced: Traced, ranks: int, slack: float, latency_s: float) -> tuple[UnitLayout, ...]:
+    """Solved on the first rank, for all."""
+    realised = [realised_units(traced, ranks, slack, latency_s) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(realised)
+    return of_realised(traced.graph, realised[0])
+
+
+def realised_units(traced: Traced, ranks: int, slack: float, latency_s: float) -> list[Any]:
     folded, counter = fold(traced.graph), WorkCounter(traced.graph)
     axis = AxisCost("tp", ranks, 2e11, latency_s)
     setting = Setting((axis,), flops_per_s=4e10, memory_bytes_per_s=1.5e9, batch=SAMPLES, precision="fp32")
     limit = slack * lightest_bytes(folded, setting, counter)
     found = solve(folded, setting, memory_limit_bytes=limit, counter=counter)
-    realised = [
+    return [
         UnitProgram.of(folded.graph, folded.units[a.like.unit], a.like, "").on(folded.graph, unit, "tp", ranks)
         for unit, a in zip(folded.units, found.units, strict=True)
     ]
-    return of_realised(traced.graph, realised)
 
 
 def planned_bytes(layouts: tuple[UnitLayout, ...], traced: Traced, ranks: int) -> dict[str, float]:
@@ -76,8 +93,7 @@ def put_pieces(model: nn.Module, replay: Replay, axis: Axis) -> None:
 
 def run(name: str, case: str, axis: Axis, *, compiled: bool = False) -> dict[str, Any]:
     model, plain = build(name), build(name)
-    sample = {key: tensor[:SAMPLES] for key, tensor in batch(name, 0).items()}
-    traced = trace(model, sample)
+    sample, traced = sample_of(name), traced_of(name)
     layouts = layouts_of(traced, axis.size, *CASES[case])
     replay = lower_all(traced, layouts, axis, SAMPLES, torch.device("cpu"), lambda context: None)
     put_pieces(model, replay, axis)

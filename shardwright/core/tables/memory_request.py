@@ -1,0 +1,84 @@
+"""What is asked of a rank's memory: the choices that decide the bytes of a parameter, and what is whole when."""
+
+from dataclasses import dataclass
+
+from shardwright.core.cost.unit_work import PRECISION_BYTES
+from shardwright.core.tables.memory import state_bytes
+
+MANY = 1 << 20
+"""The number of entries over which the bytes of one are averaged, because sharded bytes are rounded up."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryRequest:
+    """The choices that decide the bytes of a parameter, and the limit of the bytes."""
+
+    limit_bytes: int
+    precision: str
+    optimizer: str
+    shard: int
+    ways: int
+    """The number of ranks that share the sharded part."""
+    gradient_precision: str | None = None
+    bucket_bytes: int = 0
+    """The bytes of a bucket in which gradients are summed over the data axis (`MemoryTraits.bucket_bytes`)."""
+    microbatches: int = 1
+    """The number of microbatches whose part of the batch stays on a rank all through a step."""
+    is_replicated: bool = False
+    """Whether there are several replicas."""
+    gradients_when_made: bool = False
+    """The trait of the same name in `MemoryTraits`."""
+    gathers_units: bool = False
+    """The trait of the same name in `MemoryTraits`."""
+    stages_are_programs: bool = False
+    """The trait of the same name in `MemoryTraits`."""
+    is_one_program: bool = False
+    """Whether the whole step is one compiled program: sums of gradients are divided as the optimizer's states are, and
+    a step of one microbatch makes no sums."""
+    updates_together: bool = False
+    """Whether the optimizer updates all parameters at once."""
+    gathered_stages: int | None = None
+    """The most stages that a rank keeps gathered at once; None: units are gathered one by one."""
+    look_ahead: int | None = None
+    """The number of these that may be gathered ahead; None: all but one."""
+    reduces_each: bool = True
+    """Whether divided gradients are summed after each microbatch, so that none adds up whole."""
+    whole_below_bytes: int = 0
+    """The choice of the same name in `Decision`."""
+
+    @property
+    def divides_gradients(self) -> bool:
+        """Whether gradients are divided while the step runs, and parameters may be."""
+        return self.gathers_units and self.shard >= 2
+
+    @property
+    def sums_from(self) -> int:
+        """The stage of ZeRO from which sums of gradients are divided."""
+        return 1 if self.is_one_program else 2
+
+    @property
+    def gradient_width(self) -> int:
+        """The bytes of one entry of a gradient."""
+        return PRECISION_BYTES[self.gradient_precision or self.precision]
+
+    @property
+    def held_bytes(self) -> float:
+        """The bytes of one parameter entry by itself, on one rank."""
+        return self._many[0] / MANY
+
+    @property
+    def trained_bytes(self) -> float:
+        """The bytes that a trained entry takes beside that: its gradient and optimizer states."""
+        return sum(self._many[1:]) / MANY
+
+    @property
+    def _many(self) -> tuple[int, int, int]:
+        return state_bytes(
+            MANY,
+            self.precision,
+            self.optimizer,
+            self.shard,
+            self.ways,
+            self.gradient_precision,
+            sums_from=self.sums_from,
+        )
