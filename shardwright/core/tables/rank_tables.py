@@ -4,7 +4,7 @@ import itertools
 from bisect import bisect_right
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import zip_longest
 
 import numpy as np
@@ -16,7 +16,7 @@ from shardwright.core.errors import PlanError
 from shardwright.core.partition.exact import Matrix, min_max_cut, spread_cut
 from shardwright.core.schedule import StageCosts
 from shardwright.core.tables.gathered_units import most_gathered, staying_bytes
-from shardwright.core.tables.memory import MemoryUse, collectives_s, state_bytes, update_bytes
+from shardwright.core.tables.memory import MemoryUse, collectives_s, state_bytes
 from shardwright.core.tables.memory_request import MemoryRequest
 from shardwright.core.tables.unit_table import UnitTable
 from shardwright.core.values.found_once import found_once
@@ -70,8 +70,8 @@ class _Held:
     """The offloaded bytes."""
     buffers: tuple[int, ...]
     """The bytes of the model's buffers: without replicas, and with them."""
-    updates: tuple[int, ...]
-    """The entries of each parameter that is updated, where this decides what is held meanwhile."""
+    stages: tuple[tuple[int, int], ...]
+    """The (first unit, end) of each of its stages."""
 
 
 @dataclass(frozen=True)
@@ -221,9 +221,7 @@ class RankTables:
         held = self._held(tuple(starts), tuple(placement), summed=request.is_replicated, again=request.microbatches > 1)
         activations = [of_rank.kept * count for count, of_rank in zip(live, held, strict=True)]
         buffers = self.buffers(starts, placement, request)
-        stages = [[e for e, on in zip(self.ends(starts), placement, strict=True) if on == r] for r in range(self.ranks)]
-        staying = list(map(partial(staying_bytes, request=request), self.tables, stages))
-        for count, own, kept, beside, whole in zip(live, held, activations, buffers, staying, strict=True):
+        for rank, (count, own, kept, beside) in enumerate(zip(live, held, activations, buffers, strict=True)):
             parameters, gradients, states = state_bytes(
                 own.elements,
                 request.precision,
@@ -237,7 +235,7 @@ class RankTables:
             )
             found.append(
                 MemoryUse(
-                    parameters + whole,
+                    parameters + staying_bytes(self.tables[rank], own.stages, request),
                     gradients,
                     states,
                     kept,
@@ -245,18 +243,15 @@ class RankTables:
                     host_bytes=own.away * count,
                     batch_bytes=own.batch[0] + own.batch[1] * request.microbatches,
                     model_buffers_bytes=own.buffers[request.is_replicated],
-                    update_bytes=self._update_bytes(own.updates, request),
+                    update_bytes=self._update_bytes(rank, own.stages, request),
                 )
             )
         return tuple(found)
 
-    @staticmethod
-    def _update_bytes(entries: Sequence[int], request: MemoryRequest) -> int:
+    def _update_bytes(self, rank: int, stages: tuple[tuple[int, int], ...], request: MemoryRequest) -> int:
         """The bytes that the optimizer holds beside its states, with all else that no graph shows."""
         ways = request.ways if request.shard else 1
-        made = update_bytes(
-            [-(-size // ways) for size in entries], request.optimizer, together=request.updates_together
-        )
+        made = self.tables[rank].update_bytes(stages, ways, request.optimizer, request.updates_together)
         return made + UNCOUNTED_BYTES if made else 0
 
     def buffers(self, starts: Sequence[int], placement: Sequence[int], request: MemoryRequest) -> list[int]:
@@ -317,8 +312,7 @@ class RankTables:
             batch = table.batch_bytes(held)
             away = max(sum(table.units[u].saved_bytes for u in table.offloaded if a <= u < b) for a, b in held)
             buffers = tuple(table.model_buffers_bytes(held, replicated=several) for several in (False, True))
-            updates = table.updated_entries(held)
-            found.append(_Held(elements, trained, updated, kept, working, sent, batch, away, buffers, updates))
+            found.append(_Held(elements, trained, updated, kept, working, sent, batch, away, buffers, tuple(held)))
         return found
 
     def keeping(self, units: Collection[int], offloaded: Collection[int] = ()) -> "RankTables":

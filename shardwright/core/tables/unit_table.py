@@ -19,7 +19,9 @@ from shardwright.core.tables.memory import (
     kept_bytes,
     recomputed_s,
     unit_recompute,
+    update_bytes,
 )
+from shardwright.core.values.found_once import found_once
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,9 +270,23 @@ class UnitTable:
         used = sum(size for size, users in self.model_buffers if any(a <= unit < b for unit in users for a, b in held))
         return used + (sum(sum(self.remembered_bytes[a:b]) for a, b in held) if replicated else 0)
 
-    def updated_entries(self, held: Sequence[tuple[int, int]]) -> tuple[int, ...]:
-        """The entries of each parameter that the optimizer updates on a rank of these stages, in its order."""
-        return tuple(size for size, users in self.updated if any(a <= unit < b for unit in users for a, b in held))
+    @found_once
+    def update_bytes(self, held: tuple[tuple[int, int], ...], ways: int, optimizer: str, together: bool) -> int:
+        """The bytes that an optimizer makes for a while as it updates the parameters of these stages, of which a rank
+        has one part of ``ways``."""
+        if not self.updated:
+            return 0
+        sizes, uses = self._updated_by_unit
+        here = np.any([uses[:, a:b].any(axis=1) for a, b in held], axis=0)
+        return update_bytes((-(-sizes[here] // ways)).tolist(), optimizer, together=together)
+
+    @cached_property
+    def _updated_by_unit(self) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """The entries of each updated parameter, and whether each unit uses it."""
+        uses = np.zeros((len(self.updated), len(self.units)), dtype=np.bool_)
+        for number, (_, users) in enumerate(self.updated):
+            uses[number, list(users)] = True
+        return np.array([size for size, _ in self.updated]), uses
 
     @cached_property
     def range_working(self) -> Matrix:
