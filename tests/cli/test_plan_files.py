@@ -140,7 +140,7 @@ BAD_FILES = {
     "newer": (edited(lambda d: d.update(version=99)), "version 99 is newer than this Shardwright reads"),
     "older": (
         edited(lambda d: d.update(version=6)),
-        "version 6 is older than this Shardwright reads (12): plan again",
+        "version 6 is older than this Shardwright reads (13): plan again",
     ),
     "a class of memory taken out": (
         edited(lambda d: d["predicted"]["memory_by_stage_rank"][0].pop("batch_bytes")),
