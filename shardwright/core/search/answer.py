@@ -13,7 +13,7 @@ from shardwright.core.plan.record import Alternative, ClassCost, Costs, Predicte
 from shardwright.core.search.defaults import Default
 from shardwright.core.search.request import Request
 from shardwright.core.search.scoring import Scored, Scorer
-from shardwright.core.tables.cost_tables import HOST_LINK_EFFICIENCY, Place
+from shardwright.core.tables.cost_tables import HOST_LINK_EFFICIENCY, Place, is_one_stage
 from shardwright.core.tables.memory import Mode, collectives_s, kept_bytes, recomputed_s, unit_recompute
 from shardwright.core.values.version import own_version
 
@@ -109,14 +109,14 @@ def _pinned_layouts(scorer: Scorer) -> tuple[tuple[str, str], ...]:
 
 def _place_of(scorer: Scorer, best: Scored, pp: int) -> Place:
     """The kind of place that decides a pipeline rank's time."""
-    tables, decision = scorer.tables, best.decision
-    for place in scorer.links.places(decision.mesh)[pp]:
-        if (
-            tables.table(decision.tp, decision.microbatch, decision.recompute, place).units
-            is best.tables.tables[pp].units
-        ):
-            return place
-    return scorer.links.places(decision.mesh)[pp][0]
+    decision = best.decision
+    places = scorer.links.places(decision.mesh)[pp]
+    asked = decision.tp, decision.microbatch, decision.recompute
+    is_whole = is_one_stage(decision.pp, decision.recompute)
+    tables = [scorer.tables.table(*asked, place, is_whole=is_whole) for place in places]
+    return next(
+        (p for p, table in zip(places, tables, strict=True) if table.units is best.tables.tables[pp].units), places[0]
+    )
 
 
 def _variants(scorer: Scorer, best: Scored) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from shardwright.core.plan.decision import Decision
 from shardwright.core.search.predict import StepModel
 from shardwright.core.search.request import VIRTUAL_STAGES, Request
 from shardwright.core.search.space import RECOMPUTES, Pipelining, Policy, Shape
-from shardwright.core.tables.cost_tables import CostTables, Place
+from shardwright.core.tables.cost_tables import CostTables, Place, is_one_stage
 from shardwright.core.tables.memory import Recompute
 from shardwright.core.tables.memory_request import MemoryRequest
 from shardwright.core.tables.mesh_links import Links
@@ -43,7 +43,7 @@ class Bounds:
         key = (shape.mesh, shape.microbatch, recompute)
         if key not in self._ranked:
             pp, _, tp = shape.degrees
-            is_whole, found = pp == 1 and recompute == "none", []
+            is_whole, found = is_one_stage(pp, recompute), []
             for places in self.links.places(shape.mesh):
                 kinds = [
                     self.tables.table(tp, shape.microbatch, recompute, place, is_whole=is_whole) for place in places
@@ -235,7 +235,7 @@ class Bounds:
         """The unit costs on the first rank, without messages."""
         pp, _, tp = shape.degrees
         place = Place(self.cluster.device(0), self.links.axis(shape.mesh, 0, "tp"), None, pp > 1)
-        return self.tables.table(tp, shape.microbatch, recompute, place, is_whole=pp == 1 and recompute == "none")
+        return self.tables.table(tp, shape.microbatch, recompute, place, is_whole=is_one_stage(pp, recompute))
 
     def _fluid_s(self, shape: Shape, recompute: Recompute) -> float:
         """Seconds of one microbatch if units could be divided freely over the ranks, each as fast as its device."""

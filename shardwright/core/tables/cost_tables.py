@@ -79,6 +79,11 @@ def _best_precision(cluster: Cluster) -> Precision:
     return next((name for name in halves if is_faster(name)), "fp32")
 
 
+def is_one_stage(pp: int, recompute: str) -> bool:
+    """Whether a rank runs all units and computes nothing again."""
+    return pp == 1 and recompute == "none"
+
+
 class CostTables:
     """The folded model on one kind of device, in one precision."""
 
@@ -209,8 +214,8 @@ class CostTables:
     def table(
         self, tp: int, microbatch: int, recompute: Recompute, place: Place, *, is_whole: bool = False
     ) -> UnitTable:
-        """The unit costs on a rank at that place, at that tensor degree. ``is_whole``: whether it runs all units and
-        computes nothing again, so that a runtime of compiled stages has one program for the step."""
+        """The unit costs on a rank at that place, at that tensor degree. ``is_whole``: `is_one_stage`, where a
+        runtime of compiled stages has one program for the step."""
         classes, chosen = self.class_costs(tp, microbatch, place), self.chosen(tp)
         boundary = tuple(fixed + slope * microbatch for fixed, slope in self._boundaries())
         if chosen.terms.sequence_parallel:
