@@ -228,7 +228,7 @@ class CostTables:
             return self.counter.size_bytes(tensor, microbatch, self.precision)
 
         units, traits = tuple(classes[variant] for variant in chosen.variants), self.graph.memory_traits
-        is_merged = is_whole and traits.stages_are_programs
+        is_merged = is_whole and traits.stages_are_programs and all(unit.merged_bytes for unit in units)
         if is_merged:
             units = tuple(unit.in_one_program() for unit in units)
         return UnitTable(

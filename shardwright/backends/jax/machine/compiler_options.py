@@ -9,8 +9,8 @@ as well.
 It also joins all reductions of a program into one (``cpu-all-reduce-combiner``), for which every gradient waits, with
 memory for its sum beside it; other compilers join them up to a size. And it puts operations in the order that lets most
 of them run at the same time, unless it is told to put them in the order that holds least. That order puts gradients of
-weights off where nothing waits for them: of use in a whole step, whose next microbatch does, and not in a stage's
-backward pass.
+weights off where nothing waits for them, and computes early what is to be computed again late: it is of use in a whole
+step without recomputation, and not in a stage's backward pass.
 """
 
 import os
@@ -25,10 +25,10 @@ DISABLED = re.compile(r"--xla_disable_hlo_passes=(\S+)")
 PASSES = ("cse_barrier_expander", "cpu-all-reduce-combiner")
 
 
-def compiler_options(devices: Iterable[jax.Device], *, is_whole_step: bool = False) -> dict[str, str]:
+def compiler_options(devices: Iterable[jax.Device], *, by_memory: bool = False) -> dict[str, str]:
     """The compiler options of a program for such devices. Only CPUs have any. Passes that ``XLA_FLAGS`` disables stay
     disabled: these options would replace its list."""
     if all(device.platform != "cpu" for device in devices):
         return {}
     passes = [*DISABLED.findall(os.environ.get("XLA_FLAGS", ""))[-1:], *PASSES]
-    return {"xla_disable_hlo_passes": ",".join(passes)} | (orders_by_memory() if is_whole_step else {})
+    return {"xla_disable_hlo_passes": ",".join(passes)} | (orders_by_memory() if by_memory else {})

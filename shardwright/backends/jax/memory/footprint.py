@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 
+from shardwright.backends.jax.capture.inner_programs import equations_in
 from shardwright.backends.jax.capture.model import Captured
 from shardwright.backends.jax.capture.precision import COMPUTE
 from shardwright.backends.jax.capture.steps import Program
@@ -103,8 +104,11 @@ def footprints(
         )
         if any((*size, *merged_size)):
             twice.append(KeptTwice(first, second, size, merged_size))
+    # XLA lays the operands of convolutions out anew in ways that differ from program to program: nothing is merged.
+    convolves = any(e.primitive.name == "conv_general_dilated" for e in equations_in(traces[0][0].jaxpr))
     at_2, at_3 = (list(zip(found[at], selective[at], merged[at], strict=True)) for at in (0, 1))
-    return tuple(map(_footprint, at_2, at_3)), tuple(twice)
+    each = map(_footprint, at_2, at_3)
+    return tuple(replace(one, merged_kept=None) if convolves else one for one in each), tuple(twice)
 
 
 def _footprint(at_2: "_Counted", at_3: "_Counted") -> Footprint:

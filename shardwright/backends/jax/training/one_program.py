@@ -2,12 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import compress
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from shardwright.backends.jax.capture.inner_programs import equations_in
 from shardwright.backends.jax.capture.samples import FlatBatch
 from shardwright.backends.jax.capture.tree import Parts
 from shardwright.backends.jax.loss.gradients import accumulate, split_squares, updated
@@ -28,6 +30,9 @@ from shardwright.backends.jax.state.shardings import (
 from shardwright.backends.jax.state.train_state import StepResult, TrainState, own_copy, parts_of
 from shardwright.backends.jax.tensor_parallel.constrained_loss import FusedParameters, TensorParallel
 from shardwright.backends.jax.training.protocol import OfPlan, WithoutActions
+
+RECOMPUTING = frozenset({"checkpoint", "remat", "remat2"})
+"""The primitives whose program runs again in the backward pass."""
 
 
 @dataclass(eq=False)
@@ -178,13 +183,18 @@ class OneProgramTraining(OfPlan):
             return StepResult(after, loss, aux, norm, evidence)
 
         whole: Any = replicated(self.mesh)
-        run = jax.jit(
+        jitted = partial(
+            jax.jit,
             step,
             in_shardings=(shardings, tuple(batch_sharding(self.mesh, dim) for dim in batch.dims)),
             out_shardings=StepResult(shardings, whole, None if microbatches.metrics is None else whole, whole, whole),
             donate_argnums=0,
-            compiler_options=compiler_options(self.mesh.devices.flat, is_whole_step=True),
         )
+        # A model may compute again by itself: only the program tells.
+        again = any(
+            e.primitive.name in RECOMPUTING for e in equations_in(jitted().trace(state, batch.leaves).jaxpr.jaxpr)
+        )
+        run = jitted(compiler_options=compiler_options(self.mesh.devices.flat, by_memory=not again))
         names = list(compress(parts.names, trained.mask(state.params)))
         return OneProgramStep(run, microbatches, OneProgram(names), self.mesh.size)
 

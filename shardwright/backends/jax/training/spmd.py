@@ -246,7 +246,7 @@ class SpmdTraining(InStages):
 
         whole = replicated(self.mesh)
         places = (whole, stacking.shardings, states.shardings, whole, whole, whole, whole, whole)
-        options = compiler_options(self.mesh.devices.flat, is_whole_step=True)
+        options = compiler_options(self.mesh.devices.flat)
         return jax.jit(step, out_shardings=places, donate_argnums=(1, 2), compiler_options=options)
 
 
