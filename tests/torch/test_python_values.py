@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from shardwright.backends.torch.program.python_places import MISSING, Entries
+from shardwright.backends.torch.program.python_reads import referrers_of
 from shardwright.backends.torch.program.step_recorder import record
 from tests.torch.launch import Outcome, on_ranks, single
 
@@ -111,3 +112,45 @@ def test_what_python_runs_as_it_collects_garbage_is_no_part_of_the_step() -> Non
     assert not program.python.clocks
     assert not program.python.effects
     assert not any("total_s" in guard.keys for guard in program.python.guarded)
+
+
+registered: set[type] = set()
+counted: set[int] = set()
+
+
+class Registers(nn.Module):
+    """Registers the class of what it returns where a second registration would be an error, as libraries do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if MappingProxyType not in registered:
+            registered.add(MappingProxyType)
+        counted.add(len(counted))
+        return self.linear(x)
+
+
+def test_classes_that_are_registered_stay_so_and_other_members_are_undone() -> None:
+    registered.clear()
+    counted.clear()
+    model, x = Registers(), torch.ones(2, 4)
+    program, _ = record(model, {}, torch.device("cpu"), lambda given: model(given[0]).sum(), [x], lambda _: None)
+    assert registered == {MappingProxyType}
+    assert not counted
+    assert not any("registered" in effect.holder.label for effect in program.python.effects)
+    assert any("counted" in effect.holder.label for effect in program.python.effects)
+
+
+def test_functions_that_were_frozen_are_met_as_others_are() -> None:
+    """`gc.freeze` hides objects from the collector, which is asked what a function belongs to."""
+
+    def hidden() -> None: ...
+
+    gc.freeze()
+    try:
+        assert hidden in referrers_of([hidden.__code__])
+        assert gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()

@@ -10,7 +10,7 @@ import gc
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -176,7 +176,7 @@ class Reads:
         """End the run: meet functions that no value above led to, and the process's environment."""
         if self._orphans:
             wanted = {id(code) for code in self._orphans}
-            found = gc.get_referrers(*self._orphans)
+            found = referrers_of(self._orphans)
             self.reached.meet_made(
                 item for item in found if isinstance(item, types.FunctionType) and id(item.__code__) in wanted
             )
@@ -194,6 +194,9 @@ class Reads:
                 if self.reached.counts(holder, key) and not self._is_set_on_replay(holder, key):
                     by_unit = (id(holder), key) in self._by_units
                     old, new = holder.before.get(key, MISSING), now.get(key, MISSING)
+                    if _are_classes_registered(old, new):
+                        holder.before[key] = new
+                        continue
                     found.append(Write(holder, key, old, new, by_unit))
         return found
 
@@ -237,6 +240,29 @@ def _takes_values(frame: types.FrameType) -> bool:
     """Whether a called function takes anything from outside but code: functions, classes, modules."""
     names, variables = frame.f_code.co_freevars, frame.f_locals
     return not all(isinstance(variables.get(name), _CODE) for name in names)
+
+
+def referrers_of(objects: Sequence[Any]) -> list[Any]:
+    """What refers to some objects. What `gc.freeze` has frozen is looked at too, and frozen again."""
+    frozen = gc.get_freeze_count()
+    if frozen:
+        gc.unfreeze()
+    try:
+        return gc.get_referrers(*objects)
+    finally:
+        if frozen:
+            gc.freeze()
+
+
+def _are_classes_registered(old: Any, new: Any) -> bool:
+    """Whether a set has got classes and lost nothing: a library remembers what it has registered elsewhere, as
+    `transformers` does with torch's registry of containers, and would register it twice."""
+    return (
+        isinstance(old, frozenset)
+        and isinstance(new, frozenset)
+        and old < new
+        and all(isinstance(member, type) for member in new - old)
+    )
 
 
 def _differing(before: Mapping[Any, Any], now: Mapping[Any, Any]) -> list[Any]:
