@@ -93,8 +93,8 @@ class MemoryTraits:
     gradients_when_made: bool = False
     """Whether gradients take memory only from the first backward on, and not all through the step."""
     bucket_bytes: int = 0
-    """The size of a bucket, in which small gradients travel over the data axis, and which is there from the first of
-    them on. Large ones are summed where they are, and with 0 all are."""
+    """The largest size of a bucket, in which small gradients travel over the data axis, and which is there from the
+    first of them on. Large ones are summed where they are, and with 0 all are."""
     bucket_bytes_on_cpu: int = 0
     """The same where devices are CPUs, whose copies are dear and whose messages are cheap."""
     ties_have_one_home: bool = False

@@ -20,6 +20,8 @@ from shardwright.core.tables.rank_tables import RankTables
 from shardwright.core.tables.unit_table import UnitTable
 from shardwright.core.values.found_once import found_once
 
+LATENCY_SHARE = 0.05
+"""The share of a bucket's time that may be latency."""
 SMALL_SHARE = 16
 """The part of the largest unit's parameters from which on a unit's are gathered for its passes: smaller ones may stay
 whole, and add little to what is whole anyway."""
@@ -83,9 +85,21 @@ class Bounds:
         groups = [self.links.shard_groups(shape.mesh, pp, policy.shard_group)[0] for pp, *_ in kinds]
         return int(min(largest / SMALL_SHARE, *(group.latency_bytes for group in groups)))
 
+    @found_once
+    def bucket_bytes(self, shape: Shape, policy: Policy) -> int:
+        """The size of the buckets in which small whole gradients are summed: as large as the runtime likes, but no
+        larger than takes `LATENCY_SHARE` of its time for latency, as what is in the last one is hidden by nothing."""
+        if shape.mesh.axis_size("dp") == 1 or policy.shard >= 2:
+            return 0
+        most = self.tables.graph.memory_traits.bucket_bytes_on(self.cluster.device(0).kind)
+        groups = [self.links.axis(shape.mesh, pp, "dp") for pp, *_ in self.links.alike(shape.mesh)]
+        enough = max(group.latency_bytes for group in groups) * (1 - LATENCY_SHARE) / LATENCY_SHARE
+        return int(min(most, enough))
+
     def memory_request(
-        self, policy: Policy, stages: int, dp: int, microbatches: int, whole_below_bytes: int = 0
-    ) -> MemoryRequest:
+        self, policy: Policy, stages: int, dp: int, microbatches: int, whole_below_bytes: int = 0,
+        bucket_bytes: int = 0,
+    ) -> MemoryRequest:  # fmt: skip
         """The choices that decide the bytes of a parameter, and of the batch, under a policy."""
         ways = policy.shard_group or dp
         request, traits = self.request, self.tables.graph.memory_traits
@@ -97,7 +111,7 @@ class Bounds:
             policy.shard,
             ways,
             request.gradient_precision or ("fp32" if traits.gradients_in_fp32 else None),
-            traits.bucket_bytes_on(self.cluster.device(0).kind) if dp > 1 and policy.shard < 2 else 0,
+            bucket_bytes,
             microbatches,
             dp > 1,
             traits.gradients_when_made or (is_one_program and microbatches == 1),
@@ -146,6 +160,7 @@ class Bounds:
             gradient_precision=request.gradient_precision,
             placement_order=shape.order,
             whole_below_bytes=self.whole_below_bytes(shape, policy),
+            bucket_bytes=self.bucket_bytes(shape, policy),
         )
 
     # Bounds ------------------------------------------------------------------------------------------------------

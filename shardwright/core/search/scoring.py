@@ -73,8 +73,8 @@ class Scorer:
             decision.recompute, decision.shard, decision.shard_group, decision.gathered_stages, decision.look_ahead,
             decision.reduce_after,
         )  # fmt: skip
-        stages, whole_below = decision.stages, decision.whole_below_bytes
-        return self.bounds.memory_request(policy, stages, decision.dp, decision.microbatches, whole_below)
+        sizes = decision.whole_below_bytes, decision.bucket_bytes
+        return self.bounds.memory_request(policy, decision.stages, decision.dp, decision.microbatches, *sizes)
 
     def _memory(self, decision: Decision, ranked: RankTables, live: Sequence[int]) -> tuple[MemoryUse, ...]:
         """The memory of the ranks, as counted for cuts, or as counted for plans where that does not settle the fit."""
@@ -247,8 +247,9 @@ class Scorer:
             require_starts(given, len(placement), ranked.units)
             return tuple(given)
         tables = ranked if fit else ranked.with_limit(1 << 62)
-        whole_below, dp = self.bounds.whole_below_bytes(shape, policy), shape.mesh.axis_size("dp")
-        request = self.bounds.memory_request(policy, len(placement), dp, shape.microbatches, whole_below)
+        sizes = self.bounds.whole_below_bytes(shape, policy), self.bounds.bucket_bytes(shape, policy)
+        dp = shape.mesh.axis_size("dp")
+        request = self.bounds.memory_request(policy, len(placement), dp, shape.microbatches, *sizes)
         if self.request.partitioner == DEFAULT:
             found = tables.cut(placement, live, request) if fit else ranked.free_cut(tuple(placement))
             return None if found is None else tuple(found)

@@ -21,7 +21,7 @@ class MemoryRequest:
     """The number of ranks that share the sharded part."""
     gradient_precision: str | None = None
     bucket_bytes: int = 0
-    """The bytes of a bucket in which gradients are summed over the data axis (`MemoryTraits.bucket_bytes`)."""
+    """The bytes of a bucket in which gradients are summed over the data axis (`Decision.bucket_bytes`)."""
     microbatches: int = 1
     """The number of microbatches whose part of the batch stays on a rank all through a step."""
     is_replicated: bool = False

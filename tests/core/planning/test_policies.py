@@ -179,11 +179,12 @@ def test_gradients_that_are_summed_over_replicas_take_a_bucket_more(bucket_bytes
     traits = MemoryTraits(gradients_when_made=True, bucket_bytes=bucket_bytes, bucket_bytes_on_cpu=on_cpu)
     able = replace(GRAPH, memory_traits=traits)
     pins = {"microbatch": 1, "pp": 1, "tp": 1, "precision": "fp32", "recompute": "full", "shard": 0}
-    for hardware, size in (("a100-80gb", bucket_bytes), ("cpu", on_cpu)):
-        alone, two = (
-            sw.plan(able, Cluster(hardware, devices_per_node=dp), batch=64 * dp, dp=dp, **pins).predicted.memory[0]
-            for dp in (1, 2)
-        )
+    for hardware, most in (("a100-80gb", bucket_bytes), ("cpu", on_cpu)):
+        clusters = {dp: Cluster(hardware, devices_per_node=dp) for dp in (1, 2)}
+        plans = [sw.plan(able, cluster, batch=64 * dp, dp=dp, **pins) for dp, cluster in clusters.items()]
+        size = plans[1].decision.bucket_bytes
+        assert size == int(min(most, 19 * clusters[2].group(range(2)).latency_bytes)), "a twentieth is latency"
+        alone, two = (plan.predicted.memory[0] for plan in plans)
         assert two.buffers_bytes == alone.buffers_bytes + min(size, alone.gradients_bytes)
         assert two.total_bytes == alone.total_bytes + min(size, alone.gradients_bytes)
 

@@ -53,6 +53,8 @@ class Gradients:
         self._exchanged: tuple[tuple[str, ...], FlatShards | None] = (), None
         """The parameters and the sharded ones that the exchange was made for."""
         self._under_way = False
+        self.bucket_bytes: int | None = None
+        """The size of a bucket of whole gradients, where a plan says it."""
         self.comm_hook: CommHook | None = None
         """The user's hook in the place of the sums over replicas."""
         self.last_norm: torch.Tensor | None = None
@@ -151,7 +153,9 @@ class Gradients:
                 self._order = ()
             names = dict.fromkeys((*self._order, *reversed(trainable)))
             chosen = {name: trainable[name] for name in names if name in trainable}
-            self._exchange = Exchange(chosen, self.data, self.watchdog, self.parts.flat, self.comm_hook)
+            self._exchange = Exchange(
+                chosen, self.data, self.watchdog, self.parts.flat, self.comm_hook, self.bucket_bytes
+            )
             self._exchanged = made_for
         return self._exchange
 

@@ -151,6 +151,7 @@ class Exchange:
             replicas.
         flat: the sharded parameters; None where replicas are whole.
         comm_hook: what sums whole buckets in the place of an all-reduce.
+        bucket_bytes: the size of a bucket; None: as `MemoryTraits` has it for the device.
 
     Raises:
         ShardwrightError: there is a ``comm_hook``, and parameters are sharded.
@@ -162,7 +163,7 @@ class Exchange:
 
     def __init__(
         self, order: Mapping[str, nn.Parameter], groups: DataGroups, watchdog: Watchdog,
-        flat: FlatShards | None = None, comm_hook: CommHook | None = None,
+        flat: FlatShards | None = None, comm_hook: CommHook | None = None, bucket_bytes: int | None = None,
     ) -> None:  # fmt: skip
         self._groups, self._watchdog = groups, watchdog
         self._divides_gradients = flat is not None and flat.level >= GRADIENTS
@@ -172,7 +173,8 @@ class Exchange:
         self.told: Callable[[str], None] = lambda name: None
         group_of = flat.group_of if flat is not None and flat.is_shared else {}
         sharded = dict.fromkeys(group_of[name] for name in order if name in group_of)
-        whole = _grouped((name, parameter) for name, parameter in order.items() if name not in group_of)
+        rest = {name: parameter for name, parameter in order.items() if name not in group_of}
+        whole = _grouped(rest.items(), bucket_bytes)
         self._buckets = [Bucket(group.parameters, self._groups, group) for group in sharded]
         self._buckets += [Bucket(dict(held), self._groups, None) for held in whole]
         if comm_hook is not None and sharded:
@@ -317,7 +319,9 @@ class Exchange:
             handle.remove()
 
 
-def _grouped(parameters: Iterable[tuple[str, nn.Parameter]]) -> Sequence[Sequence[tuple[str, nn.Parameter]]]:
+def _grouped(
+    parameters: Iterable[tuple[str, nn.Parameter]], bucket_bytes: int | None
+) -> Sequence[Sequence[tuple[str, nn.Parameter]]]:
     """The buckets, in the order in which they are complete: large parameters by themselves, small ones of one dtype
     together, as many as a bucket holds, or as are ready while READY_BYTES of gradients are made."""
     found: list[list[tuple[str, nn.Parameter]]] = []
@@ -325,7 +329,7 @@ def _grouped(parameters: Iterable[tuple[str, nn.Parameter]]) -> Sequence[Sequenc
     made = held = 0
     for name, parameter in parameters:
         size = parameter.numel() * parameter.element_size()
-        most = TORCH_MEMORY.bucket_bytes_on(parameter.device.type)
+        most = TORCH_MEMORY.bucket_bytes_on(parameter.device.type) if bucket_bytes is None else bucket_bytes
         is_small = size * SOLE_SHARE < most
         if made + size > READY_BYTES or (is_small and held + size > most):
             found += open_of.values()

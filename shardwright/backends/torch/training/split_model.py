@@ -127,6 +127,9 @@ class SplitModel:
     def use(self, stage_map: StageMap) -> None:
         """Let this stage map, from now on, say which rank does what."""
         self.stage_map, self.schedule_digest = stage_map, stage_map.schedule.digest
+        decision = None if stage_map.plan is None else stage_map.plan.decision
+        if decision is not None and decision.dp > 1 and decision.shard < 2:
+            self.gradients.bucket_bytes = decision.bucket_bytes
 
     def split_whole_modules(self, placement: Placement) -> None:
         """Make modules whole, as message passing calls them: split the model by ``placement`` unless it is split
