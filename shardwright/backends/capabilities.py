@@ -17,7 +17,7 @@ TORCH = Capabilities(
     single_controller=False,
     reduce_ops=("sum", "avg", "max", "min", "prod"),
     sequence_parallel=True,
-    gathers_stages=True,
+    exchanges_as_planned=True,
     recomputes=("none", "full"),  # the products of attention cannot be told from the rest of a unit that is replayed
 )
 TORCH_MEMORY = MemoryTraits(

@@ -31,8 +31,10 @@ class Capabilities:
     """The stages of ZeRO that the runtime carries out: nothing, optimizer states, gradients, parameters."""
     shard_groups: bool = True
     """Whether shards can be shared by a part of the data axis."""
-    gathers_stages: bool = False
-    """Whether whole stages can be kept gathered while they run, and divided gradients be summed once a step."""
+    exchanges_as_planned: bool = False
+    """Whether the plan says when parameters are gathered and gradients summed: whole stages kept gathered while they
+    run, small units all through a step, divided gradients summed once a step, buckets of a given size. Else a compiler
+    does as it likes."""
     offload: bool = False
     """Whether activations of units can go to the host's memory and come back."""
 
@@ -48,7 +50,7 @@ class Capabilities:
 
     def lack_of_residency(self, shard: int, gathered_stages: int | None, reduce_after: str | None) -> str | None:
         """The choice of what is whole when that the runtime lacks, as a user would pin it, or None."""
-        if self.gathers_stages:
+        if self.exchanges_as_planned:
             return None
         if gathered_stages is not None:
             return f"gathered_stages={gathered_stages}"

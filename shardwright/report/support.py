@@ -13,7 +13,7 @@ _ABILITIES: dict[str, Callable[[Capabilities], object]] = {
     "recompute": lambda has: ", ".join(has.recomputes),
     "`shard`": lambda has: ", ".join(map(str, has.shard_levels)),
     "shard groups": lambda has: has.shard_groups,
-    "stages gathered by the schedule": lambda has: has.gathers_stages,
+    "gathers and sums as the plan says": lambda has: has.exchanges_as_planned,
     "divided sequences": lambda has: has.sequence_parallel,
     "offload": lambda has: has.offload,
     "one process drives all devices": lambda has: has.single_controller,

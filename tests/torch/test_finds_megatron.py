@@ -96,7 +96,9 @@ def test_column_and_row_parallel_with_one_all_reduce_per_sublayer_each_way(block
     with torch.device("meta"):
         model, tokens = Model(block), torch.empty(2, LENGTH, dtype=torch.long)
     graph = sw.capture(model, {"tokens": tokens, "labels": tokens})
-    plan = sw.plan(graph, sw.Cluster("a100-80gb", devices_per_node=RANKS), batch=8, pp=1, dp=1, tp=RANKS)
+    plan = sw.plan(
+        graph, sw.Cluster("a100-80gb", devices_per_node=RANKS), batch=8, pp=1, dp=1, tp=RANKS, sequence_parallel=False
+    )
     found = plan.parameter_layouts("torch")
     for name, dim in COLUMNS[block].items():
         place = found[f"stack.1.{name}"].on("tp")

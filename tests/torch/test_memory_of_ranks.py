@@ -21,7 +21,16 @@ def resnet_plan(tp: int) -> tuple[sw.Graph, sw.Plan]:
     config = ResNetConfig(embedding_size=16, hidden_sizes=[16, 32], depths=[2, 2], layer_type="basic", num_labels=10)
     batch = {"pixel_values": torch.randn(4, 3, 64, 64), "labels": torch.randint(0, 10, (4,))}
     graph = sw.capture(ResNetForImageClassification(config).train(), batch)
-    pins = {"pp": 1, "dp": 1, "tp": tp, "precision": "fp32", "recompute": "none", "shard": 0, "microbatch": 4}
+    pins = {
+        "pp": 1,
+        "dp": 1,
+        "tp": tp,
+        "precision": "fp32",
+        "recompute": "none",
+        "shard": 0,
+        "microbatch": 4,
+        "sequence_parallel": False,
+    }
     return graph, sw.plan(graph, sw.Cluster("cpu", devices_per_node=tp), batch=8, **pins)
 
 

@@ -96,7 +96,7 @@ def test_a_tied_weight_with_two_layouts(tmp_path: Path) -> None:
     model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=4, n_embd=32, vocab_size=64, n_positions=16, use_cache=False))
     graph = sw.capture(model, {"input_ids": ids, "labels": ids})
     cluster = sw.Cluster("cpu", devices_per_node=2)
-    pins = {"batch": 4, "microbatch": 2, "pp": 1, "tp": 2, "dp": 1}
+    pins = {"batch": 4, "microbatch": 2, "pp": 1, "tp": 2, "dp": 1, "sequence_parallel": False}
     asked = [(r"wte\.weight", Layout.of(tp=Split(0))), (r"lm_head\.weight", Layout.of(tp=Split(1)))]
     with pytest.raises(LayoutError, match=r"puts transformer\.wte\.weight at S0, .* lm_head\.weight at S1: keep one"):
         sw.plan(graph, cluster, layouts=asked, **pins)

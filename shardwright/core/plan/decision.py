@@ -67,9 +67,9 @@ class Decision:
     """The units that keep their activations although recompute is "full", because memory has room for them."""
     offloaded_units: tuple[Amount, ...] = ()
     """The units whose activations go to the host's memory and come back, instead of being recomputed."""
-    bucket_bytes: Amount = 0
+    bucket_bytes: Amount | None = None
     """Where whole gradients are summed over replicas, the bytes of a bucket in which small ones travel together: so
-    many that little of its time is latency."""
+    many that little of its time is latency. None: as the runtime has it."""
     whole_below_bytes: Amount = 0
     """Under shard 3, the size of a unit's parameters on a rank below which they stay whole all through a step: gathers
     of so few bytes cost their latency alone."""

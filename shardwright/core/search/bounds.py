@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 
 from shardwright.core.cluster.cluster import Cluster
 from shardwright.core.cost.unit_work import PRECISION_BYTES
@@ -77,7 +78,7 @@ class Bounds:
     def whole_below_bytes(self, shape: Shape, policy: Policy) -> int:
         """The size of a unit's parameters below which they stay whole all through a step: the latency of their gather
         is longer than its bytes take, and they are small beside the largest unit's."""
-        if policy.shard < 3 or policy.gathered_stages is not None or not self.tables.graph.memory_traits.gathers_units:
+        if policy.shard < 3 or policy.gathered_stages is not None or not self._exchanges_as_planned:
             return 0
         units = self._first(shape, policy.recompute).range_elements.diagonal(1)
         largest = float(units.max()) * PRECISION_BYTES[self.tables.precision]
@@ -85,12 +86,19 @@ class Bounds:
         groups = [self.links.shard_groups(shape.mesh, pp, policy.shard_group)[0] for pp, *_ in kinds]
         return int(min(largest / SMALL_SHARE, *(group.latency_bytes for group in groups)))
 
+    @cached_property
+    def _exchanges_as_planned(self) -> bool:
+        """Whether all runtimes gather and sum as a plan says."""
+        runtimes = self.request.runtimes or (self.tables.graph.capabilities,)
+        return all(runtime.exchanges_as_planned for runtime in runtimes)
+
     @found_once
-    def bucket_bytes(self, shape: Shape, policy: Policy) -> int:
+    def bucket_bytes(self, shape: Shape, policy: Policy) -> int | None:
         """The size of the buckets in which small whole gradients are summed: as large as the runtime likes, but no
-        larger than takes `LATENCY_SHARE` of its time for latency, as what is in the last one is hidden by nothing."""
-        if shape.mesh.axis_size("dp") == 1 or policy.shard >= 2:
-            return 0
+        larger than takes `LATENCY_SHARE` of its time for latency, as what is in the last one is hidden by nothing.
+        None where that is not for the plan to say."""
+        if shape.mesh.axis_size("dp") == 1 or policy.shard >= 2 or not self._exchanges_as_planned:
+            return None
         most = self.tables.graph.memory_traits.bucket_bytes_on(self.cluster.device(0).kind)
         groups = [self.links.axis(shape.mesh, pp, "dp") for pp, *_ in self.links.alike(shape.mesh)]
         enough = max(group.latency_bytes for group in groups) * (1 - LATENCY_SHARE) / LATENCY_SHARE
@@ -98,11 +106,14 @@ class Bounds:
 
     def memory_request(
         self, policy: Policy, stages: int, dp: int, microbatches: int, whole_below_bytes: int = 0,
-        bucket_bytes: int = 0,
+        bucket_bytes: int | None = None,
     ) -> MemoryRequest:  # fmt: skip
         """The choices that decide the bytes of a parameter, and of the batch, under a policy."""
         ways = policy.shard_group or dp
         request, traits = self.request, self.tables.graph.memory_traits
+        if bucket_bytes is None:
+            is_summed = dp > 1 and policy.shard < 2
+            bucket_bytes = traits.bucket_bytes_on(self.cluster.device(0).kind) if is_summed else 0
         is_one_program = traits.stages_are_programs and stages == 1
         return MemoryRequest(
             0,

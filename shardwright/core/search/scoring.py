@@ -73,8 +73,8 @@ class Scorer:
             decision.recompute, decision.shard, decision.shard_group, decision.gathered_stages, decision.look_ahead,
             decision.reduce_after,
         )  # fmt: skip
-        sizes = decision.whole_below_bytes, decision.bucket_bytes
-        return self.bounds.memory_request(policy, decision.stages, decision.dp, decision.microbatches, *sizes)
+        shape = decision.stages, decision.dp, decision.microbatches
+        return self.bounds.memory_request(policy, *shape, decision.whole_below_bytes, decision.bucket_bytes)
 
     def _memory(self, decision: Decision, ranked: RankTables, live: Sequence[int]) -> tuple[MemoryUse, ...]:
         """The memory of the ranks, as counted for cuts, or as counted for plans where that does not settle the fit."""
@@ -247,9 +247,9 @@ class Scorer:
             require_starts(given, len(placement), ranked.units)
             return tuple(given)
         tables = ranked if fit else ranked.with_limit(1 << 62)
-        sizes = self.bounds.whole_below_bytes(shape, policy), self.bounds.bucket_bytes(shape, policy)
-        dp = shape.mesh.axis_size("dp")
-        request = self.bounds.memory_request(policy, len(placement), dp, shape.microbatches, *sizes)
+        whole_below, bucket = self.bounds.whole_below_bytes(shape, policy), self.bounds.bucket_bytes(shape, policy)
+        sizes = len(placement), shape.mesh.axis_size("dp"), shape.microbatches
+        request = self.bounds.memory_request(policy, *sizes, whole_below, bucket)
         if self.request.partitioner == DEFAULT:
             found = tables.cut(placement, live, request) if fit else ranked.free_cut(tuple(placement))
             return None if found is None else tuple(found)

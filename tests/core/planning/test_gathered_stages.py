@@ -18,7 +18,7 @@ from tests.core.toy import decoder
 TOY = decoder(layers=40, hidden=512, heads=8, vocabulary=1024, sequence=64)
 GRAPH = replace(
     TOY,
-    capabilities=replace(TOY.capabilities, gathers_stages=True),
+    capabilities=replace(TOY.capabilities, exchanges_as_planned=True),
     memory_traits=MemoryTraits(gradients_when_made=True, gathers_units=True),
 )
 SLOW = Cluster("a100-80gb", nodes=4, devices_per_node=1, inter_node="ethernet-10g")

@@ -177,7 +177,8 @@ def test_activations_are_those_of_the_walk_under_every_split_schedule(schedule: 
 def test_gradients_that_are_summed_over_replicas_take_a_bucket_more(bucket_bytes: int, on_cpu: int) -> None:
     """Gradients are summed where they are: what replicas add is one bucket, or all gradients where they are less."""
     traits = MemoryTraits(gradients_when_made=True, bucket_bytes=bucket_bytes, bucket_bytes_on_cpu=on_cpu)
-    able = replace(GRAPH, memory_traits=traits)
+    capabilities = replace(GRAPH.capabilities, exchanges_as_planned=True)
+    able = replace(GRAPH, memory_traits=traits, capabilities=capabilities)
     pins = {"microbatch": 1, "pp": 1, "tp": 1, "precision": "fp32", "recompute": "full", "shard": 0}
     for hardware, most in (("a100-80gb", bucket_bytes), ("cpu", on_cpu)):
         clusters = {dp: Cluster(hardware, devices_per_node=dp) for dp in (1, 2)}
@@ -193,8 +194,10 @@ def test_small_units_stay_whole_under_shard_3() -> None:
     """Layers that are small beside the embedding, and whose gather costs its latency alone, are whole all through a
     step, as are their gradients."""
     graph = decoder(layers=4, hidden=32, vocabulary=8192)
-    able = replace(graph, memory_traits=MemoryTraits(gathers_units=True))
-    fixed = {"microbatch": 1, "pp": 1, "tp": 1, "dp": 4, "precision": "bf16", "recompute": "none", "batch": 4}
+    capabilities = replace(graph.capabilities, exchanges_as_planned=True)
+    able = replace(graph, memory_traits=MemoryTraits(gathers_units=True), capabilities=capabilities)
+    fixed = {"microbatch": 1, "pp": 1, "tp": 1, "dp": 4, "precision": "bf16", "recompute": "none", "batch": 4,
+             "gathered_stages": 0, "reduce_after": "each"}  # fmt: skip
     cluster, ways = Cluster("a100-80gb", devices_per_node=4), 4
     plans = {shard: sw.plan(able, cluster, shard=shard, **fixed) for shard in (2, 3)}
     plain = sw.plan(graph, cluster, shard=3, **fixed)  # of a runtime that gathers as it likes

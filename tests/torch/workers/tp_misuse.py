@@ -152,7 +152,7 @@ def mixed() -> str:
     plain, reference = Mixed(), Mixed()
     reference.load_state_dict(plain.state_dict())
     x, labels = torch.randn(4, 3, 8), torch.randn(4, 3, 8)
-    model = begin(plain)
+    model = begin(plain, optimize="speed")
     loss = float(train_plain(model, x, labels).reduce_mean())
     total = 0.0
     for m, (a, b) in enumerate(zip(x.chunk(2), labels.chunk(2), strict=True)):
