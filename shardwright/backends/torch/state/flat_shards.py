@@ -6,6 +6,7 @@ the same, so optimizers need no other one. (ZeRO, Rajbhandari et al., arXiv 1910
 FSDP, Zhao et al., arXiv 2304.11277, section 3.2.1; groups smaller than the data axis as in MiCS, arXiv 2205.00119.)
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -377,7 +378,10 @@ def _grouped(
     local: Mapping[str, nn.Parameter], calls: Sequence[Sequence[str]], apart: frozenset[str], left_out: set[str]
 ) -> list[list[str]]:
     """The groups of names: those of one call together, small calls with the next one; each group of one dtype, and all
-    trained or none."""
+    trained or none. What other calls use too is by itself: its gradient is whole when theirs has been made, and the
+    buffer of a group is there from the first gradient on."""
+    uses = Counter(name for names in dict.fromkeys(map(tuple, calls)) for name in names)
+    apart = apart | {name for name, count in uses.items() if count > 1}
     found: list[list[str]] = []
     seen = set(left_out)
     open_names: list[str] = []
