@@ -15,8 +15,7 @@ from shardwright.core.schedule import AUTO, Schedule, StageCosts, schedule_names
 from shardwright.core.schedule.action_table import has_any
 from shardwright.core.schedule.actions import SHARDING
 from shardwright.core.schedule.checks import require_runnable
-from shardwright.core.schedule.passes import insert_sharding
-from shardwright.core.schedule.passes.sharding import ReduceAfter
+from shardwright.core.schedule.passes.sharding import ReduceAfter, insert_residency
 from shardwright.core.values.step_line import require_every
 
 _ALIASES = {"partitions": "pipeline_parallel_degree"}
@@ -289,10 +288,8 @@ class Config:
             )  # fmt: skip
         if not self._says_residency:
             return schedule
-        return insert_sharding(
-            schedule, self.gathered_stages or None, look_ahead=self.look_ahead, reduce_after=self.reduces,
-            weights_read=False,
-        )  # fmt: skip
+        each = self.reduces == "each"
+        return insert_residency(schedule, self.gathered_stages or None, self.look_ahead, reduces_each=each)
 
     def mesh(self, world_size: int) -> Mesh:
         """The mesh over all ranks. Raises ShardwrightError when the degrees do not divide their number."""

@@ -12,7 +12,7 @@ from shardwright.core.schedule.catalogue import FAMILIES
 from shardwright.core.schedule.checks import require_trains
 from shardwright.core.schedule.family import Family, Sizes
 from shardwright.core.schedule.files import from_csv
-from shardwright.core.schedule.passes.sharding import ReduceAfter, insert_sharding
+from shardwright.core.schedule.passes.sharding import ReduceAfter, insert_residency
 from shardwright.core.schedule.schedule import require_buildable
 from shardwright.core.tables.memory import OPTIMIZER_STATES, Precision, Recompute, named_schedule
 from shardwright.core.values.fields import Amount, Choices, Count, Words, require_fields
@@ -158,13 +158,7 @@ class Decision:
     def with_residency(self, schedule: Schedule) -> Schedule:
         """A schedule of the plan's stages with the actions that gather them and reduce their gradients. Raises
         ScheduleError where more stages run at once than may be gathered."""
-        return insert_sharding(
-            schedule,
-            self.gathered_stages,
-            look_ahead=self.look_ahead,
-            reduce_after="each" if self.reduces_each else "last",
-            weights_read=False,
-        )
+        return insert_residency(schedule, self.gathered_stages, self.look_ahead, reduces_each=self.reduces_each)
 
     @property
     def reduces_each(self) -> bool:

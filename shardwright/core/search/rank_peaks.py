@@ -89,7 +89,8 @@ def _less_divided(
             table = decision.build_schedule(None).table
         else:
             sizes = decision.pp, microbatches, decision.virtual_stages
-            table = gathering_schedule(decision.schedule, *sizes, request).table
+            residency = decision.gathered_stages, decision.look_ahead, decision.reduces_each
+            table = gathering_schedule(decision.schedule, *sizes, *residency).table
         return peaks(ranked, starts, placement, table, request)
 
     first, second = 4 * decision.pp, 5 * decision.pp

@@ -13,7 +13,7 @@ from functools import lru_cache
 from shardwright.core.cost.unit_work import PRECISION_BYTES
 from shardwright.core.schedule import Schedule
 from shardwright.core.schedule.actions import Action, B, F, I, Kind, W
-from shardwright.core.schedule.passes.sharding import insert_sharding
+from shardwright.core.schedule.passes.sharding import insert_residency
 from shardwright.core.schedule.peak_memory import walk_activations
 from shardwright.core.tables.gathered_units import gathered_by_unit, gathered_peak
 from shardwright.core.tables.memory import named_schedule
@@ -24,17 +24,12 @@ from shardwright.core.tables.stage_memory import backward_passes, sharing_before
 
 @lru_cache(maxsize=64)
 def gathering_schedule(
-    name: str, ranks: int, microbatches: int, virtual_stages: int, request: MemoryRequest
-) -> Schedule:
-    """The schedule of a name with the gathers and reductions that a request asks for."""
+    name: str, ranks: int, microbatches: int, virtual_stages: int,
+    gathered_stages: int | None, look_ahead: int | None, reduces_each: bool = True,
+) -> Schedule:  # fmt: skip
+    """The schedule of a name with its gathers and reductions, made once for the schedules used last."""
     schedule = named_schedule(name, ranks, microbatches, virtual_stages)
-    return insert_sharding(
-        schedule,
-        request.gathered_stages,
-        look_ahead=request.look_ahead,
-        reduce_after="each" if request.reduces_each else "last",
-        weights_read=False,
-    )
+    return insert_residency(schedule, gathered_stages, look_ahead, reduces_each=reduces_each)
 
 
 def most_gathers(table: Sequence[Sequence[Action]]) -> int:
@@ -50,9 +45,8 @@ def gathers_per_stage(
     Long schedules repeat themselves: beyond a few rounds of the pipeline the number grows evenly."""
 
     def count(microbatches: int) -> float:
-        schedule = named_schedule(name, ranks, microbatches, virtual_stages)
-        table = insert_sharding(schedule, gathered_stages, look_ahead=look_ahead, weights_read=False).table
-        return most_gathers(table) / virtual_stages
+        schedule = gathering_schedule(name, ranks, microbatches, virtual_stages, gathered_stages, look_ahead)
+        return most_gathers(schedule.table) / virtual_stages
 
     first, second = 4 * ranks, 5 * ranks
     if microbatches <= second:

@@ -59,6 +59,14 @@ def insert_sharding(
     return replace(schedule, table=tuple(table))
 
 
+def insert_residency(
+    schedule: TableT, gathered_stages: int | None, look_ahead: int | None, *, reduces_each: bool
+) -> TableT:
+    """`insert_sharding` as plans have it: their runtimes' weight gradients read no parameters."""
+    after: ReduceAfter = "each" if reduces_each else "last"
+    return insert_sharding(schedule, gathered_stages, look_ahead=look_ahead, reduce_after=after, weights_read=False)
+
+
 def strip_sharding(schedule: TableT) -> TableT:
     """The schedule without gathering, freeing and gradient reduction."""
     return without(schedule, SHARDING)
