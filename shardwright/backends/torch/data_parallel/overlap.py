@@ -194,6 +194,8 @@ class Exchange:
         self._under_way = self._holds_back = False
         self._sent: Bucket | None = None
         """The sharded bucket whose sum is under way."""
+        self._anywhere: Callable[[], torch.Tensor] | None = None
+        """Waits for the flags of the parameters that have a gradient on some replica."""
         self._queue: list[tuple[Bucket, set[str]]] = []
         self._expected: set[str] = set()
         self._came: set[str] = set()
@@ -210,7 +212,7 @@ class Exchange:
             bucket.present.clear()
         at_once = self.each_microbatch or holds_back
         self._queue = [] if at_once else [(bucket, set(bucket.names)) for bucket in self._buckets]
-        self._under_way, self._holds_back, self._sent = True, holds_back, None
+        self._under_way, self._holds_back, self._sent, self._anywhere = True, holds_back, None, None
 
     def _tell(self, name: str) -> None:
         self.told(name)
@@ -267,32 +269,35 @@ class Exchange:
             self._ready(name)
 
     def send_rest(self) -> None:
-        """Begin the sums that no backward pass began, as of a parameter that this replica did not use: every rank calls
-        this before it goes on to other collectives, so that they come in one order on all."""
-        if self._under_way and not self._holds_back:
-            self._watchdog.doing("reducing gradients over dp")
-            for bucket in self._buckets:
-                if not bucket.is_sent:
-                    self._send(bucket)
-            self._queue = []
+        """Begin the sums that no backward pass began, as of a parameter that this replica did not use, and tell which
+        have a gradient: every rank calls this before it goes on to other collectives, so that they come in one order
+        on all."""
+        if not self._under_way or self._holds_back:
+            return
+        self._watchdog.doing("reducing gradients over dp")
+        for bucket in self._buckets:
+            if not bucket.is_sent:
+                self._send(bucket)
+        self._queue = []
+        if self._anywhere is None:
+            own = [float(i in b.present) for b in self._buckets for i in range(len(b.names))]
+            flags = torch.tensor(own, device=self._buckets[0].device if self._buckets else "cpu")
+            with self._watchdog.waiting(f"the start of a sum over {self._groups.said()}"):
+                self._anywhere = self._groups.begin(flags, dist.ReduceOp.MAX)
 
     def finish(self) -> dict[str, torch.Tensor | None]:
         """Wait for all sums; gradients that were never reported ready are sent now. Returns the gradients, or this
         rank's pieces of them; None for a parameter that has a gradient on no replica."""
         self._holds_back = False
         self.send_rest()
-        flags = torch.tensor(
-            [float(i in b.present) for b in self._buckets for i in range(len(b.names))],
-            device=self._buckets[0].device if self._buckets else "cpu",
-        )
+        assert self._anywhere is not None
         found: dict[str, torch.Tensor | None] = {}
         with self._watchdog.waiting(self._groups.said()):
-            anywhere = self._groups.begin(flags, dist.ReduceOp.MAX)
             for bucket in self._buckets:
                 found |= zip(bucket.names, bucket.finish(), strict=True)
-            there = anywhere().tolist()
+            there = self._anywhere().tolist()
         found = {name: g if some else None for (name, g), some in zip(found.items(), there, strict=True)}
-        self._under_way = False
+        self._under_way, self._anywhere = False, None
         return found
 
     def add(self, gradients: Mapping[str, torch.Tensor]) -> None:

@@ -15,7 +15,6 @@ from shardwright.backends.torch.machine.mesh import BoundMesh, process_group
 from shardwright.backends.torch.machine.watchdog import Watchdog
 from shardwright.core.errors import MissingCapabilityError
 
-_PIECE_BYTES, _MOST_PIECES = 2**21, 4
 _FIRST_TAG, _TAGS_OF_A_STEP, _STEPS = 25_000, 4096, 100_000
 
 
@@ -125,8 +124,7 @@ class DataGroups:
         """Begin to reduce a tensor over all replicas, in place; the result waits, and gives it."""
         given = real_entries(tensor)
         groups = [group for group in (self.group, self.replicas) if group is not None]
-        pieces = given.chunk(_pieces(given))
-        works = [dist.all_reduce(p, op=op, group=group, async_op=True) for group in groups[:1] for p in pieces]
+        works = [dist.all_reduce(given, op=op, group=group, async_op=True) for group in groups[:1]]
 
         def wait() -> torch.Tensor:
             self._finish(works)
@@ -194,12 +192,6 @@ class DataGroups:
                 work.wait()
         done = {id(work) for work in works}
         self.tags.under_way = [work for work in self.tags.under_way if id(work) not in done]
-
-
-def _pieces(tensor: torch.Tensor) -> int:
-    """The number of pieces that a tensor is summed in. Gloo has two threads, and one that receives a piece leaves the
-    sum of another to the other."""
-    return 1 if tensor.device.type != "cpu" else min(_MOST_PIECES, max(1, tensor.nbytes // _PIECE_BYTES))
 
 
 def require_reduce_scatter(group: ProcessGroup, device: torch.device) -> None:
