@@ -42,7 +42,7 @@ import shardwright.torch as sw
 from tests.comparison import Comparison
 
 RANKS, LAYERS = 2, 16
-SIZES = {"large": (256, 4, 64, 2), "small": (64, 4, 16, 2), "mid": (96, 4, 32, 2)}
+SIZES = {"wide": (1024, 16, 64, 1), "large": (256, 4, 64, 2), "small": (64, 4, 16, 2), "mid": (96, 4, 32, 2)}
 """Width, heads, tokens, samples in a microbatch."""
 
 
