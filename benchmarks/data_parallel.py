@@ -9,12 +9,13 @@ Two processes of one thread train the same model on the same batch, one way afte
 - sharded parameters (shard 3) beside FSDP2, at the best of two wrappings (every block, or the model alone), gathered
   module by module, or with `--gathered-stages 1` once a step.
 
-A repetition starts at a barrier and ends when the slower process ends: forward, backward, exchange and the step of SGD.
-Losses and every gradient are compared with those of the peer in the same program. Figures are medians over rounds; the
-ratio is the median of the ratios of one round, with the upper 95% bound of a bootstrap of that median. Bytes are what a
-rank sends, counted in the collectives' arguments by their algorithms: an all-reduce of n bytes over r ranks is
-2 n (r - 1) / r, a gather or a scatter of parts n (r - 1) / r. Memory is the peak of live storages in a step, by torch's
-MemTracker.
+A repetition starts at a barrier and ends when the slower process ends: forward, backward, exchange and the step of
+SGD. Losses and every gradient are compared with those of the peer in the same program. Figures are medians over rounds;
+the ratio is the median of the ratios of one round, with the upper 95% bound of a bootstrap of that median. What is
+hidden of the exchange is 1 - (step - step without an exchange) / (the sums of the same gradients, alone), for whole
+replicas: both ways have a `no_sync`. Bytes are what a rank sends, counted in the collectives' arguments by their
+algorithms: an all-reduce of n bytes over r ranks is 2 n (r - 1) / r, a gather or a scatter of parts n (r - 1) / r.
+Memory is the peak of live storages in a step, by torch's MemTracker.
 """
 
 import argparse
@@ -25,11 +26,14 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import claims
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -104,10 +108,15 @@ def train_step(model, batch):
 
 
 class Way:
-    """One way of training: a step, and the gradients that it leaves, whole."""
+    """One way of training: a step, and the gradients that it leaves, whole; ``no_sync``: a context of steps without an
+    exchange."""
 
-    def __init__(self, name: str, step: Callable[[], float], update: Callable[[], None], gradients: Callable[[], Any]):
+    def __init__(
+        self, name: str, step: Callable[[], float], update: Callable[[], None], gradients: Callable[[], Any],
+        no_sync: Callable[[], AbstractContextManager[Any]] | None,
+    ) -> None:  # fmt: skip
         self.name, self._step, self._update, self.gradients = name, step, update, gradients
+        self.no_sync = no_sync
 
     def run(self, *, update: bool = True) -> float:
         loss = self._step()
@@ -152,7 +161,7 @@ def _plain(name: str, wrapped: Any, own: nn.Module, batch: dict[str, torch.Tenso
     def gradients() -> dict[str, torch.Tensor | None]:
         return {n: _full(p.grad) for n, p in own.named_parameters()}
 
-    return Way(name, step, lambda: optimizer.step() and None, gradients)
+    return Way(name, step, lambda: optimizer.step() and None, gradients, getattr(wrapped, "no_sync", None))
 
 
 def _full(gradient: Any) -> torch.Tensor | None:
@@ -180,7 +189,8 @@ def ours(model: nn.Module, batch: dict[str, torch.Tensor], level: int, gathered:
         return found
 
     what = f", {'model' if gathered else 'modules'}" if level == 3 else ""
-    return Way(f"ours, shard {level}{what}", step, lambda: optimizer.step() and None, gradients)
+    no_sync = wrapped.no_sync if level == 0 else None
+    return Way(f"ours, shard {level}{what}", step, lambda: optimizer.step() and None, gradients, no_sync)
 
 
 class Sent:
@@ -210,18 +220,18 @@ class Sent:
         return Counting()
 
 
-def measure(rank: int, arguments: argparse.Namespace, port: int) -> None:
+def measure(rank: int, arguments: argparse.Namespace, port: int, found: Any) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank),
                    "WORLD_SIZE": str(arguments.ranks), "LOCAL_RANK": str(rank)}  # fmt: skip
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=arguments.ranks)
     for name in arguments.models:
         for level in arguments.levels:
-            _measure(rank, name, level, arguments)
+            _measure(rank, name, level, arguments, found)
     dist.destroy_process_group()
 
 
-def _measure(rank: int, name: str, level: int, arguments: argparse.Namespace) -> None:
+def _measure(rank: int, name: str, level: int, arguments: argparse.Namespace, found: Any) -> None:
     make, batch_of = MODELS[name]
     torch.manual_seed(0)
     model, batch = make(), batch_of(rank)
@@ -231,30 +241,54 @@ def _measure(rank: int, name: str, level: int, arguments: argparse.Namespace) ->
     reference = None
     for way in ways:
         way.run(update=False)
-        found = way.gradients()
+        gradients_of_way = way.gradients()
         if reference is None:
-            reference = found
+            reference = gradients_of_way
         if rank == 0:
-            Comparison(f"{name}, {way.name}").gradients(found, reference).require("gradients")
+            Comparison(f"{name}, {way.name}").gradients(gradients_of_way, reference).require("gradients")
     times: dict[str, list[float]] = {way.name: [] for way in ways}
+    alone: dict[str, list[float]] = {way.name: [] for way in ways if way.no_sync is not None}
+    sums: list[float] = []
+    gradients = [torch.zeros(p.shape) for p in model.parameters()]
     drawn = random.Random(1)
     for number in range(arguments.rounds + 1):
         order = list(ways)
         drawn.shuffle(order)
         for way in order:
-            way.run()
-            dist.barrier()
-            begun = time.perf_counter()
-            for _ in range(arguments.steps):
-                way.run()
-            taken = torch.tensor([(time.perf_counter() - begun) / arguments.steps])
-            dist.all_reduce(taken, op=dist.ReduceOp.MAX)
+            taken = _timed(way.run, arguments.steps)
             if number:
-                times[way.name].append(float(taken) * 1e3)
+                times[way.name].append(taken)
+            if number and way.no_sync is not None:
+                with way.no_sync():
+                    alone[way.name].append(_timed(partial(way.run, update=False), arguments.steps))
+                way.run()
+        if number and alone:
+            sums.append(_timed(partial(_sum, gradients), arguments.steps))
     figures = {way.name: _counted(way) for way in ways}
     sw.shutdown()
     if rank == 0:
-        _report(name, level, times, figures, own.name)
+        hidden = {
+            name: 1 - (statistics.median(times[name]) - statistics.median(taken)) / statistics.median(sums)
+            for name, taken in alone.items()
+        }
+        found.put((name, level, _report(name, level, times, figures, own.name, hidden)))
+
+
+def _timed(run: Callable[[], Any], steps: int) -> float:
+    """Milliseconds of a step, of the slower process."""
+    run()
+    dist.barrier()
+    begun = time.perf_counter()
+    for _ in range(steps):
+        run()
+    taken = torch.tensor([(time.perf_counter() - begun) / steps])
+    dist.all_reduce(taken, op=dist.ReduceOp.MAX)
+    return float(taken) * 1e3
+
+
+def _sum(gradients: list[torch.Tensor]) -> None:
+    for work in [dist.all_reduce(gradient, async_op=True) for gradient in gradients]:
+        work.wait()
 
 
 def _counted(way: Way) -> tuple[float, float]:
@@ -268,23 +302,28 @@ def _counted(way: Way) -> tuple[float, float]:
     return sent.total / 1e6, tracker.peak_bytes() / 1e6
 
 
-def _report(name: str, level: int, times: dict[str, list[float]], figures: dict[str, Any], own: str) -> None:
+def _report(
+    name: str, level: int, times: dict[str, list[float]], figures: dict[str, Any], own: str, hidden: dict[str, float]
+) -> dict[str, float]:
+    """Print the table of a case; the ratios of ours over the best of the peers, and over the least that they hold."""
     best = min((w for w in times if w != own), key=lambda w: statistics.median(times[w]))
     ratios = [a / b for a, b in zip(times[own], times[best], strict=True)]
     drawn = random.Random(0)
     medians = sorted(statistics.median(drawn.choices(ratios, k=len(ratios))) for _ in range(2000))
     print(f"\n## {name}, shard {level}\n")
-    print("| way | step_ms, median | sent_mb | peak of live storages made in a step, mb |\n|---|---|---|---|")
+    print("| way | step_ms, median | hidden of the exchange | sent_mb | peak of live storages made in a step, mb |")
+    print("|---|---|---|---|---|")
     for way, taken in times.items():
         sent, peak = figures[way]
-        print(f"| {way} | {statistics.median(taken):.1f} | {sent:.2f} | {peak:.1f} |")
-    print(
-        f"\nOurs takes {statistics.median(ratios):.3f} of {best} (95%: at most {medians[int(0.95 * 2000)]:.3f}).",
-        flush=True,
-    )
+        share = f"{hidden[way]:.0%}" if way in hidden else ""
+        print(f"| {way} | {statistics.median(taken):.1f} | {share} | {sent:.2f} | {peak:.1f} |")
+    median, bound = statistics.median(ratios), medians[int(0.95 * 2000)]
+    print(f"\nOurs takes {median:.3f} of {best} (95%: at most {bound:.3f}).", flush=True)
+    least = min(peak for way, (_, peak) in figures.items() if way != own)
+    return {"time": median, "sent": figures[own][0] / figures[best][0], "memory": figures[own][1] / least}
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--levels", nargs="+", type=int, default=[0, 3])
@@ -293,9 +332,17 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--ranks", type=int, default=RANKS)
     arguments = parser.parse_args()
-    port = free_port()
-    mp.start_processes(measure, args=(arguments, port), nprocs=arguments.ranks, start_method="spawn")
+    context = mp.get_context("spawn")
+    found = context.SimpleQueue()
+    mp.start_processes(measure, args=(arguments, free_port(), found), nprocs=arguments.ranks, start_method="spawn")
+    cases: dict[tuple[str, int], dict[str, float]] = {}
+    while not found.empty():
+        name, level, ratios = found.get()
+        cases[name, level] = ratios
+    judged = claims.data_parallel(cases, timed=arguments.ranks == RANKS and not arguments.gathered_stages)
+    print("\n" + judged.verdict())
+    return judged.exit_code
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
