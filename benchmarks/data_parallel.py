@@ -15,7 +15,9 @@ the ratio is the median of the ratios of one round, with the upper 95% bound of 
 hidden of the exchange is 1 - (step - step without an exchange) / (the sums of the same gradients, alone), for whole
 replicas: both ways have a `no_sync`. Bytes are what a rank sends, counted in the collectives' arguments by their
 algorithms: an all-reduce of n bytes over r ranks is 2 n (r - 1) / r, a gather or a scatter of parts n (r - 1) / r.
-Memory is the peak of live storages in a step, by torch's MemTracker.
+Ranks of one host read each other's memory in place of what the collectives send: what a rank reads is counted with it,
+and `--backend gloo` has everything go through Gloo, as between hosts. Memory is the peak of live storages in a step, by
+torch's MemTracker.
 """
 
 import argparse
@@ -109,14 +111,14 @@ def train_step(model, batch):
 
 class Way:
     """One way of training: a step, and the gradients that it leaves, whole; ``no_sync``: a context of steps without an
-    exchange."""
+    exchange; ``read_bytes``: the bytes that this rank has read from the memory of others so far."""
 
     def __init__(
         self, name: str, step: Callable[[], float], update: Callable[[], None], gradients: Callable[[], Any],
-        no_sync: Callable[[], AbstractContextManager[Any]] | None,
+        no_sync: Callable[[], AbstractContextManager[Any]] | None, read_bytes: Callable[[], int] = lambda: 0,
     ) -> None:  # fmt: skip
         self.name, self._step, self._update, self.gradients = name, step, update, gradients
-        self.no_sync = no_sync
+        self.no_sync, self.read_bytes = no_sync, read_bytes
 
     def run(self, *, update: bool = True) -> float:
         loss = self._step()
@@ -170,8 +172,9 @@ def _full(gradient: Any) -> torch.Tensor | None:
     return (gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient).detach().clone()
 
 
-def ours(model: nn.Module, batch: dict[str, torch.Tensor], level: int, gathered: int) -> Way:
-    sw.init({"ddp": True, "shard": level, "microbatches": 1, "gathered_stages": gathered if level == 3 else 0})
+def ours(model: nn.Module, batch: dict[str, torch.Tensor], level: int, gathered: int, backend: str) -> Way:
+    sw.init({"ddp": True, "shard": level, "microbatches": 1, "gathered_stages": gathered if level == 3 else 0,
+             "ddp_dist_backend": backend})  # fmt: skip
     wrapped = sw.DistributedModel(model)
     optimizer = sw.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1e-3))
 
@@ -190,7 +193,12 @@ def ours(model: nn.Module, batch: dict[str, torch.Tensor], level: int, gathered:
 
     what = f", {'model' if gathered else 'modules'}" if level == 3 else ""
     no_sync = wrapped.no_sync if level == 0 else None
-    return Way(f"ours, shard {level}{what}", step, lambda: optimizer.step() and None, gradients, no_sync)
+
+    def read_bytes() -> int:
+        data = wrapped.runtime.split_model.gradients.data
+        return 0 if data is None else data.read_bytes
+
+    return Way(f"ours, shard {level}{what}", step, lambda: optimizer.step() and None, gradients, no_sync, read_bytes)
 
 
 class Sent:
@@ -236,7 +244,7 @@ def _measure(rank: int, name: str, level: int, arguments: argparse.Namespace, fo
     torch.manual_seed(0)
     model, batch = make(), batch_of(rank)
     ways = peers(model, batch, level)
-    ways.append(ours(model, batch, level, arguments.gathered_stages))
+    ways.append(ours(model, batch, level, arguments.gathered_stages, arguments.backend))
     own = ways[-1]
     reference = None
     for way in ways:
@@ -293,13 +301,14 @@ def _sum(gradients: list[torch.Tensor]) -> None:
 
 def _counted(way: Way) -> tuple[float, float]:
     """Bytes sent, and the peak of live storages, of one step, in MB."""
-    sent = Sent()
+    sent, before = Sent(), way.read_bytes()
     with sent.mode():
         way.run()
+    read = way.read_bytes() - before
     tracker = LiveStorages()
     with tracker:
         way.run()
-    return sent.total / 1e6, tracker.peak_bytes() / 1e6
+    return (sent.total + read) / 1e6, tracker.peak_bytes() / 1e6
 
 
 def _report(
@@ -331,6 +340,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--ranks", type=int, default=RANKS)
+    parser.add_argument("--backend", default="auto", choices=("auto", "gloo"))
     arguments = parser.parse_args()
     context = mp.get_context("spawn")
     found = context.SimpleQueue()

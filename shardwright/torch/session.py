@@ -185,7 +185,7 @@ def init(
 
     joined = start(launch, place, settings.wait_timeout_s, backend, handshake)
     assert asked is not None
-    bound, watchdog = watch_over(joined, asked.mesh, place, settings.wait_timeout_s)
+    bound, watchdog = watch_over(joined, asked.mesh, place, settings.wait_timeout_s, backend is None)
     if bound.mesh.size > 1:
         watch_for_stop(watchdog)
         _tell_of_uncaught_errors()

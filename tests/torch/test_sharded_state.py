@@ -32,6 +32,7 @@ SLOW = {
 }  # fmt: skip
 SMALL = (
     "same:adamw:1", "same:adamw:3", "same:sgd:2", "same:adafactor:1", "same:lamb:3", "frozen:1", "frozen:3",
+    "same:adamw:0:gloo", "same:adamw:1:gloo", "same:adamw:3:gloo",
     "moved:3:1", "moved:0:2", "moved:1:3", "evaluated:1", "evaluated:3",
     "assigned:0", "assigned:1", "assigned:3", "exact:0", "exact:3",
 )  # fmt: skip
@@ -108,7 +109,7 @@ def test_small_models_train_as_torch_alone_trains_them(small: dict[str, list[dic
     while, evaluation between steps."""
     Comparison.of_ranks([result["same"] for result in small[case]]).require("losses")
     for result in small[case]:
-        if case.startswith("same"):
+        if case.startswith("same") and ":0" not in case:
             assert result["held"] <= (0.6 if case != "same:lamb:3" else 0.7) * result["all"]
 
 

@@ -318,7 +318,8 @@ def small_parameters_are_gathered_once_a_step() -> None:
     for microbatches in (1, 4):
         torch.manual_seed(1)
         plain = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)), nn.LayerNorm(64), Squared())
-        sw.init({"microbatches": microbatches, "ddp": True, "shard": 3, "wait_timeout_s": 60.0})
+        keys = {"shard": 3, "ddp_dist_backend": "gloo"}  # where gathers are messages that can be seen
+        sw.init({"microbatches": microbatches, "ddp": True, "wait_timeout_s": 60.0} | keys)
         model, sent = sw.DistributedModel(copy.deepcopy(plain)), list[int]()
         for _ in range(2):
             with noted_messages(sent):

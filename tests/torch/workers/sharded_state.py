@@ -177,9 +177,9 @@ class Coupled(torch.optim.Optimizer):
             p.sub_(p.grad * self.param_groups[0]["lr"] / norm)
 
 
-def same(optimizer: str, level: int) -> dict[str, Any]:
+def same(optimizer: str, level: int, backend: str = "auto") -> dict[str, Any]:
     expected = whole_run(build(), OPTIMIZERS[optimizer])
-    model, wrapped = start(build(), OPTIMIZERS[optimizer], shard=level)
+    model, wrapped = start(build(), OPTIMIZERS[optimizer], shard=level, ddp_dist_backend=backend)
     found = train(model, wrapped)
     report = compare(f"{optimizer}, shard {level}", model, wrapped, found, expected)
     held = sum(p.numel() for p in model.local_parameters())

@@ -94,9 +94,11 @@ class Gradients:
             self._held.pop(name or "", None)
 
     def close(self) -> None:
-        """Look at no optimizer any more."""
+        """Look at no optimizer any more, and sum nothing."""
         if self._looks is not None:
             self._looks.remove()
+        if self.data is not None:
+            self.data.close()
 
     def _require_summed(self, call: str, names: Iterable[str | None]) -> None:
         """Raise ShardwrightError where gradients of these parameters were held back and not summed since."""
@@ -147,7 +149,7 @@ class Gradients:
             if self._exchange is not None:
                 self._exchange.close()
             if self.data is None:
-                self.data = DataGroups.bind(self.bound, self.bound.size("dp"))
+                self.data = DataGroups.bind(self.bound, self.bound.size("dp"), self.watchdog)
             order = "; ".join(self._order)
             if not self.data.have_alike(order, self.bound.device, self.watchdog):  # where some dropped layers
                 self._order = ()

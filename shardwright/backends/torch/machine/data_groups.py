@@ -1,7 +1,7 @@
 """The ranks of the data axis that share the shards of parameters, and the sums and gathers over them."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, Work
 
 from shardwright.backends.torch.compat import all_gather_single, reduce_scatter_single
+from shardwright.backends.torch.machine.cross_memory import CrossMemory
 from shardwright.backends.torch.machine.digests import digest_of
 from shardwright.backends.torch.machine.mesh import BoundMesh, process_group
 from shardwright.backends.torch.machine.watchdog import Watchdog
@@ -60,6 +61,8 @@ class DataGroups:
         ranks: their global ranks.
         replicas: the process group of the ranks with the same shard, one in each group; None where there is one group.
         replica_ranks: their global ranks.
+        memory: sums and gathers over ``group`` by reading memory; None where ranks cannot.
+        replica_memory: the same over ``replicas``.
     """
 
     ways: int
@@ -70,9 +73,11 @@ class DataGroups:
     replicas: ProcessGroup | None
     replica_ranks: tuple[int, ...]
     tags: "Tags" = field(default_factory=lambda: Tags())
+    memory: CrossMemory | None = None
+    replica_memory: CrossMemory | None = None
 
     @classmethod
-    def bind(cls, bound: BoundMesh, ways: int) -> "DataGroups":
+    def bind(cls, bound: BoundMesh, ways: int, watchdog: Watchdog) -> "DataGroups":
         """The groups of ``ways`` neighbours each on the data axis. Every rank calls this at the same time."""
         found: DataGroups | None = None
         for ranks in bound.mesh.groups("dp"):
@@ -87,9 +92,19 @@ class DataGroups:
                 of_group = handles[number], gathers[number], groups[number]
                 found = cls(ways, coordinate, *of_group, replicas[coordinate], shards[coordinate])
         assert found is not None
-        if found.group is not None and bound.device.type != "cpu":
+        if bound.device.type == "cpu":
+            return found._reading_peers(watchdog) if bound.reads_peers else found
+        if found.group is not None:
             require_reduce_scatter(found.group, bound.device)
         return found
+
+    def _reading_peers(self, watchdog: Watchdog) -> "DataGroups":
+        """The same, where ranks of one host read each other's memory."""
+        memory = None if self.group is None else CrossMemory.bind(self.coordinate, self.group, watchdog)
+        if self.replicas is None:
+            return replace(self, memory=memory)
+        number = self.replica_ranks.index(dist.get_rank())
+        return replace(self, memory=memory, replica_memory=CrossMemory.bind(number, self.replicas, watchdog))
 
     def have_alike(self, text: str, device: torch.device, watchdog: Watchdog) -> bool:
         """Whether all replicas give the same text; every rank calls this at the same time."""
@@ -113,6 +128,8 @@ class DataGroups:
         if self.ways == 1 or whole.device.type == "cpu":
             if parts[self.coordinate].data_ptr() != own.data_ptr():
                 parts[self.coordinate].copy_(own)
+            if self.memory is not None:
+                return self.memory.begin_gather(list(parts), own, self.tags.of(number, is_sum=False))
             return partial(
                 self._finish,
                 self._exchange([parts[self.coordinate]] * self.ways, list(parts), self.tags.of(number, is_sum=False)),
@@ -123,16 +140,22 @@ class DataGroups:
     def begin(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> Callable[[], torch.Tensor]:
         """Begin to reduce a tensor over all replicas, in place; the result waits, and gives it."""
         given = real_entries(tensor)
-        groups = [group for group in (self.group, self.replicas) if group is not None]
-        works = [dist.all_reduce(given, op=op, group=group, async_op=True) for group in groups[:1]]
+        begun = self._begin_reduction(given, op, self.group, self.memory)
 
         def wait() -> torch.Tensor:
-            self._finish(works)
-            for group in groups[1:]:
-                dist.all_reduce(given, op=op, group=group)
+            begun()
+            self._begin_reduction(given, op, self.replicas, self.replica_memory)()
             return tensor
 
         return wait
+
+    def _begin_reduction(
+        self, given: torch.Tensor, op: Any, group: ProcessGroup | None, memory: CrossMemory | None
+    ) -> Callable[[], None]:
+        if memory is not None:
+            return memory.begin_sum(given, op)
+        works = [] if group is None else [dist.all_reduce(given, op=op, group=group, async_op=True)]
+        return partial(self._finish, works)
 
     def sum_shards(self, flat: torch.Tensor, number: int) -> Callable[[], torch.Tensor]:
         """Begin the sum of a flat buffer over the group; the result waits, and gives this rank's shard of the sum over
@@ -141,14 +164,14 @@ class DataGroups:
 
         def wait() -> torch.Tensor:
             shard = begun()
-            if self.replicas is not None:
-                dist.all_reduce(real_entries(shard), op=dist.ReduceOp.SUM, group=self.replicas)
+            given = real_entries(shard)
+            self._begin_reduction(given, dist.ReduceOp.SUM, self.replicas, self.replica_memory)()
             return shard
 
         return wait
 
     def _begin_sum(self, flat: torch.Tensor, number: int) -> Callable[[], torch.Tensor]:
-        parts = list(flat.view(self.ways, -1))
+        parts: list[torch.Tensor] = list(flat.view(self.ways, -1))
         if self.ways > 1 and flat.device.type != "cpu":
             shard = torch.empty_like(parts[0])
             given = real_entries(shard), real_entries(flat)
@@ -159,6 +182,14 @@ class DataGroups:
                 return shard
 
             return wait_scattered
+        if self.memory is not None:
+            summed = self.memory.begin_scatter(real_entries(flat), self.tags.of(number, is_sum=True))
+
+            def wait_summed() -> torch.Tensor:
+                summed()
+                return parts[self.coordinate]
+
+            return wait_summed
         # Gloo has no reduce-scatter of its own: it sums everything on every rank. Each rank is sent its shards, and
         # sums them in the order of ranks.
         received = [part if r == self.coordinate else torch.empty_like(part) for r, part in enumerate(parts)]
@@ -173,6 +204,22 @@ class DataGroups:
             return total
 
         return wait
+
+    @property
+    def read_bytes(self) -> int:
+        """The bytes that this rank has read from the memory of others so far."""
+        return sum(memory.read_bytes for memory in (self.memory, self.replica_memory) if memory is not None)
+
+    def settle(self) -> None:
+        """Wait until the other ranks have what they gather of this one, which may change from now on."""
+        if self.memory is not None:
+            self.memory.settle()
+
+    def close(self) -> None:
+        """Nothing is summed or gathered afterwards."""
+        for memory in (self.memory, self.replica_memory):
+            if memory is not None:
+                memory.close()
 
     def _exchange(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], tag: int) -> list[Work | None]:
         """Begin to send one tensor to every other rank of the group, and to receive one from each."""

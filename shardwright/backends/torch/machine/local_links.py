@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -184,6 +184,10 @@ class LocalLinks:
         """The peers that this rank is linked with, and the links."""
         return list(self._links.items())
 
+    def leave(self, peer: int) -> None:
+        """Forget the link with a peer that is gone: waits do not look at it any more."""
+        self._links.pop(peer, None)
+
     def reach(self, source: int, targets: Sequence[int]) -> bool:
         """Whether ``source`` is linked with all of ``targets``: the same answer on every rank."""
         return all((min(source, target), max(source, target)) in self._pairs for target in targets)
@@ -222,10 +226,22 @@ class LocalLinks:
     def arrived(self, link: LocalLink, filled: int, within_s: float) -> bool:
         """Whether a link has filled ``filled`` tensors, after a wait of at most ``within_s``. Raises RuntimeError when
         the peer is gone."""
+        return self._look(link.read, lambda: link.filled >= filled, within_s, lambda: [link])
+
+    def until(self, progress: Callable[[], bool], is_over: Callable[[], bool]) -> None:
+        """Wait until something is over that messages of any peer may bring on. ``progress`` goes on as far as it can,
+        and says whether there was anything to do. Raises RuntimeError when a peer is gone, or none sends anything."""
+        if not self._look(progress, is_over, self.timeout_s, lambda: self._links.values()):
+            raise RuntimeError(f"nothing came for {self.timeout_s:g} s")
+
+    def _look(
+        self, progress: Callable[[], bool], is_over: Callable[[], bool], within_s: float,
+        links: Callable[[], Iterable[LocalLink]],
+    ) -> bool:  # fmt: skip
         begun = time.monotonic()
         looks = 0
-        while link.filled < filled:
-            if link.read():
+        while not is_over():
+            if progress():
                 continue
             looks += 1
             if looks % _LOOKS_BETWEEN_CLOCKS and self._look_s:
@@ -236,7 +252,8 @@ class LocalLinks:
             if now - begun >= self._look_s:
                 self.require_peers()
                 sleeper = select.poll()
-                sleeper.register(link.connection, select.POLLIN)
+                for link in links():
+                    sleeper.register(link.connection, select.POLLIN)
                 sleeper.poll(1e3 * min(ASK_S, begun + within_s - now))
         return True
 

@@ -16,6 +16,7 @@ class BoundMesh:
     """This process's place on a mesh, and one process group for each axis, shared by the ranks that differ on it only.
 
     ``groups`` lists, for each axis, the global ranks of this process's group, in order of their coordinate.
+    ``reads_peers`` says whether CPU ranks of one host may read each other's memory (`cross_memory`).
     """
 
     mesh: Mesh
@@ -23,6 +24,7 @@ class BoundMesh:
     device: torch.device
     groups: dict[str, tuple[int, ...]]
     handles: dict[str, ProcessGroup] = field(repr=False)
+    reads_peers: bool = True
 
     def coordinate(self, axis: str) -> int:
         return self.mesh.coordinates(self.rank)[axis]
@@ -40,7 +42,7 @@ class BoundMesh:
         return f"rank {self.rank}" + (f" ({', '.join(places)})" if places else "")
 
 
-def bind(mesh: Mesh, device: torch.device | None = None) -> BoundMesh:
+def bind(mesh: Mesh, device: torch.device | None = None, reads_peers: bool = True) -> BoundMesh:
     """Lay the mesh over the default process group, which must exist. Every rank calls this at the same time.
 
     Raises ClusterError when the number of running ranks is not the mesh's.
@@ -61,7 +63,7 @@ def bind(mesh: Mesh, device: torch.device | None = None) -> BoundMesh:
                 if handle is None:
                     raise ClusterError(f"torch.distributed made no process group for ranks {ranks}")
                 groups[axis], handles[axis] = ranks, handle
-    return BoundMesh(mesh, rank, device or torch.device("cpu"), groups, handles)
+    return BoundMesh(mesh, rank, device or torch.device("cpu"), groups, handles, reads_peers)
 
 
 _Key = tuple[tuple[int, ...], str]

@@ -234,8 +234,14 @@ def _joined_before() -> Joined | None:
     return Joined(PrefixStore(f"shardwright/over/{_runs}", store), named, host_rank)
 
 
-def watch_over(joined: Joined | None, mesh: Mesh, device: torch.device, timeout_s: float) -> tuple[BoundMesh, Watchdog]:
-    """Lay the mesh over the ranks of the run, and watch over this one and the others. Every rank calls this."""
+def watch_over(
+    joined: Joined | None, mesh: Mesh, device: torch.device, timeout_s: float, reads_peers: bool = True
+) -> tuple[BoundMesh, Watchdog]:
+    """Lay the mesh over the ranks of the run, and watch over this one and the others. Every rank calls this.
+
+    Args:
+        reads_peers: whether CPU ranks of one host may read each other's memory.
+    """
     watchdog = Watchdog(f"rank {dist.get_rank()}", timeout_s, device.type == "cuda")
     if joined is None:
         bound = bind(mesh, device)
@@ -250,7 +256,7 @@ def watch_over(joined: Joined | None, mesh: Mesh, device: torch.device, timeout_
     try:
         watchdog.doing("making process groups")
         with watchdog.waiting("all ranks"):
-            bound = bind(mesh, device)
+            bound = bind(mesh, device, reads_peers)
     except BaseException as error:
         pulse.stop(watchdog.fault_of(error))
         raise

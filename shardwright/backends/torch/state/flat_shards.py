@@ -312,6 +312,12 @@ class FlatShards:
         if failure is not None:
             raise failure
 
+    def settle(self) -> None:
+        """Wait until all ranks have what they gathered of this one's shards. Every rank calls this at the end of a
+        step, before anything writes to its shards."""
+        with self.watchdog.waiting(self.data.said()):
+            self.data.settle()
+
     @contextmanager
     def gathered(self) -> Iterator[None]:
         """A context in which all parameters are whole. Every rank of the group enters it at the same time."""
@@ -322,6 +328,7 @@ class FlatShards:
             yield
         finally:
             self.end_step()
+        self.settle()
 
     def whole(self, name: str, piece: torch.Tensor) -> torch.Tensor:
         """The whole of a parameter, or of something that is cut like it, on every rank of the group, which call this

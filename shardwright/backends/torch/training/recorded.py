@@ -147,6 +147,7 @@ class PreparedRecordedStep:
             )
             if training:
                 gradients.finish(total, split_model.loss_scale.scale)
+            split_model.settle()
         except BaseException:
             split_model.end_step()
             if training:

@@ -238,7 +238,7 @@ class SplitModel:
         ways = self.stage_map.shard_group or self.bound.size("dp") if level else 1
         asked = [needs_whole() for needs_whole in self.before_sharding] if ways > 1 else []
         self.watchdog.doing("sharding the parameters over dp")
-        data = DataGroups.bind(self.bound, ways)
+        data = DataGroups.bind(self.bound, ways, self.watchdog)
         if not data.have_alike(
             "; ".join(map(str, calls)), self.bound.device, self.watchdog
         ):  # layers are dropped on some replicas only
@@ -301,6 +301,11 @@ class SplitModel:
         """Give every sharded parameter its piece again."""
         if self.parts.flat is not None:
             self.parts.flat.end_step()
+
+    def settle(self) -> None:
+        """Wait until all ranks have what they gathered of this one's parameters, after `end_step`."""
+        if self.parts.flat is not None:
+            self.parts.flat.settle()
 
     def synchronize(self, axes: Sequence[str] = ("dp",)) -> None:
         """Start all peers on ``axes``, and all holders of a tied parameter, from the same numbers: once."""
