@@ -154,7 +154,7 @@ def a_peer_that_goes_ends_the_wait() -> None:
         memory.close()
     else:
         with (
-            pytest.raises(PeerError, match="the peer closed|the connection broke"),
+            pytest.raises(PeerError, match=r"the peer closed|the connection broke"),
             Watchdog(f"rank {me}", 5.0).waiting("peers"),
         ):
             memory.begin_sum(torch.zeros(8))()
