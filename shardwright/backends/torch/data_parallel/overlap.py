@@ -125,7 +125,7 @@ class Bucket:
         if self.group is None:
             self._sum = found
         else:
-            self._sum = found.clone() if self._sum is None else self._sum.add_(found)
+            self._sum = found if self._sum is None else self._sum.add_(found)
         self._flat = None
 
     def finish(self) -> list[torch.Tensor]:
@@ -140,7 +140,13 @@ class Bucket:
     def abandon(self) -> None:
         """Forget what is under way."""
         self._flat = self._sum = self._waits = None
-        self._sums.take()
+        self._sums.clear()
+
+    def begin(self, *, leaves_each: bool) -> None:
+        """Begin a step, in which the gradients leave after each microbatch, or after several."""
+        self.abandon()
+        self.present.clear()
+        self._sums.gathers_late = leaves_each
 
 
 class Exchange:
@@ -208,8 +214,8 @@ class Exchange:
         ``each_microbatch``: whether they leave after each microbatch, None: where they are divided."""
         self.each_microbatch = self._divides_gradients and each_microbatch is not False
         for bucket in self._buckets:
-            bucket.abandon()
-            bucket.present.clear()
+            leaves_each = self.each_microbatch and not holds_back and bucket.group not in (None, *self._staying)
+            bucket.begin(leaves_each=leaves_each)
         at_once = self.each_microbatch or holds_back
         self._queue = [] if at_once else [(bucket, set(bucket.names)) for bucket in self._buckets]
         self._under_way, self._holds_back, self._sent, self._anywhere = True, holds_back, None, None

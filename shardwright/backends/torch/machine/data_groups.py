@@ -159,7 +159,7 @@ class DataGroups:
 
     def sum_shards(self, flat: torch.Tensor, number: int) -> Callable[[], torch.Tensor]:
         """Begin the sum of a flat buffer over the group; the result waits, and gives this rank's shard of the sum over
-        all replicas. The buffer is this function's from now on."""
+        all replicas, which keeps no other memory alive. The buffer is this function's from now on."""
         begun = self._begin_sum(flat, number)
 
         def wait() -> torch.Tensor:
@@ -198,8 +198,12 @@ class DataGroups:
 
         def wait() -> torch.Tensor:
             self._finish(works)
-            total = received[0]
-            for part in received[1:]:
+            if self.coordinate or self.ways == 1:
+                total, *others = received
+            else:  # into memory apart from the buffer, which is then free
+                first, total, *others = received
+                total.add_(first)
+            for part in others:
                 total.add_(part)
             return total
 

@@ -10,14 +10,15 @@ drops, or an expert that none of its tokens chose, has none there. So calls are 
 the forward pass, those without gradients too, and what several use stays whole from the first to the last of them.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import Node
 
 from shardwright.backends.torch.machine.watchdog import Watchdog
 from shardwright.backends.torch.state.flat_shards import PARAMETERS, FlatGroup, FlatShards
@@ -29,6 +30,7 @@ class Call:
     """One call of a microbatch's forward pass, with what its backward pass still waits for."""
 
     groups: tuple[FlatGroup, ...]
+    """The groups of parameters that its backward pass reads."""
     gradients: set[str]
     """The trained parameters that it uses, until their gradients are there."""
     before: "Call | None"
@@ -57,6 +59,8 @@ class Residency:
         """The calls of the backward pass that runs, as far as it has come."""
         self._following: Call | None = None
         """The call that it comes to next."""
+        self._ahead: tuple[FlatGroup, ...] = ()
+        """The groups that are to be gathered next."""
 
     def groups_of(self, names: Iterable[str]) -> tuple[FlatGroup, ...]:
         """The groups that some parameters lie in, by first name, but for those that stay whole all through a step where
@@ -66,6 +70,19 @@ class Residency:
         known = self.flat.group_of
         found = dict.fromkeys(known[name] for name in names if name in known)
         return tuple(group for group in found if not self.flat.stays(group))
+
+    def looked_up(self, target: Any, groups: Iterable[FlatGroup]) -> tuple[FlatGroup, ...]:
+        """The groups of a call that are tables, of which it reads rows: the backward pass of a lookup reads none. The
+        call is of an embedding, or of a module with embeddings whose tables other calls use too, as heads do."""
+        if not isinstance(target, nn.Module) or not self.frees:
+            return ()
+        rows: set[str] = set()
+        others: set[str] = set()
+        for module in target.modules():
+            found = {name for p in module._parameters.values() if p is not None and (name := self.name_of(p))}
+            (rows if type(module) is nn.Embedding else others).update(found)
+        rows -= others
+        return tuple(g for g in groups if rows.issuperset(g.names) and (type(target) is nn.Embedding or g.is_tied))
 
     def name_of(self, parameter: torch.Tensor) -> str | None:
         """The first name of a parameter; None for a tensor that is none of the model's."""
@@ -101,13 +118,25 @@ class Residency:
         """Free the parameters of a stage that is not needed for now."""
         self.leave(self.groups_of(names))
 
-    def record(self, call: Call, given: Sequence[Any], made: Sequence[torch.Tensor]) -> None:
-        """Note a call of a forward pass whose backward pass will come: its hooks gather and free the parameters."""
-        if not call.groups or not self.frees:
+    def record(
+        self, call: Call, given: Sequence[torch.Tensor], held: Sequence[torch.Tensor], made: Sequence[torch.Tensor]
+    ) -> None:
+        """Note a call of a forward pass whose backward pass will come: its hooks gather and free the parameters.
+
+        Args:
+            given: the tensors among its arguments. What other calls are given too is a view of its own (`own_views`).
+            held: those inside objects that it was given, such as a cache of keys and values. It may have made some of
+                them, and may have used none of the others, whose gradients then come long after its own.
+            made: its results.
+        """
+        if not self.frees:
             return
         leaving = [tensor for tensor in made if tensor.requires_grad and not tensor.is_leaf]
-        entering = {id(t): t for t in given if isinstance(t, torch.Tensor) and t.requires_grad}
-        entering = {key: t for key, t in entering.items() if not isinstance(t, nn.Parameter)}
+        own = {id(tensor) for tensor in made}
+        found = (*given, *(tensor for tensor in held if id(tensor) not in own))
+        entering = {id(t): t for t in found if t.requires_grad and not isinstance(t, nn.Parameter)}
+        if len(entering) > 1:
+            entering = {id(t): t for t in used_by(leaving, tuple(entering.values()))}
         call.inputs = len(entering)
         for tensor in leaving:
             tensor.register_hook(partial(self._reach, call))
@@ -125,7 +154,7 @@ class Residency:
     def backward(self, last: Call | None) -> Iterator[None]:
         """A context in which the backward pass of a microbatch runs, whose last call is ``last``. At its end nothing
         stays whole that it gathered."""
-        self._backward, self._following = [], last
+        self._backward, self._following, self._ahead = [], last, ()
         call = last
         while call is not None:
             for group in call.groups:
@@ -139,7 +168,7 @@ class Residency:
             for call in self._backward:
                 if not call.done:
                     self._end(call)
-            self._backward, self._following = [], None
+            self._backward, self._following, self._ahead = [], None, ()
             if self.frees and self.flat is not None:
                 for group in self.flat.groups:
                     if group.frees and not self._users.get(group):
@@ -148,21 +177,29 @@ class Residency:
     def reset(self) -> None:
         """Forget what a step that failed has begun."""
         self._users.clear()
-        self._backward, self._following = [], None
+        self._backward, self._following, self._ahead = [], None, ()
 
     def _reach(self, call: Call, _: torch.Tensor) -> None:
         while not call.begun and self._following is not None:
             self._begin(self._following)
 
     def _begin(self, call: Call) -> None:
-        """Make the parameters of the next call whole, and begin to gather those of the one after it."""
+        """Make the parameters of the next call whole, and begin to gather those of the one after it, once those of the
+        one behind are freed."""
         self._miss()
         call.begun, self._following = True, call.before
+        behind = self._backward[-1] if self._backward else None
         self._backward.append(call)
         for group in call.groups:
             group.gather(self._watchdog)
-        for group in call.before.groups if call.before is not None else ():
+        self._ahead = call.before.groups if call.before is not None else ()
+        if behind is None or behind.done:  # else when it is: one call less is whole then
+            self._look_ahead()
+
+    def _look_ahead(self) -> None:
+        for group in self._ahead:
             group.begin_gather()
+        self._ahead = ()
 
     def _gave_back(self, call: Call, _: torch.Tensor) -> None:
         call.inputs -= 1
@@ -190,3 +227,44 @@ class Residency:
     def _end(self, call: Call) -> None:
         call.done = True
         self.leave(call.groups, call.before.groups if call.before is not None else ())
+        self._look_ahead()
+
+
+def saving_apart(groups: Sequence[FlatGroup]) -> AbstractContextManager[None]:
+    """A context of a forward pass whose backward pass runs without these groups: where it reads a parameter of them all
+    the same, as a hook of the user's may, it keeps a copy."""
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone() if any(group.is_seen_by(tensor) for group in groups) else tensor
+
+    return torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+
+
+def own_views(given: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+    """A view of each of several tensors, for one call alone: its gradient is there when this call has given its part,
+    where that of the tensor waits for all calls that were given it."""
+    return {key: tensor.view_as(tensor) for key, tensor in given.items()}
+
+
+def used_by(made: Iterable[torch.Tensor], given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Those of ``given`` whose gradients the backward pass of ``made`` adds to, as far back as they go."""
+    ends = {_node(tensor) for tensor in given}
+    stack = [node for tensor in made if (node := tensor.grad_fn) is not None and node not in ends]
+    seen = set(stack)
+    reached: set[Node | torch.Tensor] = set()
+    while stack:
+        for node, _ in stack.pop().next_functions:
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            found = getattr(node, "variable", node)
+            if found in ends:
+                reached.add(found)
+            else:
+                stack.append(node)
+    return [tensor for tensor in given if _node(tensor) in reached]
+
+
+def _node(tensor: torch.Tensor) -> Node | torch.Tensor:
+    """The place of a tensor in the graph: the op that made it, or itself where it is a leaf."""
+    return tensor if tensor.grad_fn is None else tensor.grad_fn

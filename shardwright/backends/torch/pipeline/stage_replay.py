@@ -4,6 +4,7 @@ Everything that follows from the program alone is worked out once, before the fi
 there is then little Python left, which shows where actions take a millisecond.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from shardwright.backends.torch.compat import CustomFunctionNode, pytree
 from shardwright.backends.torch.machine.watchdog import Watchdog
 from shardwright.backends.torch.memory.recompute import Recompute
-from shardwright.backends.torch.memory.residency import Call, Residency
+from shardwright.backends.torch.memory.residency import Call, Residency, own_views, saving_apart
 from shardwright.backends.torch.memory.weight_gradients import Deferred
 from shardwright.backends.torch.program.program import (
     BufferRef,
@@ -104,6 +105,8 @@ class Replay:
             (_Call(self, step), step, release) for step, release in zip(self.part.steps, self.part.release, strict=True)
         ]
         self.calls = [call for call, _, _ in self._calls]
+        self.uses = Counter(value for call in self.calls for value in call.given_values)
+        """The number of calls that each value is given to."""
         self._laid_out_for: FlatShards | None = None
         self._copied_when_sent = {v for edge in self.part.sends for v in edge.values} & self.part.copied
         self._received = [
@@ -194,6 +197,7 @@ class Replay:
         later: frozenset[FlatGroup] = frozenset()
         for call in reversed(self.calls):
             call.groups = residency.groups_of(call.parameters)
+            call.looked_up = () if call.recomputed else residency.looked_up(call.target, call.groups)
             call.ahead, call.kept = ahead, later
             ahead, later = call.groups or ahead, later | frozenset(call.groups)
 
@@ -296,12 +300,15 @@ class _Call:
         leaves = list(enumerate(step.arguments.leaves))
         self._fixed = [leaf.value if isinstance(leaf, Literal) else None for _, leaf in leaves]
         self._values = [(place, leaf.value) for place, leaf in leaves if isinstance(leaf, ValueRef)]
+        self.given_values = frozenset(value for _, value in self._values)
         self._others = [(place, leaf) for place, leaf in leaves if not isinstance(leaf, (ValueRef, Literal))]
         self._flat = _flat_form(step.arguments.spec)
         self._in_mode = step.autocast is not None or not step.grad_enabled
         self.parameters = self._parameters()
         self.groups: tuple[FlatGroup, ...] = ()
         """The groups of sharded parameters that the call uses."""
+        self.looked_up: tuple[FlatGroup, ...] = ()
+        """Those of these that its backward pass does not read."""
         self.ahead: tuple[FlatGroup, ...] = ()
         """Those of the next call that uses any."""
         self.kept: frozenset[FlatGroup] = frozenset()
@@ -311,8 +318,11 @@ class _Call:
         """Run the step and store its results; returns the numbers of the values made."""
         given = self._fixed.copy()
         values = env.values
+        residency = self.replay.means.residency
+        groups = self.groups
+        flowing = self._own_views(values) if groups and residency.frees else {}
         for place, value in self._values:
-            given[place] = values.get(value)
+            given[place] = flowing[value] if value in flowing else values.get(value)
         for place, leaf in self._others:
             given[place] = self.replay.resolve(leaf, env)
         if self._flat is None:
@@ -320,14 +330,12 @@ class _Call:
         else:
             count, names = self._flat
             args, kwargs = given[:count], dict(zip(names, given[count:], strict=True)) if names else {}
-        residency = self.replay.means.residency
-        groups = self.groups
         if env.views:
             seen = [group for _, value in self._values for group in env.views.get(value, ())]
             groups = tuple(dict.fromkeys((*groups, *seen)))
         if groups:
             residency.enter(groups, self.ahead)
-        with self._mode() if self._in_mode else _NOTHING:
+        with self._mode() if self._in_mode or self.looked_up else _NOTHING:
             if self.recomputed and self.step.grad_enabled and torch.is_grad_enabled():
                 result = self.replay.means.recompute.run(self.step, tuple(args), kwargs)
             else:
@@ -347,11 +355,22 @@ class _Call:
                 env.views[value] = aliased
         if residency.frees and torch.is_grad_enabled():
             trained = {n for group in groups if group.trains for n in group.names if n in self.parameters}
-            env.call = Call(groups, trained, env.call)
-            residency.record(env.call, tensors_in(given), [values[value] for value in made])
+            env.call = Call(tuple(g for g in groups if g not in self.looked_up), trained, env.call)
+            tensors = [leaf for leaf in given if isinstance(leaf, torch.Tensor)]
+            objects = [leaf for leaf in given if not isinstance(leaf, torch.Tensor)]
+            residency.record(env.call, tensors, tensors_in(objects), [values[value] for value in made])
         # Where the backward comes next, it begins with what the last call used.
         residency.leave(groups, groups if env.is_followed_by_backward and not self.ahead else self.kept)
         return made
+
+    def _own_views(self, values: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Views of what the call is given where it is not the only one, or is given several: the others may be what it
+        hands on."""
+        if not (torch.is_grad_enabled() and self.step.grad_enabled):
+            return {}
+        found = {v: t for v in self.given_values if (t := values.get(v)) is not None and t.requires_grad}
+        alone = len(found) < 2 and all(self.replay.uses[value] == 1 for value in found)
+        return {} if alone else own_views(found)
 
     def _parameters(self) -> tuple[str, ...]:
         """The parameters that the call uses, by first name."""
@@ -369,6 +388,8 @@ class _Call:
 
     def _mode(self) -> AbstractContextManager[Any]:
         modes = ExitStack()
+        if self.looked_up and torch.is_grad_enabled():
+            modes.enter_context(saving_apart(self.looked_up))
         modes.enter_context(torch.set_grad_enabled(self.step.grad_enabled and torch.is_grad_enabled()))
         if self.step.autocast is not None:
             modes.enter_context(torch.autocast(self.replay.means.device.type, dtype=self.step.autocast))

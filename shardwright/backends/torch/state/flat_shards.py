@@ -45,6 +45,7 @@ class FlatGroup:
         dtype: the dtype of the shard.
         number: the number of the group on this rank, which is that of every rank that shares it.
         values: gives the whole of a parameter by name, where it has no memory yet.
+        is_tied: whether several calls of this rank use its parameter.
 
     Attributes:
         gathered: the buffer of the whole data.
@@ -54,9 +55,9 @@ class FlatGroup:
 
     def __init__(
         self, parameters: Mapping[str, nn.Parameter], layout: FlatLayout, groups: DataGroups, frees: bool,
-        compute: torch.dtype, dtype: torch.dtype, number: int, values: Values,
+        compute: torch.dtype, dtype: torch.dtype, number: int, values: Values, is_tied: bool = False,
     ) -> None:  # fmt: skip
-        self.number = number
+        self.number, self.is_tied = number, is_tied
         self.parameters, self.layout, self.groups, self.frees = dict(parameters), layout, groups, frees
         some = next(iter(self.parameters.values()))
         self.names, self.device = tuple(self.parameters), some.device
@@ -273,7 +274,9 @@ class FlatShards:
             trains = next(iter(members.values())).requires_grad
             between = torch.float32 if compute is not None and inside is compute and trains else own
             number, frees = len(self.groups), level == PARAMETERS and names not in staying
-            group = FlatGroup(members, layout(sizes, groups.ways), groups, frees, inside, between, number, values)
+            is_tied = sum(names[0] in used for used in dict.fromkeys(map(tuple, calls))) > 1
+            place = layout(sizes, groups.ways)
+            group = FlatGroup(members, place, groups, frees, inside, between, number, values, is_tied)
             self.groups.append(group)
             self.group_of |= dict.fromkeys(names, group)
 

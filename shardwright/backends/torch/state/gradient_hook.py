@@ -20,6 +20,10 @@ class GradientSums:
         places: the places of the gradients in the buffer.
         entries: the number of entries of the buffer.
         dtype: the dtype of the sums.
+
+    Attributes:
+        gathers_late: whether first gradients stay as autograd made them until the buffer is taken, or another is added
+            to them: the buffer of the sums before, which is on its way until then, is gone by that time.
     """
 
     def __init__(self, places: Sequence[Place], entries: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -27,6 +31,9 @@ class GradientSums:
         self._flat: torch.Tensor | None = None
         self._views: list[torch.Tensor] = []
         self._filled: set[int] = set()
+        self._apart: dict[int, torch.Tensor] = {}
+        """Gradients that are not in the buffer yet."""
+        self.gathers_late = False
 
     def add(self, index: int, gradient: torch.Tensor) -> None:
         """Add a gradient to its sum."""
@@ -35,8 +42,20 @@ class GradientSums:
                 self._flat, self._views = gradient.detach().as_strided((self._entries,), (1,)), [gradient.detach()]
                 self._filled.add(index)
                 return
-            self._flat = torch.empty(self._entries, dtype=self._dtype, device=self._device)
-            self._views = [self._flat.as_strided(*place) for place in self._places]
+            if self.gathers_late and index not in self._apart:
+                self._apart[index] = gradient.detach()
+                return
+            self._gather()
+        self._add(index, gradient)
+
+    def _gather(self) -> None:
+        """Make the buffer, with the gradients that there are in it."""
+        self._flat = torch.empty(self._entries, dtype=self._dtype, device=self._device)
+        self._views = [self._flat.as_strided(*place) for place in self._places]
+        for index in list(self._apart):
+            self._add(index, self._apart.pop(index))
+
+    def _add(self, index: int, gradient: torch.Tensor) -> None:
         if index in self._filled:
             self._views[index].add_(gradient)
         else:
@@ -64,9 +83,16 @@ class GradientSums:
     def take(self) -> tuple[torch.Tensor | None, set[int]]:
         """The buffer, None where nothing was added, and the gradients that are in it. What is added next goes into
         another."""
+        if self._apart:
+            self._gather()
         taken = self._flat, self._filled
         self._flat, self._views, self._filled = None, [], set()
         return taken
+
+    def clear(self) -> None:
+        """Forget what was added."""
+        self._apart.clear()
+        self.take()
 
 
 class GradientHook:
