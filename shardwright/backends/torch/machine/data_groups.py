@@ -187,7 +187,7 @@ class DataGroups:
 
             def wait_summed() -> torch.Tensor:
                 summed()
-                return parts[self.coordinate]
+                return parts[self.coordinate].clone()  # the buffer is free then
 
             return wait_summed
         # Gloo has no reduce-scatter of its own: it sums everything on every rank. Each rank is sent its shards, and
