@@ -146,9 +146,9 @@ class FlatGroup:
 
         Raises ShardwrightError for a parameter that was written to while it was whole: that would be lost.
         """
-        if self._gathering is not None:  # begun, and not needed after all
-            self._gathering()
-            self._gathering = None
+        gathering, self._gathering = self._gathering, None
+        if gathering is not None:  # begun, and not needed after all
+            gathering()
         versions, self._versions = self._versions, []
         written = [n for n, v in zip(self.names, versions, strict=False) if self.parameters[n]._version != v]
         if self.is_whole and not written and self._is_to_be_looked_at() and not self._is_as_gathered():
@@ -305,12 +305,12 @@ class FlatShards:
             group.gather(self.watchdog)
 
     def end_step(self) -> None:
-        """Give every parameter its piece again. Raises as `FlatGroup.free`."""
-        failure: ShardwrightError | None = None
+        """Give every parameter its piece again. Raises as `FlatGroup.free`, and RuntimeError where a peer is gone."""
+        failure: Exception | None = None
         for group in self.groups:
             try:
                 group.leave_step()
-            except ShardwrightError as error:
+            except (ShardwrightError, RuntimeError) as error:
                 failure = failure or error
         if failure is not None:
             raise failure

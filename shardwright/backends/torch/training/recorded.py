@@ -1,6 +1,7 @@
 """Steps by recorded pipelines: the body is recorded once, and its parts run under a schedule."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -149,7 +150,8 @@ class PreparedRecordedStep:
                 gradients.finish(total, split_model.loss_scale.scale)
             split_model.settle()
         except BaseException:
-            split_model.end_step()
+            with suppress(ShardwrightError, RuntimeError):  # what follows from the error that is on its way
+                split_model.end_step()
             if training:
                 gradients.abandon()
             raise
