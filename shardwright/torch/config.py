@@ -18,7 +18,7 @@ from shardwright.core.schedule.checks import require_runnable
 from shardwright.core.schedule.passes.sharding import ReduceAfter, insert_residency
 from shardwright.core.values.step_line import require_every
 
-_ALIASES = {"partitions": "pipeline_parallel_degree"}
+_ALIASES = {"partitions": "pipeline_parallel_degree", "sdp_hierarchical_allgather": "hierarchical_gathers"}
 _AXIS_LETTERS = {"P": "pp", "D": "dp", "T": "tp"}
 _STRATEGIES = {"cluster": "DPT", "spread": "TPD"}
 
@@ -36,7 +36,7 @@ _LATER: dict[str, tuple[Any, str]] = {
 _WITHOUT_EFFECT = {
     "memory_weight", "default_partition", "activation_loading_horizon", "skip_tracing",
     "deterministic_server", "static_mode", "fast_mode", "tensor_parallel_seed", "sdp_reduce_bucket_size",
-    "sdp_param_persistence_threshold", "sdp_max_live_parameters", "sdp_hierarchical_allgather",
+    "sdp_param_persistence_threshold", "sdp_max_live_parameters",
     "sdp_gradient_clipping",
 }  # fmt: skip
 """Keys that tune machinery which this library does not have: accepted with a warning."""
@@ -93,6 +93,9 @@ class Config:
         look_ahead: the most of these that are gathered ahead of their use; None: all but the one that runs.
         reduce_after: whether gradients are summed over the replicas after "each" microbatch or after the "last"; None:
             after each under shard 2 and 3, where none is kept whole, else after the last.
+        hierarchical_gathers: whether replicas that share state, several on each of several nodes, gather between the
+            nodes and then within each, and sum the other way round; None: where the planner finds it faster.
+            ``sdp_hierarchical_allgather`` is SageMaker's name.
         shard_optimizer_state: SageMaker's name for ``shard=1``.
         sharded_data_parallel_degree: SageMaker's name for ``shard=3`` with this ``shard_group``.
         bf16: compute in bfloat16: steps run on 16-bit copies of parameters that are in float32 between steps, where the
@@ -128,6 +131,7 @@ class Config:
     gathered_stages: int = 0
     look_ahead: int | None = None
     reduce_after: ReduceAfter | None = None
+    hierarchical_gathers: bool | None = None
     shard_optimizer_state: bool = False
     sharded_data_parallel_degree: int = 1
     bf16: bool = False
@@ -178,6 +182,8 @@ class Config:
         for name in ("ddp", "prescaled_batch", "shard_optimizer_state", "bf16", "fp16"):
             if not isinstance(getattr(self, name), bool):
                 raise ShardwrightError(f"{name}={getattr(self, name)!r}: expected True or False")
+        if not isinstance(self.hierarchical_gathers, bool | None):
+            raise ShardwrightError(f"hierarchical_gathers={self.hierarchical_gathers!r}: expected True or False")
         if not isinstance(self.seed, int) or isinstance(self.seed, bool):
             raise ShardwrightError(f"seed={self.seed!r}: expected a whole number")
         timeout = self.wait_timeout_s

@@ -90,6 +90,7 @@ class DistributedModel(nn.Module):
                     loss_scope=session.config.loss_scope or "replica",
                     shard=config.shard_level,
                     shard_group=config.sharing_replicas,
+                    hierarchical=config.hierarchical_gathers is not False,
                 )
             )
 

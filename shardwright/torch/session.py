@@ -312,6 +312,8 @@ def _refuse_degrees(given: Mapping[str, Any]) -> None:
         "gathered_stages",
         "look_ahead",
         "reduce_after",
+        "hierarchical_gathers",
+        "sdp_hierarchical_allgather",
         "shard_optimizer_state",
         "sharded_data_parallel_degree",
         "bf16",

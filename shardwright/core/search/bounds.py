@@ -86,6 +86,23 @@ class Bounds:
         groups = [self.links.shard_groups(shape.mesh, pp, policy.shard_group)[0] for pp, *_ in kinds]
         return int(min(largest / SMALL_SHARE, *(group.latency_bytes for group in groups)))
 
+    @found_once
+    def hierarchical_gathers(self, shape: Shape, policy: Policy) -> bool:
+        """Whether shard groups over several nodes gather, and sum, in two stages: as pinned, or where all have the
+        stages and a unit of mean size takes less time so than in one ring. Without stages CPUs send every shard to
+        every rank by itself, which crosses between nodes as many times as one holds ranks: there stages are taken."""
+        if not policy.shard or shape.mesh.axis_size("dp") == 1 or not self._exchanges_as_planned:
+            return False
+        kinds = self.links.alike(shape.mesh)
+        groups = [self.links.shard_groups(shape.mesh, pp, policy.shard_group)[0] for pp, *_ in kinds]
+        if self.request.hierarchical_gathers is False or not all(group.has_stages for group in groups):
+            return False
+        if self.request.hierarchical_gathers or self.cluster.device(0).kind == "cpu":
+            return True
+        units = self._first(shape, policy.recompute).range_elements.diagonal(1)
+        size = float(units.mean()) * PRECISION_BYTES[self.tables.precision]
+        return all(group.all_gather_s(size, in_stages=True) < group.all_gather_s(size) for group in groups)
+
     @cached_property
     def _exchanges_as_planned(self) -> bool:
         """Whether all runtimes gather and sum as a plan says."""
@@ -170,6 +187,7 @@ class Bounds:
             sequence_parallel=self.tables.sequence_parallel(tp),
             gradient_precision=request.gradient_precision,
             placement_order=shape.order,
+            hierarchical_gathers=self.hierarchical_gathers(shape, policy),
             whole_below_bytes=self.whole_below_bytes(shape, policy),
             bucket_bytes=self.bucket_bytes(shape, policy),
         )

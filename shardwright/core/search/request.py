@@ -109,6 +109,14 @@ class Options:
             "the last where they stay whole (shard 0 and 1), searched where they are divided",
         ),
     ] = None
+    hierarchical_gathers: Annotated[
+        bool | None,
+        Option(
+            "whether shard groups over several nodes gather between the nodes and then within each, and sum gradients "
+            "the other way round",
+            "where that is faster",
+        ),
+    ] = None
     precision: Annotated[
         Precision | None,
         Option(

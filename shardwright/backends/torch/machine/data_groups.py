@@ -1,7 +1,8 @@
 """The ranks of the data axis that share the shards of parameters, and the sums and gathers over them."""
 
+import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.distributed import ProcessGroup, Work
 from shardwright.backends.torch.compat import all_gather_single, reduce_scatter_single
 from shardwright.backends.torch.machine.digests import digest_of
 from shardwright.backends.torch.machine.mesh import BoundMesh, process_group
+from shardwright.backends.torch.machine.node_stages import NodeGrid, StagedCollectives, StagedMessages, StageGroups
 from shardwright.backends.torch.machine.watchdog import Watchdog
 from shardwright.core.errors import MissingCapabilityError
 
@@ -26,16 +28,19 @@ class Tags:
     Attributes:
         under_way: the messages of this step. They are kept while it lasts, as are those of a step that failed: torch
             waits for a message that is let go.
+        stages: what sends more of them, where groups gather and sum in stages.
     """
 
     def __init__(self) -> None:
         self.under_way: list[Work | None] = []
+        self.stages: StagedMessages | StagedCollectives | None = None
         self._step = 0
 
     def begin(self, *, failed: bool = False) -> None:
         """Begin a step; every rank calls this. ``failed``: the messages of the one before may never arrive."""
         if failed:
             _LOST.extend(self.under_way)
+            _LOST.extend(self.stages.abandon() if self.stages is not None else ())
         self.under_way = []
         self._step = (self._step + 1) % _STEPS
 
@@ -44,7 +49,7 @@ class Tags:
         return _FIRST_TAG + self._step * _TAGS_OF_A_STEP + 2 * (number % (_TAGS_OF_A_STEP // 2)) + is_sum
 
 
-_LOST: list[Work | None] = []
+_LOST: list[Any] = []
 """The messages of steps that failed."""
 
 
@@ -60,6 +65,7 @@ class DataGroups:
         ranks: their global ranks.
         replicas: the process group of the ranks with the same shard, one in each group; None where there is one group.
         replica_ranks: their global ranks.
+        stages: gathers and sums between nodes and within each; None where they go over all ranks of the group at once.
     """
 
     ways: int
@@ -69,12 +75,15 @@ class DataGroups:
     ranks: tuple[int, ...]
     replicas: ProcessGroup | None
     replica_ranks: tuple[int, ...]
+    stages: StagedMessages | StagedCollectives | None = None
     tags: "Tags" = field(default_factory=lambda: Tags())
 
     @classmethod
-    def bind(cls, bound: BoundMesh, ways: int) -> "DataGroups":
-        """The groups of ``ways`` neighbours each on the data axis. Every rank calls this at the same time."""
+    def bind(cls, bound: BoundMesh, ways: int, hierarchical: bool = False) -> "DataGroups":
+        """The groups of ``ways`` neighbours each on the data axis. Every rank calls this at the same time.
+        ``hierarchical``: whether a group that has several ranks on each of several nodes gathers and sums in stages."""
         found: DataGroups | None = None
+        uneven: list[tuple[int, ...]] = []
         for ranks in bound.mesh.groups("dp"):
             groups = [ranks[first : first + ways] for first in range(0, len(ranks), ways)]
             handles = [process_group(group) if ways > 1 else None for group in groups]
@@ -82,11 +91,25 @@ class DataGroups:
             gathers = [process_group(group, use) if ways > 1 else None for group in groups]
             shards = [ranks[first::ways] for first in range(ways)]
             replicas = [process_group(ranks) if len(groups) > 1 else None for ranks in shards]
+            staged = [
+                _staged(bound, group, handle) for group, handle in zip(groups, handles, strict=True) if hierarchical
+            ]
+            uneven += [group for group in groups if hierarchical and _is_uneven(bound, group)]
             if bound.rank in ranks:
                 number, coordinate = divmod(ranks.index(bound.rank), ways)
                 of_group = handles[number], gathers[number], groups[number]
                 found = cls(ways, coordinate, *of_group, replicas[coordinate], shards[coordinate])
+                if hierarchical and staged[number] is not None:
+                    found = replace(found, stages=staged[number])
+                    found.tags.stages = staged[number]
         assert found is not None
+        if uneven and bound.rank == 0:
+            warnings.warn(
+                f"ranks {list(uneven[0])} share state and lie on nodes {[bound.nodes[rank] for rank in uneven[0]]}: "
+                f"each gathers from all the others at once, which sends the same bytes to a node several times. Start "
+                f"as many neighbouring ranks on every node, so that they gather between the nodes and then within each",
+                stacklevel=2,
+            )
         if found.group is not None and bound.device.type != "cpu":
             require_reduce_scatter(found.group, bound.device)
         return found
@@ -110,6 +133,12 @@ class DataGroups:
         group of parameters, as in `sum_shards`."""
         parts = real_entries(whole).view(self.ways, -1)
         own = real_entries(shard)
+        if isinstance(self.stages, StagedCollectives):
+            return self.stages.gather(parts, own)
+        if isinstance(self.stages, StagedMessages):
+            if parts[self.coordinate].data_ptr() != own.data_ptr():
+                parts[self.coordinate].copy_(own)
+            return self.stages.gather(list(parts), self.tags.of(number, is_sum=False))
         if self.ways == 1 or whole.device.type == "cpu":
             if parts[self.coordinate].data_ptr() != own.data_ptr():
                 parts[self.coordinate].copy_(own)
@@ -148,6 +177,13 @@ class DataGroups:
         return wait
 
     def _begin_sum(self, flat: torch.Tensor, number: int) -> Callable[[], torch.Tensor]:
+        if self.stages is not None:
+            entries = real_entries(flat).view(self.ways, -1)
+            if isinstance(self.stages, StagedCollectives):
+                begun = self.stages.sum(entries)
+            else:
+                begun = self.stages.sum(list(entries), self.tags.of(number, is_sum=True))
+            return lambda: as_entries_of(flat, begun())
         parts = list(flat.view(self.ways, -1))
         if self.ways > 1 and flat.device.type != "cpu":
             shard = torch.empty_like(parts[0])
@@ -194,6 +230,38 @@ class DataGroups:
         self.tags.under_way = [work for work in self.tags.under_way if id(work) not in done]
 
 
+def _staged(
+    bound: BoundMesh, ranks: tuple[int, ...], group: ProcessGroup | None
+) -> StagedMessages | StagedCollectives | None:
+    """What gathers and sums over the ranks of a shard group in stages; None where they are no grid of nodes and places,
+    or this rank is none of them. Every rank calls this."""
+    nodes = [bound.nodes[rank] for rank in ranks] if bound.nodes else [0] * len(ranks)
+    place = ranks.index(bound.rank) if bound.rank in ranks else 0
+    grid = NodeGrid.of(nodes, place)
+    if grid is None:
+        return None
+    if bound.device.type == "cpu":
+        return StagedMessages(grid, ranks, group) if bound.rank in ranks and group is not None else None
+    gathers, sums = (_stage_groups(grid, ranks, use) for use in ("gathers", "sums"))
+    if gathers is None or sums is None:
+        return None
+    return StagedCollectives(grid, gathers, sums, bound.device)
+
+
+def _stage_groups(grid: NodeGrid, ranks: tuple[int, ...], use: str) -> StageGroups | None:
+    """The process groups of this rank's node and place; None where it is none of the ranks."""
+    rows = [process_group(tuple(ranks[i] for i in row), f"{use}, beside") for row in grid.rows()]
+    columns = [process_group(tuple(ranks[i] for i in column), f"{use}, across") for column in grid.columns()]
+    beside, across = next(filter(None, rows), None), next(filter(None, columns), None)
+    return None if beside is None or across is None else StageGroups(beside, across)
+
+
+def _is_uneven(bound: BoundMesh, ranks: tuple[int, ...]) -> bool:
+    """Whether some node holds several of these ranks, which lie on several, and they are no grid."""
+    nodes = [bound.nodes[rank] for rank in ranks] if bound.nodes else [0] * len(ranks)
+    return 1 < len(set(nodes)) < len(nodes) and NodeGrid.of(nodes, 0) is None
+
+
 def require_reduce_scatter(group: ProcessGroup, device: torch.device) -> None:
     """Raise MissingCapabilityError where the backend of a group has no reduce-scatter. Every rank of it calls this."""
     try:
@@ -211,3 +279,8 @@ def require_reduce_scatter(group: ProcessGroup, device: torch.device) -> None:
 def real_entries(tensor: torch.Tensor) -> torch.Tensor:
     """A flat tensor as collectives take it: complex entries as pairs of real ones."""
     return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
+
+
+def as_entries_of(tensor: torch.Tensor, entries: torch.Tensor) -> torch.Tensor:
+    """What `real_entries` gave, in the dtype of a tensor again."""
+    return torch.view_as_complex(entries.view(-1, 2)) if tensor.is_complex() else entries

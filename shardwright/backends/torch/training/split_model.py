@@ -238,7 +238,7 @@ class SplitModel:
         ways = self.stage_map.shard_group or self.bound.size("dp") if level else 1
         asked = [needs_whole() for needs_whole in self.before_sharding] if ways > 1 else []
         self.watchdog.doing("sharding the parameters over dp")
-        data = DataGroups.bind(self.bound, ways)
+        data = DataGroups.bind(self.bound, ways, self.stage_map.hierarchical and level > 0)
         if not data.have_alike(
             "; ".join(map(str, calls)), self.bound.device, self.watchdog
         ):  # layers are dropped on some replicas only
