@@ -14,7 +14,9 @@ from tests.comparison import Comparison
 from tests.torch.launch import on_ranks
 
 PAIRS = (0, 0, 1, 1)
-EXACT = ("messages", "shuffled", "complex", "collectives", "after a failure")
+EXACT = (
+    "messages", "shuffled", "complex", "unequal", "collectives", "unequal collectives", "after a failure"
+)  # fmt: skip
 TRAINED = ("level 3", "flat")
 SLOW = ("level 1", "level 2", "asked", "groups", "level 3, bf16")
 OTHER_NODES = {(0, 0, 0, 1): True, (0, 1, 0, 1): True, (0, 0, 0, 0): False, (0, 1, 2, 3): False}
@@ -35,8 +37,8 @@ def on_pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[st
 
 @pytest.mark.parametrize("case", EXACT)
 def test_what_is_gathered_and_summed_is_exact(on_pairs: dict[str, list[dict[str, Any]]], case: str) -> None:
-    """In any order of gathers among sums, with pauses, for complex numbers, by messages and by collectives, and in the
-    step after one that failed on some rank."""
+    """In any order of gathers among sums, with pauses, for complex numbers and unequal shards, by messages and by
+    collectives, and in the step after one that failed on some rank."""
     for found in on_pairs[case]:
         assert found["staged"]
         assert found["wrong"] == ""

@@ -127,15 +127,18 @@ def test_a_write_through_data_stops_the_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ways", [1, 2, 3, 8])
 @pytest.mark.parametrize("sizes", [(1,), (5, 7, 11), (1000, 1, 1, 64), (17,) * 9])
-@pytest.mark.parametrize("make", [FlatLayout.cut, FlatLayout.whole_parameters])
-def test_every_entry_lies_in_one_shard(make, sizes: tuple[int, ...], ways: int) -> None:
-    layout = make(sizes, ways)
-    assert layout.entries == layout.shard * ways
+@pytest.mark.parametrize("whole", [False, True])
+def test_every_entry_lies_in_one_shard(whole: bool, sizes: tuple[int, ...], ways: int) -> None:
+    layout = FlatLayout.whole_parameters(sizes, [0] * ways) if whole else FlatLayout.cut(sizes, ways)
+    assert layout.borders[0] == 0
+    assert len(layout.borders) == ways + 1
+    assert layout.entries == sum(layout.shard_entries(rank) for rank in range(ways))
+    assert whole or len({layout.shard_entries(rank) for rank in range(ways)}) == 1
     for index, size in enumerate(sizes):
         spans = [layout.span(index, rank) for rank in range(ways)]
         held = sorted(entry for first, end in spans for entry in range(first, end))
         assert held == list(range(size))
-        assert make == FlatLayout.cut or sum(end > first for first, end in spans) == 1
+        assert not whole or sum(end > first for first, end in spans) == 1
     taken = sorted((offset, offset + size) for offset, size in zip(layout.offsets, sizes, strict=True))
     assert all(end <= begin for (_, end), (begin, _) in pairwise(taken))
 
@@ -150,3 +153,16 @@ def test_the_checks_for_gpus_hold_on_cpus(tmp_path: Path) -> None:
     assert len(reports) == 12
     for report in reports:
         Comparison.of_ranks([report]).require("losses", "gradients")
+
+
+@pytest.mark.parametrize("ways", [2, 3, 8])
+@pytest.mark.parametrize("matrices", [[1024] * 12, [4096, 1024] * 7, [50_000, *[1024] * 30], [16, 32, 48, 64]])
+@pytest.mark.parametrize("together", [1, 4])
+def test_whole_matrices_are_balanced_over_all_buffers(matrices: list[int], ways: int, together: int) -> None:
+    """With one matrix in each buffer, as of a linear layer, or several: no rank has more than its share and one."""
+    held = [0] * ways
+    for first in range(0, len(matrices), together):
+        layout = FlatLayout.whole_parameters(matrices[first : first + together], held)
+        held = [entries + layout.shard_entries(rank) for rank, entries in enumerate(held)]
+    assert sum(held) == sum(matrices)
+    assert max(held) <= sum(matrices) / ways + max(matrices)

@@ -10,6 +10,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -41,13 +42,13 @@ def counted() -> Iterator[Counter[str]]:
         found["between" if nodes()[dst] != nodes()[dist.get_rank()] else "within"] += tensor.nbytes
         return isend(tensor, dst, **given)
 
-    def gathered(groups: DataGroups, whole: torch.Tensor, shard: torch.Tensor, number: int) -> Any:
+    def gathered(groups: DataGroups, whole: torch.Tensor, shard: torch.Tensor, *given: Any) -> Any:
         found["shards"] += shard.nbytes
-        return gather(groups, whole, shard, number)
+        return gather(groups, whole, shard, *given)
 
-    def summed(groups: DataGroups, flat: torch.Tensor, number: int) -> Any:
+    def summed(groups: DataGroups, flat: torch.Tensor, *given: Any) -> Any:
         found["shards"] += flat.nbytes // groups.ways
-        return sum_shards(groups, flat, number)
+        return sum_shards(groups, flat, *given)
 
     dist.isend, DataGroups.gather, DataGroups.sum_shards = sent, gathered, summed
     try:
@@ -100,16 +101,23 @@ def trained(level: int, *, group: int | None = None, **keys: Any) -> dict[str, A
     }  # fmt: skip
 
 
-def shard(rank: int, number: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """The shard of a rank, or what it adds to a sum: small whole numbers, which add up exactly."""
-    made = torch.randint(-9, 9, (16 * (number + 1),), generator=torch.Generator().manual_seed(100 * number + rank))
-    return made.to(dtype) * (1 + 2j) if dtype.is_complex else made.to(dtype)
+def sizes(number: int, ways: int, uneven: bool) -> list[int]:
+    """The entries of every shard; where they are unequal, that of one rank is empty."""
+    return [16 * (number + 1) * ((rank + number) % ways if uneven else 1) for rank in range(ways)]
 
 
-def exact(groups: DataGroups, ways: int, dtype: torch.dtype = torch.float32, *, shuffled: bool = False) -> str:
+def made(seed: int, entries: int, dtype: torch.dtype) -> torch.Tensor:
+    """Small whole numbers, which add up exactly."""
+    found = torch.randint(-9, 9, (entries,), generator=torch.Generator().manual_seed(seed))
+    return found.to(dtype) * (1 + 2j) if dtype.is_complex else found.to(dtype)
+
+
+def exact(
+    groups: DataGroups, ways: int, dtype: torch.dtype = torch.float32, *, shuffled: bool = False, uneven: bool = False
+) -> str:
     """Begins gathers and sums, where ``shuffled`` in an order of its own between the two kinds and with pauses, and
     says what they made that is not what they should."""
-    counts, begun = 6, []
+    counts, begun, me = 6, [], groups.coordinate
     chance = random.Random(dist.get_rank() if shuffled else 0)
     kinds = ["gather"] * counts + ["sum"] * counts
     chance.shuffle(kinds)
@@ -118,58 +126,75 @@ def exact(groups: DataGroups, ways: int, dtype: torch.dtype = torch.float32, *, 
     for kind in kinds:
         number = numbers[kind]
         numbers[kind] += 1
+        each = sizes(number, ways, uneven)
+        borders = [0, *accumulate(each)]
         if shuffled:
             time.sleep(chance.random() / 50)
         if kind == "gather":
-            whole = torch.zeros(ways * 16 * (number + 1), dtype=dtype)
-            begun.append((kind, number, whole, groups.gather(whole, shard(groups.coordinate, number, dtype), number)))
+            whole = torch.zeros(borders[-1], dtype=dtype)
+            own = made(100 * number + me, each[me], dtype)
+            expected = torch.cat([made(100 * number + rank, each[rank], dtype) for rank in range(ways)])
+            begun.append((kind, number, whole, groups.gather(whole, own, number, borders), expected))
         else:
-            flat = torch.cat([shard(groups.coordinate + 10 * to, number, dtype) for to in range(ways)])
-            begun.append((kind, number, None, groups.sum_shards(flat, number)))
+            terms = [
+                [made(100 * number + rank + 10 * to, each[to], dtype) for to in range(ways)] for rank in range(ways)
+            ]
+            expected = sum(term[me] for term in terms)
+            begun.append((kind, number, None, groups.sum_shards(torch.cat(terms[me]), number, borders), expected))
     if shuffled:
         chance.shuffle(begun)
     wrong = []
-    for kind, number, whole, wait in begun:
-        made = wait()
-        if kind == "gather":
-            made, expected = whole, torch.cat([shard(rank, number, dtype) for rank in range(ways)])
-        else:
-            expected = sum(shard(rank + 10 * groups.coordinate, number, dtype) for rank in range(ways))
-        if made.dtype is not dtype or not torch.equal(made, expected):
+    for kind, number, whole, wait, expected in begun:
+        found = wait()
+        found = whole if kind == "gather" else found
+        if found.dtype is not dtype or not torch.equal(found, expected):
             wrong.append(f"{kind} {number}")
     return ", ".join(wrong)
 
 
-def messages(dtype: str, shuffled: int) -> dict[str, Any]:
+def messages(dtype: str, **how: bool) -> dict[str, Any]:
     sw.init({"ddp": True, "shard": 3})
     bound, ways = sw.session.current().bound, dist.get_world_size()
     groups = DataGroups.bind(bound, ways, hierarchical=True)
-    with counted() as sent:
-        wrong = exact(groups, ways, getattr(torch, dtype), shuffled=bool(shuffled))
-    return {"wrong": wrong, "sent": dict(sent), "staged": groups.stages is not None}
+    return {"wrong": exact(groups, ways, getattr(torch, dtype), **how), "staged": groups.stages is not None}
 
 
 def collectives() -> dict[str, Any]:
     """The stages as GPUs take them, by collectives of Gloo, which wait for each other as they begin."""
     sw.init({"ddp": True, "shard": 3})
     bound, ways = sw.session.current().bound, dist.get_world_size()
-    made, kind = [], node_stages.StagedMessages
+    kind = node_stages.StagedMessages
 
     class OnCpu:
         def __new__(cls, grid: NodeGrid, ranks: tuple[int, ...], _: Any) -> StagedCollectives:
-            for use in ("gathers", "sums"):
-                made.append(data_groups._stage_groups(grid, ranks, use))
-            assert all(isinstance(one, StageGroups) for one in made)
-            return StagedCollectives(grid, made[0], made[1], torch.device("cpu"))
+            of_use = [data_groups._stage_groups(grid, ranks, use) for use in ("gathers", "sums")]
+            assert all(isinstance(one, StageGroups) for one in of_use)
+            return StagedCollectives(grid, *of_use, torch.device("cpu"))
 
     data_groups.StagedMessages = OnCpu
     try:
         groups = DataGroups.bind(bound, ways, hierarchical=True)
     finally:
         data_groups.StagedMessages = kind
-    with counted() as sent:
-        wrong = [exact(groups, ways, dtype) for dtype in (torch.float32, torch.bfloat16, torch.complex64)]
-    return {"wrong": ", ".join(filter(None, wrong)), "sent": dict(sent), "staged": groups.stages is not None}
+    wrong = [exact(groups, ways, dtype) for dtype in (torch.float32, torch.bfloat16, torch.complex64)]
+    return {"wrong": ", ".join(filter(None, wrong)), "staged": groups.stages is not None}
+
+
+def unequal_collectives() -> dict[str, Any]:
+    """Unequal shards as GPUs gather and sum them."""
+    sw.init({"ddp": True, "shard": 3})
+    ways = dist.get_world_size()
+    groups = DataGroups.bind(sw.session.current().bound, ways)
+    each = sizes(0, ways, uneven=True)
+    whole = [made(rank, each[rank], torch.float32) for rank in range(ways)]
+    parts = [part.clone() if rank == groups.coordinate else torch.zeros_like(part) for rank, part in enumerate(whole)]
+    groups._finish(groups._broadcasts(parts))
+    terms = [[made(rank + 10 * to, each[to], torch.float32) for to in range(ways)] for rank in range(ways)]
+    sums = [term.clone() for term in terms[groups.coordinate]]
+    groups._finish(groups._reduces(sums))
+    same = all(map(torch.equal, parts, whole))
+    same &= torch.equal(sums[groups.coordinate], sum(term[groups.coordinate] for term in terms))
+    return {"wrong": "" if same else "parts", "staged": True}
 
 
 def after_a_failure() -> dict[str, Any]:
@@ -180,8 +205,9 @@ def after_a_failure() -> dict[str, Any]:
     groups.tags.begin()
     if dist.get_rank() != 3:
         whole = torch.zeros(ways * 16)
-        groups.gather(whole, shard(groups.coordinate, 0), 0)
-        groups.sum_shards(torch.ones(ways * 16), 0)
+        borders = range(0, 16 * ways + 1, 16)
+        groups.gather(whole, torch.ones(16), 0, borders)
+        groups.sum_shards(torch.ones(ways * 16), 0, borders)
     groups.tags.begin(failed=True)
     return {"wrong": exact(groups, ways, shuffled=True), "staged": groups.stages is not None}
 
@@ -190,8 +216,10 @@ CASES = {
     "level 1": lambda: trained(1), "level 2": lambda: trained(2), "level 3": lambda: trained(3),
     "level 3, bf16": lambda: trained(3, bf16=True), "asked": lambda: trained(3, sdp_hierarchical_allgather=True),
     "flat": lambda: trained(3, sdp_hierarchical_allgather=False), "groups": lambda: trained(3, group=2),
-    "messages": lambda: messages("float32", 0), "shuffled": lambda: messages("float32", 1),
-    "complex": lambda: messages("complex64", 1), "collectives": collectives, "after a failure": after_a_failure,
+    "messages": lambda: messages("float32"), "shuffled": lambda: messages("float32", shuffled=True),
+    "complex": lambda: messages("complex64", shuffled=True, uneven=True),
+    "unequal": lambda: messages("float32", shuffled=True, uneven=True), "collectives": collectives,
+    "unequal collectives": unequal_collectives, "after a failure": after_a_failure,
 }  # fmt: skip
 
 

@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -128,26 +129,26 @@ class DataGroups:
         more = f" and of ranks {list(self.replica_ranks)}" if self.replicas is not None else ""
         return f"dp peers, ranks {list(self.ranks)}{more}"
 
-    def gather(self, whole: torch.Tensor, shard: torch.Tensor, number: int) -> Callable[[], None]:
+    def gather(
+        self, whole: torch.Tensor, shard: torch.Tensor, number: int, borders: Sequence[int]
+    ) -> Callable[[], None]:
         """Begin to fill ``whole`` with the shards of all ranks; the result waits for the end. ``number`` is that of the
-        group of parameters, as in `sum_shards`."""
-        parts = real_entries(whole).view(self.ways, -1)
-        own = real_entries(shard)
-        if isinstance(self.stages, StagedCollectives):
-            return self.stages.gather(parts, own)
+        group of parameters, ``borders`` the first entry of every shard and the end of the last, as in `sum_shards`."""
+        parts, own = _parts(whole, borders), real_entries(shard)
+        is_even = len({part.numel() for part in parts}) == 1
+        if is_even and isinstance(self.stages, StagedCollectives):
+            return self.stages.gather(real_entries(whole).view(self.ways, -1), own)
+        if is_even and self.ways > 1 and whole.device.type != "cpu":
+            work = all_gather_single(real_entries(whole), own, group=self.gathers, async_op=True)
+            return partial(self._finish, [work])
+        if parts[self.coordinate].data_ptr() != own.data_ptr():
+            parts[self.coordinate].copy_(own)
         if isinstance(self.stages, StagedMessages):
-            if parts[self.coordinate].data_ptr() != own.data_ptr():
-                parts[self.coordinate].copy_(own)
-            return self.stages.gather(list(parts), self.tags.of(number, is_sum=False))
-        if self.ways == 1 or whole.device.type == "cpu":
-            if parts[self.coordinate].data_ptr() != own.data_ptr():
-                parts[self.coordinate].copy_(own)
-            return partial(
-                self._finish,
-                self._exchange([parts[self.coordinate]] * self.ways, list(parts), self.tags.of(number, is_sum=False)),
-            )
-        work = all_gather_single(parts.view(-1), own, group=self.gathers, async_op=True)
-        return partial(self._finish, [work])
+            return self.stages.gather(parts, self.tags.of(number, is_sum=False))
+        if whole.device.type != "cpu":
+            return partial(self._finish, self._broadcasts(parts))
+        sent = [parts[self.coordinate]] * self.ways
+        return partial(self._finish, self._exchange(sent, parts, self.tags.of(number, is_sum=False)))
 
     def begin(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> Callable[[], torch.Tensor]:
         """Begin to reduce a tensor over all replicas, in place; the result waits, and gives it."""
@@ -163,43 +164,41 @@ class DataGroups:
 
         return wait
 
-    def sum_shards(self, flat: torch.Tensor, number: int) -> Callable[[], torch.Tensor]:
+    def sum_shards(self, flat: torch.Tensor, number: int, borders: Sequence[int]) -> Callable[[], torch.Tensor]:
         """Begin the sum of a flat buffer over the group; the result waits, and gives this rank's shard of the sum over
         all replicas. The buffer is this function's from now on."""
-        begun = self._begin_sum(flat, number)
+        begun = self._begin_sum(flat, number, borders)
 
         def wait() -> torch.Tensor:
             shard = begun()
             if self.replicas is not None:
-                dist.all_reduce(real_entries(shard), op=dist.ReduceOp.SUM, group=self.replicas)
-            return shard
+                dist.all_reduce(shard, op=dist.ReduceOp.SUM, group=self.replicas)
+            return torch.view_as_complex(shard.view(-1, 2)) if flat.is_complex() else shard
 
         return wait
 
-    def _begin_sum(self, flat: torch.Tensor, number: int) -> Callable[[], torch.Tensor]:
-        if self.stages is not None:
-            entries = real_entries(flat).view(self.ways, -1)
-            if isinstance(self.stages, StagedCollectives):
-                begun = self.stages.sum(entries)
-            else:
-                begun = self.stages.sum(list(entries), self.tags.of(number, is_sum=True))
-            return lambda: as_entries_of(flat, begun())
-        parts = list(flat.view(self.ways, -1))
+    def _begin_sum(self, flat: torch.Tensor, number: int, borders: Sequence[int]) -> Callable[[], torch.Tensor]:
+        """As `sum_shards`, over the group alone, with complex entries as pairs of real ones."""
+        parts = _parts(flat, borders)
+        is_even = len({part.numel() for part in parts}) == 1
+        if is_even and isinstance(self.stages, StagedCollectives):
+            return self.stages.sum(real_entries(flat).view(self.ways, -1))
+        if isinstance(self.stages, StagedMessages):
+            return self.stages.sum(parts, self.tags.of(number, is_sum=True))
         if self.ways > 1 and flat.device.type != "cpu":
-            shard = torch.empty_like(parts[0])
-            given = real_entries(shard), real_entries(flat)
-            work = reduce_scatter_single(*given, op=dist.ReduceOp.SUM, group=self.group, async_op=True)
+            shard = torch.empty_like(parts[0]) if is_even else parts[self.coordinate]
+            works = [self._scatter(shard, flat)] if is_even else self._reduces(parts)
 
             def wait_scattered() -> torch.Tensor:
-                self._finish([work])
+                self._finish(works)
                 return shard
 
             return wait_scattered
         # Gloo has no reduce-scatter of its own: it sums everything on every rank. Each rank is sent its shards, and
         # sums them in the order of ranks.
-        received = [part if r == self.coordinate else torch.empty_like(part) for r, part in enumerate(parts)]
-        sent, taken = [real_entries(part) for part in parts], [real_entries(part) for part in received]
-        works = self._exchange(sent, taken, self.tags.of(number, is_sum=True))
+        received = [part if r == self.coordinate else torch.empty_like(parts[self.coordinate])
+                    for r, part in enumerate(parts)]  # fmt: skip
+        works = self._exchange(parts, received, self.tags.of(number, is_sum=True))
 
         def wait() -> torch.Tensor:
             self._finish(works)
@@ -210,13 +209,29 @@ class DataGroups:
 
         return wait
 
+    def _scatter(self, shard: torch.Tensor, flat: torch.Tensor) -> Work | None:
+        given = shard, real_entries(flat)
+        work: Work | None = reduce_scatter_single(*given, op=dist.ReduceOp.SUM, group=self.group, async_op=True)
+        return work
+
+    def _broadcasts(self, parts: Sequence[torch.Tensor]) -> list[Work | None]:
+        """Begin to send unequal shards, each from its rank to all."""
+        by_rank = [(rank, part) for rank, part in zip(self.ranks, parts, strict=True) if part.numel()]
+        return [dist.broadcast(part, rank, group=self.gathers, async_op=True) for rank, part in by_rank]
+
+    def _reduces(self, parts: Sequence[torch.Tensor]) -> list[Work | None]:
+        """Begin to sum unequal shards, each on its rank."""
+        by_rank = [(rank, part) for rank, part in zip(self.ranks, parts, strict=True) if part.numel()]
+        return [dist.reduce(p, rank, op=dist.ReduceOp.SUM, group=self.group, async_op=True) for rank, p in by_rank]
+
     def _exchange(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], tag: int) -> list[Work | None]:
-        """Begin to send one tensor to every other rank of the group, and to receive one from each."""
+        """Begin to send one tensor to every other rank of the group, and to receive one from each; none is sent that is
+        empty."""
         works: list[Work | None] = []
-        for rank in self.ranks:
-            other = self.ranks.index(rank)
-            if other != self.coordinate:
+        for other, rank in enumerate(self.ranks):
+            if other != self.coordinate and received[other].numel():
                 works.append(dist.irecv(received[other], rank, group=self.group, tag=tag))
+            if other != self.coordinate and sent[other].numel():
                 works.append(dist.isend(sent[other], rank, group=self.group, tag=tag))
         self.tags.under_way += works
         return works
@@ -281,6 +296,8 @@ def real_entries(tensor: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
 
 
-def as_entries_of(tensor: torch.Tensor, entries: torch.Tensor) -> torch.Tensor:
-    """What `real_entries` gave, in the dtype of a tensor again."""
-    return torch.view_as_complex(entries.view(-1, 2)) if tensor.is_complex() else entries
+def _parts(tensor: torch.Tensor, borders: Sequence[int]) -> list[torch.Tensor]:
+    """The shards of a flat tensor, as collectives take them."""
+    entries = real_entries(tensor)
+    each = entries.numel() // max(1, tensor.numel())
+    return [entries[each * first : each * end] for first, end in pairwise(borders)]

@@ -202,10 +202,10 @@ class StagedMessages:
         return wait
 
     def _send(self, tensor: torch.Tensor, peer: int, tag: int) -> Work | None:
-        return dist.isend(tensor, self._ranks[peer], group=self._group, tag=tag)
+        return dist.isend(tensor, self._ranks[peer], group=self._group, tag=tag) if tensor.numel() else None
 
     def _receive(self, tensor: torch.Tensor, peer: int, tag: int) -> Work | None:
-        return dist.irecv(tensor, self._ranks[peer], group=self._group, tag=tag)
+        return dist.irecv(tensor, self._ranks[peer], group=self._group, tag=tag) if tensor.numel() else None
 
 
 def _added(terms: Sequence[tuple[torch.Tensor, Work | None]]) -> torch.Tensor:

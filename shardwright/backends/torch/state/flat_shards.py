@@ -100,12 +100,11 @@ class FlatGroup:
 
     def _own_part(self) -> torch.Tensor:
         """This rank's part of the whole data."""
-        first = self.groups.coordinate * self.layout.shard
-        return self.gathered[first : first + self.layout.shard]
+        return self.gathered[self.layout.shard(self.groups.coordinate)]
 
     def cut(self, shard: torch.Tensor) -> list[torch.Tensor]:
         """The piece of each parameter in something that is laid out as this rank's shard."""
-        found, first = [], self.groups.coordinate * self.layout.shard
+        found, first = [], self.layout.borders[self.groups.coordinate]
         for index, (shape, strides, offset) in enumerate(self.places):
             begin, end = self.layout.span(index, self.groups.coordinate)
             at = offset + begin - first if end > begin else 0
@@ -126,7 +125,8 @@ class FlatGroup:
         if self.frees:
             storage = self.gathered.untyped_storage()
             storage.resize_(self.layout.entries * self.gathered.element_size())
-        self._gathering = self.groups.gather(self.gathered, self.shard.to(self.compute), self.number)
+        own = self.shard.to(self.compute)
+        self._gathering = self.groups.gather(self.gathered, own, self.number, self.layout.borders)
 
     def gather(self, watchdog: Watchdog) -> None:
         """Make the whole data whole."""
@@ -258,7 +258,7 @@ class FlatShards:
         self.groups: list[FlatGroup] = []
         self.group_of: dict[str, FlatGroup] = {}
         local = ownership.local_parameters()
-        layout = FlatLayout.whole_parameters if whole else FlatLayout.cut
+        held = [0] * groups.ways
         frozen = {name for name, p in local.items() if not p.requires_grad}
         left_out = frozen if level < PARAMETERS and compute is None else set[str]()
         grouped = _grouped(local, calls, apart, left_out)
@@ -273,7 +273,9 @@ class FlatShards:
             trains = next(iter(members.values())).requires_grad
             between = torch.float32 if compute is not None and inside is compute and trains else own
             number, frees = len(self.groups), level == PARAMETERS and names not in staying
-            group = FlatGroup(members, layout(sizes, groups.ways), groups, frees, inside, between, number, values)
+            layout = FlatLayout.whole_parameters(sizes, held) if whole else FlatLayout.cut(sizes, groups.ways)
+            held = [entries + layout.shard_entries(rank) for rank, entries in enumerate(held)]
+            group = FlatGroup(members, layout, groups, frees, inside, between, number, values)
             self.groups.append(group)
             self.group_of |= dict.fromkeys(names, group)
 
