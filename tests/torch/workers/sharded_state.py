@@ -187,6 +187,97 @@ def same(optimizer: str, level: int) -> dict[str, Any]:
     return {"same": report, "held": held, "states": states, "all": sum(p.numel() for p in build().parameters())}
 
 
+class Tower(nn.Module):
+    """Layers of one size, each of which is gathered by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(37, 64)
+        self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(8))
+        self.norm, self.head = nn.LayerNorm(64), nn.Linear(64, 37)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = x + nn.functional.gelu(block(x))
+        logits = self.head(self.norm(x))
+        return nn.functional.cross_entropy(logits[:, :-1].reshape(-1, 37), tokens[:, 1:].reshape(-1))
+
+
+def muon(level: int, others: str) -> dict[str, Any]:
+    """Muon on the matrices of the blocks; what else there is by AdamW, or frozen."""
+
+    def build_tower() -> Tower:
+        torch.manual_seed(3)
+        tower = Tower()
+        for name, p in tower.named_parameters():
+            p.requires_grad_(others == "adamw" or is_matrix(name, p))
+        return tower
+
+    def is_matrix(name: str, p: torch.Tensor) -> bool:
+        return p.dim() == 2 and name.startswith("blocks")
+
+    def optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
+        named = dict(model.named_parameters())
+        made: list[torch.optim.Optimizer] = [
+            torch.optim.Muon([p for n, p in named.items() if is_matrix(n, p)], lr=1e-3)
+        ]
+        if others == "adamw":
+            made.append(torch.optim.AdamW([p for n, p in named.items() if not is_matrix(n, p)], lr=1e-3))
+        return made
+
+    plain = build_tower()
+    plain_optimizers = optimizers(plain)
+    expected_losses, gradients = [], {}
+    for step in range(STEPS):
+        plain.zero_grad()
+        loss = sum(plain(part) / (2 * MICROBATCHES) for part in tokens(step).chunk(2 * MICROBATCHES))
+        loss.backward()
+        expected_losses.append(float(loss.detach()))
+        if step == 0:
+            gradients = {n: None if p.grad is None else p.grad.clone() for n, p in plain.named_parameters()}
+        for optimizer in plain_optimizers:
+            optimizer.step()
+    sw.init({"microbatches": MICROBATCHES, "ddp": True, "shard": level})
+    model = sw.DistributedModel(build_tower())
+    wrapped = [sw.DistributedOptimizer(optimizer) for optimizer in optimizers(model)]
+    found = train(model, Both(wrapped))
+    same = Comparison(f"muon, shard {level}").losses(found["losses"], expected_losses)
+    same.gradients(found["gradients"], gradients)
+    same.values(model.state_dict(), plain.state_dict(), relative=0.0, absolute=1e-4, what="weights")
+    for own, alone in zip(wrapped, plain_optimizers, strict=True):
+        same_states(same, own, alone.state_dict())
+    flat = model.runtime.split_model.parts.flat
+
+    def entries(optimizer: Any) -> int:
+        held = [tensor for state in optimizer.state.values() for tensor in state.values()]
+        return sum(tensor.numel() for tensor in held if isinstance(tensor, torch.Tensor) and tensor.dim())
+
+    return {
+        "same": same.report(),
+        "held": sum(group.shard.untyped_storage().nbytes() for group in flat.groups if group.frees),
+        "entries": sum(group.shard.numel() for group in flat.groups),
+        "states": sum(map(entries, wrapped)),
+        "all": sum(p.numel() for p in plain.parameters() if level == 3 or p.requires_grad),
+        "all_states": sum(map(entries, plain_optimizers)),
+    }
+
+
+class Both:
+    """Two optimizers, called as one."""
+
+    def __init__(self, optimizers: Any = ()) -> None:
+        self.optimizers = list(optimizers)
+
+    def zero_grad(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+    def step(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+
 def frozen(level: int) -> dict[str, Any]:
     """A part without gradients, as under LoRA: the gradient goes through it."""
 
