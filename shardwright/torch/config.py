@@ -35,13 +35,13 @@ _LATER: dict[str, tuple[Any, str]] = {
 
 _WITHOUT_EFFECT = {
     "memory_weight", "default_partition", "activation_loading_horizon", "skip_tracing",
-    "deterministic_server", "static_mode", "fast_mode", "tensor_parallel_seed", "sdp_reduce_bucket_size",
-    "sdp_param_persistence_threshold", "sdp_max_live_parameters",
-    "sdp_gradient_clipping",
+    "deterministic_server", "static_mode", "fast_mode", "tensor_parallel_seed",
 }  # fmt: skip
 """Keys that tune machinery which this library does not have: accepted with a warning."""
 
 
+OF_DIVIDED_PARAMETERS = ("sdp_reduce_bucket_size", "sdp_param_persistence_threshold", "sdp_max_live_parameters")
+"""Keys that are about parameters of which each rank keeps a part, under ``shard=3``."""
 _COUNTS = (
     "pipeline_parallel_degree", "tensor_parallel_degree", "microbatches", "virtual_stages", "compare_in_full_every",
     "sharded_data_parallel_degree",
@@ -98,6 +98,14 @@ class Config:
             ``sdp_hierarchical_allgather`` is SageMaker's name.
         shard_optimizer_state: SageMaker's name for ``shard=1``.
         sharded_data_parallel_degree: SageMaker's name for ``shard=3`` with this ``shard_group``.
+        sdp_reduce_bucket_size: under shard 3, the most entries of gradients that are summed, and of parameters that are
+            gathered, at once, but for a larger parameter by itself; None: those of a module call.
+        sdp_param_persistence_threshold: under shard 3, the entries of a block of parameters below which they stay whole
+            all through a step; None: the planner decides.
+        sdp_max_live_parameters: under shard 3 without gathered_stages, the entries of whole parameters from which on
+            none are gathered ahead of their use; None: those of the next module call always are.
+        sdp_gradient_clipping: the norm of all gradients to which a step of `DistributedOptimizer` clips them; None:
+            it does not.
         bf16: compute in bfloat16: steps run on 16-bit copies of parameters that are in float32 between steps, where the
             optimizer updates them; gradients add up in float32.
         log_every: rank 0 says a line of figures after the first update and after every so many; 0: none.
@@ -134,6 +142,10 @@ class Config:
     hierarchical_gathers: bool | None = None
     shard_optimizer_state: bool = False
     sharded_data_parallel_degree: int = 1
+    sdp_reduce_bucket_size: int | None = None
+    sdp_param_persistence_threshold: int | None = None
+    sdp_max_live_parameters: int | None = None
+    sdp_gradient_clipping: float | None = None
     bf16: bool = False
     fp16: bool = False
     log_every: int = 10
@@ -204,6 +216,7 @@ class Config:
         if self.shard_group is not None and (type(self.shard_group) is not int or self.shard_group < 1):
             raise ShardwrightError(f"shard_group={self.shard_group!r}: expected a number of replicas")
         self._require_one_sharding()
+        self._require_limits()
         self._require_residency()
         if self.bf16 and self.fp16:
             raise ShardwrightError("bf16 and fp16 are both True: steps compute in one of them")
@@ -221,6 +234,24 @@ class Config:
             raise ShardwrightError(f"shard_group={self.shard_group} goes with shard=1, 2 or 3: nothing is sharded")
         if said and not self.ddp:
             raise ShardwrightError(f"{said[0]} shares state over replicas, and ddp is False: set 'ddp': True")
+
+    def _require_limits(self) -> None:
+        for name in OF_DIVIDED_PARAMETERS:
+            value, least = getattr(self, name), 0 if name == "sdp_param_persistence_threshold" else 1
+            if isinstance(value, float) and value.is_integer():  # as 5e8
+                object.__setattr__(self, name, value := int(value))
+            if value is not None and (type(value) is not int or value < least):
+                raise ShardwrightError(f"{name}={value!r}: expected a number of entries, {least} or more")
+        clips = self.sdp_gradient_clipping
+        if clips is not None and (
+            isinstance(clips, bool) or not isinstance(clips, int | float) or not 0 < clips < math.inf
+        ):
+            raise ShardwrightError(f"sdp_gradient_clipping={clips!r}: expected a norm above 0, or None for no clipping")
+        if self.sdp_max_live_parameters is not None and self.gathered_stages:
+            raise ShardwrightError(
+                f"sdp_max_live_parameters={self.sdp_max_live_parameters} and gathered_stages={self.gathered_stages}: "
+                f"what is whole follows from the number of stages; leave out one of them"
+            )
 
     def _require_residency(self) -> None:
         for name in ("gathered_stages", "look_ahead"):

@@ -12,6 +12,7 @@ from shardwright.backends.torch.machine.mesh import BoundMesh
 from shardwright.backends.torch.program.stage_map import StageMap
 from shardwright.core.cluster.cluster import Cluster
 from shardwright.core.cluster.hardware import Device, load_profile
+from shardwright.core.cost.unit_work import PRECISION_BYTES
 from shardwright.core.errors import ShardwrightError
 from shardwright.core.model.graph import Graph
 from shardwright.core.plan.plan import Plan
@@ -43,6 +44,7 @@ def plan_at_first_step(config: Config, bound: BoundMesh, model: nn.Module, graph
     samples = graph.sample_batch
     dp, pp = bound.size("dp"), bound.size("pp")
     level = config.shard_level if dp > 1 else 0
+    precision, entries = config.precision or _precision(model), config.sdp_param_persistence_threshold
     plan: Plan = search(
         graph,
         Cluster(
@@ -57,7 +59,8 @@ def plan_at_first_step(config: Config, bound: BoundMesh, model: nn.Module, graph
         gathered_stages=config.gathered_stages if level == 3 else 0,
         look_ahead=config.look_ahead if level == 3 else None, reduce_after=config.reduces if level else None,
         hierarchical_gathers=config.hierarchical_gathers if level else None,
-        precision=config.precision or _precision(model), layouts=_layouts(config.layouts, model),
+        whole_below_bytes=None if level < 3 or entries is None else entries * PRECISION_BYTES[precision],
+        precision=precision, layouts=_layouts(config.layouts, model),
     )  # fmt: skip
     stage_map = StageMap.of_plan(plan, config.schedule(plan.stage_costs()))
     # On nodes of unlike numbers of ranks, which were planned as one, groups may lie evenly all the same.

@@ -35,6 +35,8 @@ SMALL = (
     "moved:3:1", "moved:0:2", "moved:1:3", "evaluated:1", "evaluated:3",
     "assigned:0", "assigned:1", "assigned:3", "exact:0", "exact:3",
     "muon:1:adamw", "muon:2:frozen", "muon:3:adamw",
+    "limited:free", "limited:live", "limited:buckets", "limited:whole",
+    "clipped:shard 3", "clipped:two optimizers", "clipped:scaler",
 )  # fmt: skip
 REFUSED = {
     "refused:coupled": "Coupled computes its step on one parameter from the others too",
@@ -50,6 +52,7 @@ REFUSED = {
     "refused:both": "bf16 and fp16 are both True",
     "refused:twice": "keep one of them",
     "refused:messages": "does not do sharded state",
+    "clipped:unwrapped": "SGD is not wrapped: wrap it",
 }
 
 
@@ -115,6 +118,19 @@ def test_small_models_train_as_torch_alone_trains_them(small: dict[str, list[dic
             assert result["held"] <= 4 * result["entries"]
         if case.startswith("same"):
             assert result["held"] <= (0.6 if case != "same:lamb:3" else 0.7) * result["all"]
+
+
+def test_sagemakers_limits_bound_what_is_whole_and_what_is_summed_at_once(small: dict[str, list[dict]]) -> None:
+    """Layers of 4,160 parameters: without a limit one is gathered ahead of the one that runs. The largest group is the
+    head with the norm."""
+    free, live, buckets, whole = (small[f"limited:{case}"] for case in ("free", "live", "buckets", "whole"))
+    for rank in range(2):
+        largest = free[rank]["largest"]
+        assert largest < free[rank]["live"] <= 2 * largest
+        assert live[rank]["live"] == largest
+        assert buckets[rank]["largest"] <= 4_200 < largest
+        assert buckets[rank]["groups"] > free[rank]["groups"]
+        assert free[rank]["staying"] == 0 < 7 * 4_160 <= whole[rank]["staying"]
 
 
 @pytest.mark.parametrize("case", list(REFUSED))

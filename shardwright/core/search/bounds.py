@@ -76,10 +76,12 @@ class Bounds:
 
     @found_once
     def whole_below_bytes(self, shape: Shape, policy: Policy) -> int:
-        """The size of a unit's parameters below which they stay whole all through a step: the latency of their gather
-        is longer than its bytes take, and they are small beside the largest unit's."""
+        """The size of a unit's parameters below which they stay whole all through a step: as pinned, or where the
+        latency of their gather is longer than its bytes take, and they are small beside the largest unit's."""
         if policy.shard < 3 or policy.gathered_stages is not None or not self._exchanges_as_planned:
             return 0
+        if self.request.whole_below_bytes is not None:
+            return self.request.whole_below_bytes
         units = self._first(shape, policy.recompute).range_elements.diagonal(1)
         largest = float(units.max()) * PRECISION_BYTES[self.tables.precision]
         kinds = self.links.alike(shape.mesh)

@@ -15,6 +15,7 @@ from launched import leave
 from torch import nn
 
 import shardwright.torch as sw
+from shardwright.backends.torch.machine.data_groups import DataGroups
 from shardwright.core.errors import ShardwrightError
 from tests.comparison import Comparison
 
@@ -261,6 +262,84 @@ def muon(level: int, others: str) -> dict[str, Any]:
         "all": sum(p.numel() for p in plain.parameters() if level == 3 or p.requires_grad),
         "all_states": sum(map(entries, plain_optimizers)),
     }
+
+
+LIMITS: dict[str, dict[str, Any]] = {
+    "free": {}, "live": {"sdp_max_live_parameters": 4_200}, "most": {"sdp_max_live_parameters": int(1e9)},
+    "buckets": {"sdp_reduce_bucket_size": 4_200}, "large": {"sdp_reduce_bucket_size": 5e8},
+    "whole": {"sdp_param_persistence_threshold": 4_200}, "none whole": {"sdp_param_persistence_threshold": 0},
+}  # fmt: skip
+
+
+def limited(which: str) -> dict[str, Any]:
+    """SageMaker's limits, on layers of 4,160 parameters each: what is whole, and gathered, at once."""
+    plain = torch.manual_seed(3) and Tower()
+    expected = whole_run(plain, OPTIMIZERS["adamw"])
+    torch.manual_seed(3)
+    model, optimizer = start(Tower(), OPTIMIZERS["adamw"], shard=3, **LIMITS[which])
+    most, gather = [0], DataGroups.gather
+
+    def watched(groups: DataGroups, *given: Any) -> Any:
+        flat = model.runtime.split_model.residency.flat
+        most.append(sum(g.layout.entries for g in flat.groups if g.frees and g.gathered.untyped_storage().size()))
+        return gather(groups, *given)
+
+    DataGroups.gather = watched
+    try:
+        found = train(model, optimizer)
+    finally:
+        DataGroups.gather = gather
+    flat = model.runtime.split_model.parts.flat
+    return {
+        "same": compare(which, model, optimizer, found, expected), "live": max(most),
+        "largest": max(g.layout.entries for g in flat.groups), "groups": len(flat.groups),
+        "staying": sum(g.layout.entries for g in flat.groups if not g.frees),
+    }  # fmt: skip
+
+
+def clipped(kind: str) -> dict[str, Any]:
+    """Gradients clipped in the optimizers' steps, alone, in shards, by several optimizers, and with a scaler."""
+    bound, level = 0.05, 3 if kind == "shard 3" else 0
+    plain = build()
+    plain_optimizer, losses = OPTIMIZERS["sgd"](list(plain.parameters())), []
+    for step in range(STEPS):
+        plain_optimizer.zero_grad()
+        loss = sum(plain(part) / (2 * MICROBATCHES) for part in tokens(step).chunk(2 * MICROBATCHES))
+        loss.backward()
+        losses.append(float(loss.detach()))
+        norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), bound)
+        plain_optimizer.step()
+    sw.init({"microbatches": MICROBATCHES, "ddp": True, "shard": level, "sdp_gradient_clipping": bound})
+    model = sw.DistributedModel(build())
+    own = list(model.parameters())
+    parts = [own[:5], own[5:]] if kind == "two optimizers" else [own]
+    if kind == "unwrapped":
+        optimizers: list[Any] = [OPTIMIZERS["sgd"](part) for part in parts]
+    else:
+        optimizers = [sw.DistributedOptimizer(OPTIMIZERS["sgd"](part)) for part in parts]
+    scaler = torch.amp.GradScaler("cpu", enabled=kind == "scaler", init_scale=64.0)
+    found = []
+
+    @sw.step
+    def scaled_step(model, tokens):
+        loss = model(tokens)
+        model.backward(scaler.scale(loss))
+        return loss
+
+    for step in range(STEPS):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        batch = tokens(step).chunk(2)[sw.rdp_rank()]
+        found.append(float(scaled_step(model, batch).all_reduce_mean()))
+        try:
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+        except ShardwrightError as error:
+            return {"error": str(error)}
+        scaler.update()
+    same = Comparison(f"clipped, {kind}").losses(found, losses)
+    same.values(model.state_dict(), plain.state_dict(), relative=0.0, absolute=1e-4, what="weights")
+    return {"same": same.report(), "norm": float(norm)}
 
 
 class Both:

@@ -98,6 +98,11 @@ class FlatGroup:
         """The bytes of this rank's shard."""
         return self.shard.nbytes
 
+    @property
+    def is_there(self) -> bool:
+        """Whether the whole data has its memory now, which is being filled perhaps."""
+        return not self.frees or self.is_whole or self._gathering is not None
+
     def _own_part(self) -> torch.Tensor:
         """This rank's part of the whole data."""
         return self.gathered[self.layout.shard(self.groups.coordinate)]
@@ -246,12 +251,14 @@ class FlatShards:
         whole_below_bytes: at level 3, the size of a group below which it stays whole all through a step, as do its
             gradients.
         values: gives the whole of a parameter, which may have no memory yet.
+        most_entries: the most entries of a group, but for a larger parameter by itself; None: those of a call.
     """
 
     def __init__(
         self, ownership: Ownership, groups: DataGroups, watchdog: Watchdog, level: int,
         calls: Sequence[Sequence[str]], apart: frozenset[str], whole: bool, compute: torch.dtype | None,
         values: Values = lambda _, parameter: parameter, whole_below_bytes: int = 0,
+        most_entries: int | None = None,
     ) -> None:  # fmt: skip
         self.ownership, self.data, self.watchdog, self.level = ownership, groups, watchdog, level
         self.holds_whole_parameters, self.compute = whole, compute
@@ -262,6 +269,8 @@ class FlatShards:
         frozen = {name for name, p in local.items() if not p.requires_grad}
         left_out = frozen if level < PARAMETERS and compute is None else set[str]()
         grouped = _grouped(local, calls, apart, left_out)
+        if most_entries is not None:
+            grouped = [part for names in grouped for part in _cut_at(local, names, most_entries)]
         small = [names for names in grouped if level == PARAMETERS and apart.isdisjoint(names)
                  and self._step_bytes(local, names) < whole_below_bytes]  # fmt: skip
         staying = _of_one_kind(local, [name for names in small for name in names])
@@ -400,6 +409,19 @@ def _grouped(
             found += _of_one_kind(local, open_names)
             open_names = []
     return found + _of_one_kind(local, open_names)
+
+
+def _cut_at(local: Mapping[str, nn.Parameter], names: Sequence[str], most: int) -> list[list[str]]:
+    """Names in groups of at most so many entries each; a larger parameter is one by itself."""
+    found: list[list[str]] = []
+    entries = 0
+    for name in names:
+        entries += local[name].numel()
+        if not found or entries > most:
+            found.append([])
+            entries = local[name].numel()
+        found[-1].append(name)
+    return found
 
 
 def _of_one_kind(local: Mapping[str, nn.Parameter], names: Sequence[str]) -> list[list[str]]:
