@@ -219,7 +219,7 @@ class Config:
         self._require_limits()
         self._require_residency()
         if self.bf16 and self.fp16:
-            raise ShardwrightError("bf16 and fp16 are both True: steps compute in one of them")
+            raise ShardwrightError("bf16 and fp16 are both True: steps compute in one of them; leave out one")
         if self.cluster is not None and not isinstance(self.cluster, str):
             raise ShardwrightError(f"cluster={self.cluster!r}: expected the name of a hardware profile, such as 'h100'")
 

@@ -36,7 +36,7 @@ SMALL = (
     "assigned:0", "assigned:1", "assigned:3", "exact:0", "exact:3",
     "muon:1:adamw", "muon:2:frozen", "muon:3:adamw",
     "limited:free", "limited:live", "limited:buckets", "limited:whole",
-    "clipped:shard 3", "clipped:two optimizers", "clipped:scaler",
+    "clipped:shard 3", "clipped:two optimizers", "clipped:scaler", "dropped:2",
 )  # fmt: skip
 REFUSED = {
     "refused:coupled": "Coupled computes its step on one parameter from the others too",
@@ -108,8 +108,8 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict]]:
 
 @pytest.mark.parametrize("case", SMALL)
 def test_small_models_train_as_torch_alone_trains_them(small: dict[str, list[dict]], case: str) -> None:
-    """Optimizers that need whole matrices, frozen parts, unused parameters, whole state dicts, other levels after a
-    while, evaluation between steps."""
+    """Optimizers that need whole matrices, clipping in steps, layers that one replica leaves out, frozen parts, unused
+    parameters, whole state dicts, other levels after a while, evaluation between steps."""
     Comparison.of_ranks([result["same"] for result in small[case]]).require("losses")
     for result in small[case]:
         if case.startswith("muon"):  # one of the eight matrices more than its share, at most

@@ -264,6 +264,48 @@ def muon(level: int, others: str) -> dict[str, Any]:
     }
 
 
+class Dropping(Tower):
+    """Short sequences go past some layers."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for number, block in enumerate(self.blocks):
+            if tokens.shape[1] > 8 or number % 3:
+                x = x + nn.functional.gelu(block(x))
+        logits = self.head(self.norm(x))
+        return nn.functional.cross_entropy(logits[:, :-1].reshape(-1, 37), tokens[:, 1:].reshape(-1))
+
+
+def dropped(level: int) -> dict[str, Any]:
+    """Layers that one replica leaves out in a step, and another does not; in the third step the other way round."""
+
+    def of(step: int, rank: int) -> torch.Tensor:
+        own = tokens(step).chunk(2)[rank]
+        return own[:, :7] if step % 3 and rank == step % 2 else own
+
+    torch.manual_seed(3)
+    plain = Dropping()
+    plain_optimizer, losses = OPTIMIZERS["adamw"](list(plain.parameters())), []
+    for step in range(STEPS):
+        plain_optimizer.zero_grad()
+        parts = [part for rank in range(2) for part in of(step, rank).chunk(MICROBATCHES)]
+        counts = [part[:, 1:].numel() for part in parts]
+        loss = sum(plain(part) * count / sum(counts) for part, count in zip(parts, counts, strict=True))
+        loss.backward()
+        losses.append(float(loss.detach()))
+        plain_optimizer.step()
+    torch.manual_seed(3)
+    model, optimizer = start(Dropping(), OPTIMIZERS["adamw"], shard=level)
+    found = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        found.append(float(train_step(model, of(step, sw.rdp_rank())).all_reduce_mean()))
+        optimizer.step()
+    same = Comparison(f"dropped, shard {level}").losses(found, losses)
+    same.values(model.state_dict(), plain.state_dict(), relative=0.0, absolute=1e-4, what="weights")
+    return {"same": same.report()}
+
+
 LIMITS: dict[str, dict[str, Any]] = {
     "free": {}, "live": {"sdp_max_live_parameters": 4_200}, "most": {"sdp_max_live_parameters": int(1e9)},
     "buckets": {"sdp_reduce_bucket_size": 4_200}, "large": {"sdp_reduce_bucket_size": 5e8},
