@@ -18,7 +18,7 @@ from shardwright.core.schedule.checks import require_runnable
 from shardwright.core.schedule.passes.sharding import ReduceAfter, insert_residency
 from shardwright.core.values.step_line import require_every
 
-_ALIASES = {"partitions": "pipeline_parallel_degree"}
+_ALIASES = {"partitions": "pipeline_parallel_degree", "sdp_hierarchical_allgather": "hierarchical_gathers"}
 _AXIS_LETTERS = {"P": "pp", "D": "dp", "T": "tp"}
 _STRATEGIES = {"cluster": "DPT", "spread": "TPD"}
 
@@ -35,13 +35,13 @@ _LATER: dict[str, tuple[Any, str]] = {
 
 _WITHOUT_EFFECT = {
     "memory_weight", "default_partition", "activation_loading_horizon", "skip_tracing",
-    "deterministic_server", "static_mode", "fast_mode", "tensor_parallel_seed", "sdp_reduce_bucket_size",
-    "sdp_param_persistence_threshold", "sdp_max_live_parameters", "sdp_hierarchical_allgather",
-    "sdp_gradient_clipping",
+    "deterministic_server", "static_mode", "fast_mode", "tensor_parallel_seed",
 }  # fmt: skip
 """Keys that tune machinery which this library does not have: accepted with a warning."""
 
 
+OF_DIVIDED_PARAMETERS = ("sdp_reduce_bucket_size", "sdp_param_persistence_threshold", "sdp_max_live_parameters")
+"""Keys that are about parameters of which each rank keeps a part, under ``shard=3``."""
 _COUNTS = (
     "pipeline_parallel_degree", "tensor_parallel_degree", "microbatches", "virtual_stages", "compare_in_full_every",
     "sharded_data_parallel_degree",
@@ -93,8 +93,19 @@ class Config:
         look_ahead: the most of these that are gathered ahead of their use; None: all but the one that runs.
         reduce_after: whether gradients are summed over the replicas after "each" microbatch or after the "last"; None:
             after each under shard 2 and 3, where none is kept whole, else after the last.
+        hierarchical_gathers: whether replicas that share state, several on each of several nodes, gather between the
+            nodes and then within each, and sum the other way round; None: where the planner finds it faster.
+            ``sdp_hierarchical_allgather`` is SageMaker's name.
         shard_optimizer_state: SageMaker's name for ``shard=1``.
         sharded_data_parallel_degree: SageMaker's name for ``shard=3`` with this ``shard_group``.
+        sdp_reduce_bucket_size: under shard 3, the most entries of gradients that are summed, and of parameters that are
+            gathered, at once, but for a larger parameter by itself; None: those of a module call.
+        sdp_param_persistence_threshold: under shard 3, the entries of a block of parameters below which they stay whole
+            all through a step; None: the planner decides.
+        sdp_max_live_parameters: under shard 3 without gathered_stages, the entries of whole parameters from which on
+            none are gathered ahead of their use; None: those of the next module call always are.
+        sdp_gradient_clipping: the norm of all gradients to which a step of `DistributedOptimizer` clips them; None:
+            it does not.
         bf16: compute in bfloat16: steps run on 16-bit copies of parameters that are in float32 between steps, where the
             optimizer updates them; gradients add up in float32.
         log_every: rank 0 says a line of figures after the first update and after every so many; 0: none.
@@ -128,8 +139,13 @@ class Config:
     gathered_stages: int = 0
     look_ahead: int | None = None
     reduce_after: ReduceAfter | None = None
+    hierarchical_gathers: bool | None = None
     shard_optimizer_state: bool = False
     sharded_data_parallel_degree: int = 1
+    sdp_reduce_bucket_size: int | None = None
+    sdp_param_persistence_threshold: int | None = None
+    sdp_max_live_parameters: int | None = None
+    sdp_gradient_clipping: float | None = None
     bf16: bool = False
     fp16: bool = False
     log_every: int = 10
@@ -178,6 +194,8 @@ class Config:
         for name in ("ddp", "prescaled_batch", "shard_optimizer_state", "bf16", "fp16"):
             if not isinstance(getattr(self, name), bool):
                 raise ShardwrightError(f"{name}={getattr(self, name)!r}: expected True or False")
+        if not isinstance(self.hierarchical_gathers, bool | None):
+            raise ShardwrightError(f"hierarchical_gathers={self.hierarchical_gathers!r}: expected True or False")
         if not isinstance(self.seed, int) or isinstance(self.seed, bool):
             raise ShardwrightError(f"seed={self.seed!r}: expected a whole number")
         timeout = self.wait_timeout_s
@@ -198,9 +216,10 @@ class Config:
         if self.shard_group is not None and (type(self.shard_group) is not int or self.shard_group < 1):
             raise ShardwrightError(f"shard_group={self.shard_group!r}: expected a number of replicas")
         self._require_one_sharding()
+        self._require_limits()
         self._require_residency()
         if self.bf16 and self.fp16:
-            raise ShardwrightError("bf16 and fp16 are both True: steps compute in one of them")
+            raise ShardwrightError("bf16 and fp16 are both True: steps compute in one of them; leave out one")
         if self.cluster is not None and not isinstance(self.cluster, str):
             raise ShardwrightError(f"cluster={self.cluster!r}: expected the name of a hardware profile, such as 'h100'")
 
@@ -215,6 +234,24 @@ class Config:
             raise ShardwrightError(f"shard_group={self.shard_group} goes with shard=1, 2 or 3: nothing is sharded")
         if said and not self.ddp:
             raise ShardwrightError(f"{said[0]} shares state over replicas, and ddp is False: set 'ddp': True")
+
+    def _require_limits(self) -> None:
+        for name in OF_DIVIDED_PARAMETERS:
+            value, least = getattr(self, name), 0 if name == "sdp_param_persistence_threshold" else 1
+            if isinstance(value, float) and value.is_integer():  # as 5e8
+                object.__setattr__(self, name, value := int(value))
+            if value is not None and (type(value) is not int or value < least):
+                raise ShardwrightError(f"{name}={value!r}: expected a number of entries, {least} or more")
+        clips = self.sdp_gradient_clipping
+        if clips is not None and (
+            isinstance(clips, bool) or not isinstance(clips, int | float) or not 0 < clips < math.inf
+        ):
+            raise ShardwrightError(f"sdp_gradient_clipping={clips!r}: expected a norm above 0, or None for no clipping")
+        if self.sdp_max_live_parameters is not None and self.gathered_stages:
+            raise ShardwrightError(
+                f"sdp_max_live_parameters={self.sdp_max_live_parameters} and gathered_stages={self.gathered_stages}: "
+                f"what is whole follows from the number of stages; leave out one of them"
+            )
 
     def _require_residency(self) -> None:
         for name in ("gathered_stages", "look_ahead"):

@@ -73,6 +73,9 @@ class DistributedModel(nn.Module):
             mode=ConfiguredMode(config, bound), compute=session.compute,
         )  # fmt: skip
         self.runtime.gradients.passes_per_step = passes
+        split_model = self.runtime.split_model
+        split_model.most_summed, split_model.clips_at = config.sdp_reduce_bucket_size, config.sdp_gradient_clipping
+        split_model.residency.most_whole = config.sdp_max_live_parameters
         share_overflows()
         self.module = module  # last: what is set from here on is the module's own
         self.runtime.split_model.listeners.append(self._watch_clipping)
@@ -90,6 +93,7 @@ class DistributedModel(nn.Module):
                     loss_scope=session.config.loss_scope or "replica",
                     shard=config.shard_level,
                     shard_group=config.sharing_replicas,
+                    hierarchical=config.hierarchical_gathers is not False,
                 )
             )
 

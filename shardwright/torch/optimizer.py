@@ -106,6 +106,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._steps += 1
         self._cut_states()
         skipped = self._scaling is not None and self._scaling.is_dynamic and self._overflows(self._scaling)
+        if not skipped and self._split_model.clips_at is not None:
+            session = sessions.current()
+            others = [other for reference in session.optimizers if (other := reference()) is not None]
+            require_unscaled(session.scalers, others)
+            self._split_model.gradients.clip_once(self._split_model.clips_at)
         found = None if skipped else self.optimizer.step()
         if self._log is not None:
             self._log.updated(self, self._split_model.gradients.last_norm, skipped=skipped)

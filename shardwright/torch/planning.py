@@ -12,6 +12,7 @@ from shardwright.backends.torch.machine.mesh import BoundMesh
 from shardwright.backends.torch.program.stage_map import StageMap
 from shardwright.core.cluster.cluster import Cluster
 from shardwright.core.cluster.hardware import Device, load_profile
+from shardwright.core.cost.unit_work import PRECISION_BYTES
 from shardwright.core.errors import ShardwrightError
 from shardwright.core.model.graph import Graph
 from shardwright.core.plan.plan import Plan
@@ -43,9 +44,13 @@ def plan_at_first_step(config: Config, bound: BoundMesh, model: nn.Module, graph
     samples = graph.sample_batch
     dp, pp = bound.size("dp"), bound.size("pp")
     level = config.shard_level if dp > 1 else 0
+    precision, entries = config.precision or _precision(model), config.sdp_param_persistence_threshold
     plan: Plan = search(
         graph,
-        Cluster(config.cluster or _hardware(bound.device), devices_per_node=bound.mesh.size),
+        Cluster(
+            config.cluster or _hardware(bound.device), nodes=bound.mesh.size // bound.ranks_per_node,
+            devices_per_node=bound.ranks_per_node,
+        ),
         batch=samples * config.microbatches * dp,
         pp=pp, tp=bound.size("tp"), dp=dp, sequence_parallel=_divides_sequence(config),
         microbatch=samples, schedule=_schedule_for_cut(config),
@@ -53,9 +58,14 @@ def plan_at_first_step(config: Config, bound: BoundMesh, model: nn.Module, graph
         loss_scope=config.loss_scope, shard=level, shard_group=config.sharing_replicas if level else None,
         gathered_stages=config.gathered_stages if level == 3 else 0,
         look_ahead=config.look_ahead if level == 3 else None, reduce_after=config.reduces if level else None,
-        precision=config.precision or _precision(model), layouts=_layouts(config.layouts, model),
+        hierarchical_gathers=config.hierarchical_gathers if level else None,
+        whole_below_bytes=None if level < 3 or entries is None else entries * PRECISION_BYTES[precision],
+        precision=precision, layouts=_layouts(config.layouts, model),
     )  # fmt: skip
-    return StageMap.of_plan(plan, config.schedule(plan.stage_costs()))
+    stage_map = StageMap.of_plan(plan, config.schedule(plan.stage_costs()))
+    # On nodes of unlike numbers of ranks, which were planned as one, groups may lie evenly all the same.
+    asks = config.hierarchical_gathers is not False and not bound.has_even_nodes
+    return replace(stage_map, hierarchical=stage_map.hierarchical or asks)
 
 
 def device_peaks(config: Config, plan: Plan | None, device: torch.device) -> Mapping[str, float]:

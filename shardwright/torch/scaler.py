@@ -2,7 +2,7 @@
 clipped once they are unscaled."""
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,15 +30,19 @@ def noting_scalers(used: Scalers) -> Iterator[None]:
         _used.pop()
 
 
-def require_unscaled(used: Scalers) -> None:
-    """Raise ShardwrightError where the gradients of a step whose loss these scalers scaled were not unscaled yet."""
+def require_unscaled(used: Scalers, optimizers: Sequence[Any] = ()) -> None:
+    """Raise ShardwrightError where the gradients of a step whose loss these scalers scaled were not unscaled yet: those
+    of all these optimizers, or where none is named of any."""
     for scaler in used:
         states = getattr(scaler, "_per_optimizer_states", {})
-        is_unscaled = any(getattr(state.get("stage"), "name", "") != "READY" for state in states.values())
+        named = [states.get(id(optimizer), {}) for optimizer in optimizers]
+        are_ready = [getattr(state.get("stage"), "name", "READY") == "READY" for state in named or states.values()]
+        is_unscaled = not any(are_ready) if named else not all(are_ready)
         if scaler.is_enabled() and not is_unscaled:
             raise ShardwrightError(
                 "the gradients are clipped while they are scaled by a torch.amp.GradScaler, so that max_norm is not "
-                "what they are compared with: call scaler.unscale_(optimizer) before model.clip_grad_norm_(max_norm)"
+                "what they are compared with: call scaler.unscale_(optimizer) before model.clip_grad_norm_(max_norm); "
+                "with sdp_gradient_clipping, for every optimizer before the step of the first"
             )
 
 

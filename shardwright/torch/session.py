@@ -4,6 +4,7 @@ model."""
 import atexit
 import gc
 import sys
+import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ from shardwright.core.layout.mesh import Mesh
 from shardwright.core.plan.decision import LossScope
 from shardwright.core.plan.plan import Plan
 from shardwright.core.schedule import AUTO
-from shardwright.torch.config import Config, read_config
+from shardwright.torch.config import OF_DIVIDED_PARAMETERS, Config, read_config
 from shardwright.torch.planning import device_peaks
 from shardwright.torch.run_agreement import said_at_start
 from shardwright.torch.step_log import StepLog
@@ -209,6 +210,10 @@ def _read(given: Mapping[str, Any], plan: "Plan | str | Path | None", world_size
     settings = read_config(given)
     require_carried_out(settings)
     chosen = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
+    level = settings.shard_level if chosen is None else chosen.decision.shard
+    for name in OF_DIVIDED_PARAMETERS if level < 3 else ():
+        if getattr(settings, name) is not None:
+            warnings.warn(f"{name} has no effect under shard={level}, where parameters stay whole", stacklevel=4)
     planned_scope = None if chosen is None else chosen.decision.loss_scope or "replica"
     if chosen is not None and settings.loss_scope not in (None, planned_scope):
         raise ShardwrightError(
@@ -312,6 +317,9 @@ def _refuse_degrees(given: Mapping[str, Any]) -> None:
         "gathered_stages",
         "look_ahead",
         "reduce_after",
+        "hierarchical_gathers",
+        "sdp_hierarchical_allgather",
+        "sdp_param_persistence_threshold",
         "shard_optimizer_state",
         "sharded_data_parallel_degree",
         "bf16",

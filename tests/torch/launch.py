@@ -84,15 +84,23 @@ def torchrun(
     )  # fmt: skip
 
 
-def on_ranks(script: str, processes: int, *args: str, timeout_s: float = 120.0) -> Outcome:
+def on_ranks(
+    script: str, processes: int, *args: str, timeout_s: float = 120.0, nodes: Sequence[int] | None = None
+) -> Outcome:
     """As `torchrun`, by forks of one process that has imported the libraries, which costs each rank nothing: as there,
-    this process holds the store, and when a rank fails the others are ended."""
+    this process holds the store, and when a rank fails the others are ended. ``nodes``: the node that each rank is told
+    to be on, as by agents of torchrun on several hosts."""
     from torch.distributed import TCPStore
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     alike = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
     alike |= {"LOCAL_WORLD_SIZE": str(processes), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    return _forks([{"RANK": str(r), "LOCAL_RANK": str(r)} | alike for r in range(processes)], script, args, timeout_s)
+    given = [{"RANK": str(r), "LOCAL_RANK": str(r)} | alike for r in range(processes)]
+    if nodes is not None:
+        for rank, node in enumerate(nodes):
+            own = {"GROUP_RANK": str(node), "LOCAL_RANK": str(nodes[:rank].count(node))}
+            given[rank] |= own | {"LOCAL_WORLD_SIZE": str(nodes.count(node))}
+    return _forks(given, script, args, timeout_s)
 
 
 def single(script: str, *args: str, timeout_s: float = 120.0) -> Outcome:

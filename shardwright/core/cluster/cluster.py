@@ -41,6 +41,8 @@ class _Spread:
     nodes: int
     fewest: int
     """The number of members on the node that has the fewest."""
+    is_even: bool
+    """Whether all nodes have as many members."""
     groups: tuple[int, ...]
     """The groups of nodes that hold any member."""
     crowded: tuple[int, ...]
@@ -250,7 +252,7 @@ class Cluster:
         links = [self.groups[group].intra_node for group in spread.crowded]
         slowest = min(links, key=lambda link: link.effective_bandwidth_bytes_per_s, default=inside)
         outside = self._ports(spread, max(1, largest // spread.fewest))
-        return Group(spread.members, spread.nodes, slowest, outside)
+        return Group(spread.members, spread.nodes, slowest, outside, spread.fewest if spread.is_even else 0)
 
     def _spread(self, members: Sequence[int]) -> "_Spread":
         """The distribution of a group over the nodes. Many ranks at one distance, on nodes that are alike, are counted
@@ -262,14 +264,15 @@ class Cluster:
             self._place(members[-1])
             nodes = np.arange(members.start, members.stop, members.step) // self.groups[0].devices_per_node
             counts = np.diff(np.flatnonzero(np.diff(nodes, prepend=-1, append=-1)))
-            several = int(counts.max()) > 1
-            return _Spread(len(members), len(counts), int(counts.min()), (0,), (0,) if several else ())
+            fewest, most = int(counts.min()), int(counts.max())
+            return _Spread(len(members), len(counts), fewest, fewest == most, (0,), (0,) if most > 1 else ())
         if len(set(members)) != len(members):
             raise ClusterError(f"a group names each rank once; given {tuple(members)}")
         on = Counter(map(self._place, members))
         groups = tuple(dict.fromkeys(group for group, _ in on))
         crowded = tuple(sorted({group for (group, _), count in on.items() if count > 1}))
-        return _Spread(len(members), len(on), min(on.values()), groups, crowded)
+        fewest, is_even = min(on.values()), len(set(on.values())) == 1
+        return _Spread(len(members), len(on), fewest, is_even, groups, crowded)
 
     def _ports(self, spread: "_Spread", concurrent: int) -> Link:
         """The link out of a node as one ring sees it, with the node with the fewest members deciding. Between regions

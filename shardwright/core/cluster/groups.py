@@ -4,6 +4,12 @@ A ring goes through the members of a node before it leaves it, so it crosses eac
 that of the slower of the two links, its latency the sum over its hops. A double binary tree between the nodes (Sanders,
 Speck, Träff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan", 2009) needs only log2(nodes) hops
 out of a node, which wins where messages are small or nodes many. As NCCL does, the faster of both is taken.
+
+A gather may go in two stages instead: between the nodes first, among the ranks that have one place on their nodes, then
+within each node; a sum the other way round (MiCS, Zhang et al., arXiv 2205.00119, section 3.3). A node then takes in
+what the others hold, (nodes − 1) / nodes of the whole, and no byte of it twice; a ring takes in (ranks − 1) / ranks.
+Within the nodes first, as the words "hierarchical all-gather" suggest, each rank would fetch the shards of whole nodes:
+as many times more as a node has ranks.
 """
 
 import math
@@ -26,6 +32,8 @@ class Group:
     nodes: int
     inside: Link
     outside: Link | None = None
+    ranks_per_node: int = 0
+    """The number of members on each node, where all nodes have as many; else 0."""
 
     def all_reduce_s(self, size_bytes: float) -> float:
         """Seconds to reduce and share ``size_bytes``, one member's whole tensor. Raises ClusterError for bad sizes."""
@@ -36,13 +44,27 @@ class Group:
         hops += (-(-self.ranks // self.nodes) - 1) * self.inside.latency_s
         return min(ring, 2 * (hops + size_bytes / (self._bandwidth * TREE_BANDWIDTH)))
 
-    def all_gather_s(self, size_bytes: float) -> float:
-        """Seconds to share the parts of each; ``size_bytes`` is what each member has in the end."""
-        return self._ring_s(size_bytes)
+    def all_gather_s(self, size_bytes: float, *, in_stages: bool = False) -> float:
+        """Seconds to share the parts of each; ``size_bytes`` is what each member has in the end. ``in_stages``: between
+        the nodes and then within each, where `has_stages`."""
+        return self._stages_s(size_bytes) if in_stages and self.has_stages else self._ring_s(size_bytes)
 
-    def reduce_scatter_s(self, size_bytes: float) -> float:
-        """Seconds to reduce, each member keeping a part; ``size_bytes`` is what each has at first."""
-        return self._ring_s(size_bytes)
+    def reduce_scatter_s(self, size_bytes: float, *, in_stages: bool = False) -> float:
+        """Seconds to reduce, each member keeping a part; ``size_bytes`` is what each has at first. ``in_stages``:
+        within each node and then between them, where `has_stages`."""
+        return self._stages_s(size_bytes) if in_stages and self.has_stages else self._ring_s(size_bytes)
+
+    @property
+    def has_stages(self) -> bool:
+        """Whether there are several nodes, and several members on each, as many on all."""
+        return self.outside is not None and self.ranks_per_node > 1
+
+    def _stages_s(self, size_bytes: float) -> float:
+        """Seconds of a ring between the nodes for each place on them, all at once, and then of one within each node."""
+        assert self.outside is not None
+        between = self.outside.scaled(1 / self.ranks_per_node)
+        across = collectives.all_gather_s(size_bytes / self.ranks_per_node, self.nodes, between)
+        return across + collectives.all_gather_s(size_bytes, self.ranks_per_node, self.inside)
 
     def _ring_s(self, size_bytes: float) -> float:
         if self.outside is None or self.ranks == 1:

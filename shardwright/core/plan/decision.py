@@ -70,6 +70,9 @@ class Decision:
     bucket_bytes: Amount | None = None
     """Where whole gradients are summed over replicas, the bytes of a bucket in which small ones travel together: so
     many that little of its time is latency. None: as the runtime has it."""
+    hierarchical_gathers: bool = False
+    """Whether shard groups that have several ranks on each of several nodes gather between the nodes and then within
+    each, and sum gradients the other way round (`core.cluster.groups`)."""
     whole_below_bytes: Amount = 0
     """Under shard 3, the size of a unit's parameters on a rank below which they stay whole all through a step: gathers
     of so few bytes cost their latency alone."""
@@ -306,6 +309,8 @@ def sharing_words(decision: Decision) -> list[str]:
         words.append(
             f"shard {decision.shard}" + (f" in groups of {decision.shard_group}" if decision.shard_group else "")
         )
+    if decision.hierarchical_gathers:
+        words.append("gathered between nodes, then within")
     if decision.gathered_stages:
         ahead = "" if decision.look_ahead is None else f", {decision.look_ahead} ahead"
         words.append(f"at most {decision.gathered_stages} stages gathered{ahead}")

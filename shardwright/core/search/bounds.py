@@ -76,15 +76,34 @@ class Bounds:
 
     @found_once
     def whole_below_bytes(self, shape: Shape, policy: Policy) -> int:
-        """The size of a unit's parameters below which they stay whole all through a step: the latency of their gather
-        is longer than its bytes take, and they are small beside the largest unit's."""
+        """The size of a unit's parameters below which they stay whole all through a step: as pinned, or where the
+        latency of their gather is longer than its bytes take, and they are small beside the largest unit's."""
         if policy.shard < 3 or policy.gathered_stages is not None or not self._exchanges_as_planned:
             return 0
+        if self.request.whole_below_bytes is not None:
+            return self.request.whole_below_bytes
         units = self._first(shape, policy.recompute).range_elements.diagonal(1)
         largest = float(units.max()) * PRECISION_BYTES[self.tables.precision]
         kinds = self.links.alike(shape.mesh)
         groups = [self.links.shard_groups(shape.mesh, pp, policy.shard_group)[0] for pp, *_ in kinds]
         return int(min(largest / SMALL_SHARE, *(group.latency_bytes for group in groups)))
+
+    @found_once
+    def hierarchical_gathers(self, shape: Shape, policy: Policy) -> bool:
+        """Whether shard groups over several nodes gather, and sum, in two stages: as pinned, or where all have the
+        stages and a unit of mean size takes less time so than in one ring. Without stages CPUs send every shard to
+        every rank by itself, which crosses between nodes as many times as one holds ranks: there stages are taken."""
+        if not policy.shard or shape.mesh.axis_size("dp") == 1 or not self._exchanges_as_planned:
+            return False
+        kinds = self.links.alike(shape.mesh)
+        groups = [self.links.shard_groups(shape.mesh, pp, policy.shard_group)[0] for pp, *_ in kinds]
+        if self.request.hierarchical_gathers is False or not all(group.has_stages for group in groups):
+            return False
+        if self.request.hierarchical_gathers or self.cluster.device(0).kind == "cpu":
+            return True
+        units = self._first(shape, policy.recompute).range_elements.diagonal(1)
+        size = float(units.mean()) * PRECISION_BYTES[self.tables.precision]
+        return all(group.all_gather_s(size, in_stages=True) < group.all_gather_s(size) for group in groups)
 
     @cached_property
     def _exchanges_as_planned(self) -> bool:
@@ -170,6 +189,7 @@ class Bounds:
             sequence_parallel=self.tables.sequence_parallel(tp),
             gradient_precision=request.gradient_precision,
             placement_order=shape.order,
+            hierarchical_gathers=self.hierarchical_gathers(shape, policy),
             whole_below_bytes=self.whole_below_bytes(shape, policy),
             bucket_bytes=self.bucket_bytes(shape, policy),
         )

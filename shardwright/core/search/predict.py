@@ -159,7 +159,9 @@ class StepModel:
         inside, across, ways = self.links.shard_groups(mesh, pp, decision.shard_group)
         between = across.all_reduce_s(reduced / ways) if across is not None else 0.0
         times = decision.microbatches if decision.reduces_each else 1
-        return times * inside.reduce_scatter_s(reduced) + between + inside.all_gather_s(size)
+        staged = decision.hierarchical_gathers
+        gather_s = inside.all_gather_s(size, in_stages=staged)
+        return times * inside.reduce_scatter_s(reduced, in_stages=staged) + between + gather_s
 
     def _sharded_s(
         self, mesh: Mesh, decision: Decision, size: float, reduced: float, pipeline_s: float, pp: int
@@ -174,7 +176,9 @@ class StepModel:
         inside, across, ways = self.links.shard_groups(mesh, pp, decision.shard_group)
         gathers = gathers_in_step(decision)
         scatters = decision.microbatches if decision.reduces_each else 1
-        moving_s = gathers * inside.all_gather_s(size) + (scatters * inside.reduce_scatter_s(reduced) if reduced else 0)
+        staged = decision.hierarchical_gathers
+        moving_s = gathers * inside.all_gather_s(size, in_stages=staged)
+        moving_s += scatters * inside.reduce_scatter_s(reduced, in_stages=staged) if reduced else 0.0
         exposed = max(0.0, moving_s - pipeline_s * HIDDEN_SHARE)
         return exposed + (across.all_reduce_s(reduced / ways) if across is not None and reduced else 0.0)
 
@@ -183,9 +187,9 @@ class StepModel:
         inside, _, _ = self.links.shard_groups(mesh, pp, decision.shard_group)
         stages, found = decision.virtual_stages, 0.0
         if decision.gathered_stages is not None:
-            found += inside.all_gather_s(size / stages)
+            found += inside.all_gather_s(size / stages, in_stages=decision.hierarchical_gathers)
         if not decision.reduces_each and reduced:
-            found += inside.reduce_scatter_s(reduced / stages)
+            found += inside.reduce_scatter_s(reduced / stages, in_stages=decision.hierarchical_gathers)
         return found
 
     def _tied_s(self, decision: Decision, tied: Sequence[tuple[tuple[int, ...], int]]) -> float:

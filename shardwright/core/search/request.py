@@ -109,6 +109,22 @@ class Options:
             "the last where they stay whole (shard 0 and 1), searched where they are divided",
         ),
     ] = None
+    whole_below_bytes: Annotated[
+        Amount | None,
+        Option(
+            "under shard=3, the size in bytes of a unit's parameters on a rank below which they stay whole all through "
+            "a step",
+            "where the latency of a gather is longer than its bytes take, of units small beside the largest",
+        ),
+    ] = None
+    hierarchical_gathers: Annotated[
+        bool | None,
+        Option(
+            "whether shard groups over several nodes gather between the nodes and then within each, and sum gradients "
+            "the other way round",
+            "where that is faster",
+        ),
+    ] = None
     precision: Annotated[
         Precision | None,
         Option(

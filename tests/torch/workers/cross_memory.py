@@ -84,7 +84,8 @@ def waits_may_come_in_any_order() -> None:
         parts: dict[int, torch.Tensor] = {}
 
         def add(number: int, parts: dict[int, torch.Tensor] = parts, scattered: list = scattered) -> None:
-            parts[number] = memory.begin_scatter(scattered[number], number)().clone()
+            cut = list(scattered[number].view(WAYS, -1))
+            parts[number] = memory.begin_scatter(scattered[number], cut, number)()
 
         numbers = list(range(3))
         drawn.shuffle(numbers)
@@ -139,10 +140,11 @@ def groups_sum_and_gather_alike_with_and_without() -> None:
             own = entries(dist.get_rank(), size, torch.float32)
             every = torch.stack([entries(rank, size, torch.float32) for rank in range(WAYS)])
             torch.testing.assert_close(groups.begin(own.clone())(), every.sum(0))
-            part = groups.sum_shards(own.clone(), 0)()
+            borders = [rank * size // WAYS for rank in range(WAYS + 1)]
+            part = groups.sum_shards(own.clone(), 0, borders)()
             torch.testing.assert_close(part, every.sum(0).view(WAYS, -1)[dist.get_rank()])
             whole = torch.empty(size)
-            groups.gather(whole, own.view(WAYS, -1)[dist.get_rank()], 1)()
+            groups.gather(whole, own.view(WAYS, -1)[dist.get_rank()], 1, borders)()
             torch.testing.assert_close(whole, torch.stack([e.view(WAYS, -1)[r] for r, e in enumerate(every)]).view(-1))
             groups.settle()
         groups.close()

@@ -15,6 +15,7 @@ from launched import leave
 from torch import nn
 
 import shardwright.torch as sw
+from shardwright.backends.torch.machine.data_groups import DataGroups
 from shardwright.core.errors import ShardwrightError
 from tests.comparison import Comparison
 
@@ -185,6 +186,217 @@ def same(optimizer: str, level: int, backend: str = "auto") -> dict[str, Any]:
     held = sum(p.numel() for p in model.local_parameters())
     states = sum(t.numel() for s in wrapped.state.values() for t in s.values() if isinstance(t, torch.Tensor))
     return {"same": report, "held": held, "states": states, "all": sum(p.numel() for p in build().parameters())}
+
+
+class Tower(nn.Module):
+    """Layers of one size, each of which is gathered by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(37, 64)
+        self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(8))
+        self.norm, self.head = nn.LayerNorm(64), nn.Linear(64, 37)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = x + nn.functional.gelu(block(x))
+        logits = self.head(self.norm(x))
+        return nn.functional.cross_entropy(logits[:, :-1].reshape(-1, 37), tokens[:, 1:].reshape(-1))
+
+
+def muon(level: int, others: str) -> dict[str, Any]:
+    """Muon on the matrices of the blocks; what else there is by AdamW, or frozen."""
+
+    def build_tower() -> Tower:
+        torch.manual_seed(3)
+        tower = Tower()
+        for name, p in tower.named_parameters():
+            p.requires_grad_(others == "adamw" or is_matrix(name, p))
+        return tower
+
+    def is_matrix(name: str, p: torch.Tensor) -> bool:
+        return p.dim() == 2 and name.startswith("blocks")
+
+    def optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
+        named = dict(model.named_parameters())
+        made: list[torch.optim.Optimizer] = [
+            torch.optim.Muon([p for n, p in named.items() if is_matrix(n, p)], lr=1e-3)
+        ]
+        if others == "adamw":
+            made.append(torch.optim.AdamW([p for n, p in named.items() if not is_matrix(n, p)], lr=1e-3))
+        return made
+
+    plain = build_tower()
+    plain_optimizers = optimizers(plain)
+    expected_losses, gradients = [], {}
+    for step in range(STEPS):
+        plain.zero_grad()
+        loss = sum(plain(part) / (2 * MICROBATCHES) for part in tokens(step).chunk(2 * MICROBATCHES))
+        loss.backward()
+        expected_losses.append(float(loss.detach()))
+        if step == 0:
+            gradients = {n: None if p.grad is None else p.grad.clone() for n, p in plain.named_parameters()}
+        for optimizer in plain_optimizers:
+            optimizer.step()
+    sw.init({"microbatches": MICROBATCHES, "ddp": True, "shard": level})
+    model = sw.DistributedModel(build_tower())
+    wrapped = [sw.DistributedOptimizer(optimizer) for optimizer in optimizers(model)]
+    found = train(model, Both(wrapped))
+    same = Comparison(f"muon, shard {level}").losses(found["losses"], expected_losses)
+    same.gradients(found["gradients"], gradients)
+    same.values(model.state_dict(), plain.state_dict(), relative=0.0, absolute=1e-4, what="weights")
+    for own, alone in zip(wrapped, plain_optimizers, strict=True):
+        same_states(same, own, alone.state_dict())
+    flat = model.runtime.split_model.parts.flat
+
+    def entries(optimizer: Any) -> int:
+        held = [tensor for state in optimizer.state.values() for tensor in state.values()]
+        return sum(tensor.numel() for tensor in held if isinstance(tensor, torch.Tensor) and tensor.dim())
+
+    return {
+        "same": same.report(),
+        "held": sum(group.shard.untyped_storage().nbytes() for group in flat.groups if group.frees),
+        "entries": sum(group.shard.numel() for group in flat.groups),
+        "states": sum(map(entries, wrapped)),
+        "all": sum(p.numel() for p in plain.parameters() if level == 3 or p.requires_grad),
+        "all_states": sum(map(entries, plain_optimizers)),
+    }
+
+
+class Dropping(Tower):
+    """Short sequences go past some layers."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for number, block in enumerate(self.blocks):
+            if tokens.shape[1] > 8 or number % 3:
+                x = x + nn.functional.gelu(block(x))
+        logits = self.head(self.norm(x))
+        return nn.functional.cross_entropy(logits[:, :-1].reshape(-1, 37), tokens[:, 1:].reshape(-1))
+
+
+def dropped(level: int) -> dict[str, Any]:
+    """Layers that one replica leaves out in a step, and another does not; in the third step the other way round."""
+
+    def of(step: int, rank: int) -> torch.Tensor:
+        own = tokens(step).chunk(2)[rank]
+        return own[:, :7] if step % 3 and rank == step % 2 else own
+
+    torch.manual_seed(3)
+    plain = Dropping()
+    plain_optimizer, losses = OPTIMIZERS["adamw"](list(plain.parameters())), []
+    for step in range(STEPS):
+        plain_optimizer.zero_grad()
+        parts = [part for rank in range(2) for part in of(step, rank).chunk(MICROBATCHES)]
+        counts = [part[:, 1:].numel() for part in parts]
+        loss = sum(plain(part) * count / sum(counts) for part, count in zip(parts, counts, strict=True))
+        loss.backward()
+        losses.append(float(loss.detach()))
+        plain_optimizer.step()
+    torch.manual_seed(3)
+    model, optimizer = start(Dropping(), OPTIMIZERS["adamw"], shard=level)
+    found = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        found.append(float(train_step(model, of(step, sw.rdp_rank())).all_reduce_mean()))
+        optimizer.step()
+    same = Comparison(f"dropped, shard {level}").losses(found, losses)
+    same.values(model.state_dict(), plain.state_dict(), relative=0.0, absolute=1e-4, what="weights")
+    return {"same": same.report()}
+
+
+LIMITS: dict[str, dict[str, Any]] = {
+    "free": {}, "live": {"sdp_max_live_parameters": 4_200}, "most": {"sdp_max_live_parameters": int(1e9)},
+    "buckets": {"sdp_reduce_bucket_size": 4_200}, "large": {"sdp_reduce_bucket_size": 5e8},
+    "whole": {"sdp_param_persistence_threshold": 4_200}, "none whole": {"sdp_param_persistence_threshold": 0},
+}  # fmt: skip
+
+
+def limited(which: str) -> dict[str, Any]:
+    """SageMaker's limits, on layers of 4,160 parameters each: what is whole, and gathered, at once."""
+    plain = torch.manual_seed(3) and Tower()
+    expected = whole_run(plain, OPTIMIZERS["adamw"])
+    torch.manual_seed(3)
+    model, optimizer = start(Tower(), OPTIMIZERS["adamw"], shard=3, **LIMITS[which])
+    most, gather = [0], DataGroups.gather
+
+    def watched(groups: DataGroups, *given: Any) -> Any:
+        flat = model.runtime.split_model.residency.flat
+        most.append(sum(g.layout.entries for g in flat.groups if g.frees and g.gathered.untyped_storage().size()))
+        return gather(groups, *given)
+
+    DataGroups.gather = watched
+    try:
+        found = train(model, optimizer)
+    finally:
+        DataGroups.gather = gather
+    flat = model.runtime.split_model.parts.flat
+    return {
+        "same": compare(which, model, optimizer, found, expected), "live": max(most),
+        "largest": max(g.layout.entries for g in flat.groups), "groups": len(flat.groups),
+        "staying": sum(g.layout.entries for g in flat.groups if not g.frees),
+    }  # fmt: skip
+
+
+def clipped(kind: str) -> dict[str, Any]:
+    """Gradients clipped in the optimizers' steps, alone, in shards, by several optimizers, and with a scaler."""
+    bound, level = 0.05, 3 if kind == "shard 3" else 0
+    plain = build()
+    plain_optimizer, losses = OPTIMIZERS["sgd"](list(plain.parameters())), []
+    for step in range(STEPS):
+        plain_optimizer.zero_grad()
+        loss = sum(plain(part) / (2 * MICROBATCHES) for part in tokens(step).chunk(2 * MICROBATCHES))
+        loss.backward()
+        losses.append(float(loss.detach()))
+        norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), bound)
+        plain_optimizer.step()
+    sw.init({"microbatches": MICROBATCHES, "ddp": True, "shard": level, "sdp_gradient_clipping": bound})
+    model = sw.DistributedModel(build())
+    own = list(model.parameters())
+    parts = [own[:5], own[5:]] if kind == "two optimizers" else [own]
+    if kind == "unwrapped":
+        optimizers: list[Any] = [OPTIMIZERS["sgd"](part) for part in parts]
+    else:
+        optimizers = [sw.DistributedOptimizer(OPTIMIZERS["sgd"](part)) for part in parts]
+    scaler = torch.amp.GradScaler("cpu", enabled=kind == "scaler", init_scale=64.0)
+    found = []
+
+    @sw.step
+    def scaled_step(model, tokens):
+        loss = model(tokens)
+        model.backward(scaler.scale(loss))
+        return loss
+
+    for step in range(STEPS):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        batch = tokens(step).chunk(2)[sw.rdp_rank()]
+        found.append(float(scaled_step(model, batch).all_reduce_mean()))
+        try:
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+        except ShardwrightError as error:
+            return {"error": str(error)}
+        scaler.update()
+    same = Comparison(f"clipped, {kind}").losses(found, losses)
+    same.values(model.state_dict(), plain.state_dict(), relative=0.0, absolute=1e-4, what="weights")
+    return {"same": same.report(), "norm": float(norm)}
+
+
+class Both:
+    """Two optimizers, called as one."""
+
+    def __init__(self, optimizers: Any = ()) -> None:
+        self.optimizers = list(optimizers)
+
+    def zero_grad(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+    def step(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
 
 
 def frozen(level: int) -> dict[str, Any]:

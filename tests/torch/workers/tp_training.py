@@ -102,13 +102,13 @@ def traffic_counted() -> Iterator[dict[str, Counter[int]]]:
     counts: dict[str, Counter[int]] = {"gathers": Counter(), "sums": Counter()}
     gather, sum_shards = DataGroups.gather, DataGroups.sum_shards
 
-    def gathered(groups: DataGroups, whole: Any, shard: Any, number: int) -> Any:
+    def gathered(groups: DataGroups, whole: Any, shard: Any, number: int, borders: Any) -> Any:
         counts["gathers"][number] += 1
-        return gather(groups, whole, shard, number)
+        return gather(groups, whole, shard, number, borders)
 
-    def summed(groups: DataGroups, flat: Any, number: int) -> Any:
+    def summed(groups: DataGroups, flat: Any, number: int, borders: Any) -> Any:
         counts["sums"][number] += 1
-        return sum_shards(groups, flat, number)
+        return sum_shards(groups, flat, number, borders)
 
     DataGroups.gather, DataGroups.sum_shards = gathered, summed
     try:

@@ -57,6 +57,8 @@ class Gradients:
         """The size of a bucket of whole gradients, where a plan says it."""
         self.comm_hook: CommHook | None = None
         """The user's hook in the place of the sums over replicas."""
+        self.is_clipped = False
+        """Whether the gradients of the last step were clipped by `clip_once`."""
         self.last_norm: torch.Tensor | None = None
         """The norm of the gradients of the last step, where it was asked for."""
 
@@ -68,7 +70,7 @@ class Gradients:
         order that is given is kept: buckets are the same on all replicas, whatever the sizes of their batches.
         ``reduces_each``: whether gradients leave after each microbatch; None: as the level of sharding has it.
         """
-        self._before, self.last_norm = {}, None
+        self._before, self.last_norm, self.is_clipped = {}, None, False
         for name, parameter in self.ownership.local_parameters().items():
             if parameter.grad is not None:
                 self._before[name] = parameter.grad
@@ -268,6 +270,13 @@ class Gradients:
             if parameter.grad is not None:
                 parameter.grad.mul_(scale.to(parameter.grad.dtype))
         return norm
+
+    def clip_once(self, max_norm: float) -> None:
+        """Clip the gradients of the last step, the first time that this is called after it: several optimizers may
+        train the model. Every rank calls this."""
+        if not self.is_clipped:
+            self.clip_norm(max_norm, 2.0, False)
+            self.is_clipped = True
 
     def norm(self, norm_type: float = 2.0) -> torch.Tensor:
         """The norm of the gradients of the whole model, the same on every rank; not finite where an entry is not. Every

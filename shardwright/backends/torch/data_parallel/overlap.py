@@ -79,7 +79,7 @@ class Bucket:
         self.receive()
         self._flat = self._collect()
         if self.group is not None:
-            self._waits = self.groups.sum_shards(self._flat, self.group.number)
+            self._waits = self.groups.sum_shards(self._flat, self.group.number, self.layout.borders)
         elif self.comm_hook is None:
             self._waits = self.groups.begin(self._flat)
         else:

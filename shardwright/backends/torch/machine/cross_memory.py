@@ -117,8 +117,8 @@ class _Reads:
     """Tensors that this rank is to read, one of each peer."""
 
     key: Key
-    size_bytes: int
-    """The bytes of the tensor that each peer offers."""
+    sizes: Sequence[int]
+    """The bytes of the tensor that each rank offers."""
     left: deque[int]
     """The peers whose tensor was not read yet, in the order in which they are read."""
     reading: Reading
@@ -184,7 +184,7 @@ class CrossMemory:
         """Begin to reduce a flat contiguous tensor over the ranks, in place, by a sum or a maximum; the result waits.
         Every rank begins the same sums, in one order."""
         self._sums += 1
-        number, size = self._sums, tensor.nbytes
+        number, sizes = self._sums, [tensor.nbytes] * self.ways
         ends = [tensor.numel() * rank // self.ways for rank in range(self.ways + 1)]
         parts = [tensor[ends[rank] : ends[rank + 1]] for rank in range(self.ways)]
         summed: list[_Offer] = []
@@ -201,8 +201,8 @@ class CrossMemory:
 
         # That a peer has summed its part says that it has read this tensor.
         self._tell((Kind.SUMMANDS, number), tensor)
-        sums = _Reads((Kind.SUMMANDS, number), size, deque(self._next), add, offer)
-        gathers = _Reads((Kind.SUMMED, number), size, deque(self._next), copy)
+        sums = _Reads((Kind.SUMMANDS, number), sizes, deque(self._next), add, offer)
+        gathers = _Reads((Kind.SUMMED, number), sizes, deque(self._next), copy)
         return self._begin([sums, gathers], lambda: not gathers.left and bool(summed) and not summed[0].unread)
 
     def begin_gather(self, parts: Sequence[torch.Tensor], own: torch.Tensor, number: int) -> Callable[[], None]:
@@ -214,25 +214,29 @@ class CrossMemory:
             self._say(rank, Kind.READ + Kind.SHARD, number)
 
         self._offer((Kind.SHARD, number), own)
-        reads = _Reads((Kind.SHARD, number), own.nbytes, deque(self._next), copy)
+        sizes = [part.nbytes for part in parts]
+        reads = _Reads((Kind.SHARD, number), sizes, deque(self._next), copy)
         return self._begin([reads], lambda: not reads.left)
 
-    def begin_scatter(self, tensor: torch.Tensor, number: int) -> Callable[[], torch.Tensor]:
-        """Begin to add up this rank's part, in place, of a flat contiguous tensor that every rank has; the result
-        waits, and gives the part. There are as many parts as ranks, of one size."""
-        own = tensor.view(self.ways, -1)[self.me]
+    def begin_scatter(
+        self, tensor: torch.Tensor, parts: Sequence[torch.Tensor], number: int
+    ) -> Callable[[], torch.Tensor]:
+        """Begin to add up this rank's part of a flat contiguous tensor that every rank has, in place; the result waits,
+        and gives a copy of the part. ``parts`` are those of all ranks, views of the tensor."""
+        own = parts[self.me]
+        first_byte = own.data_ptr() - tensor.data_ptr() if own.numel() else 0
 
         def add(rank: int, address: int) -> None:
-            self._add(rank, address + self.me * own.nbytes, own, dist.ReduceOp.SUM)
+            self._add(rank, address + first_byte, own, dist.ReduceOp.SUM)
             self._say(rank, Kind.READ + Kind.ADDENDS, number)
 
         offer = self._offer((Kind.ADDENDS, number), tensor)
-        reads = _Reads((Kind.ADDENDS, number), tensor.nbytes, deque(self._next), add)
+        reads = _Reads((Kind.ADDENDS, number), [tensor.nbytes] * self.ways, deque(self._next), add)
         wait = self._begin([reads], lambda: not reads.left and not offer.unread)
 
         def wait_for_part() -> torch.Tensor:
             wait()
-            return own
+            return own.clone()  # so that the tensor is free
 
         return wait_for_part
 
@@ -300,9 +304,9 @@ class CrossMemory:
         address, size = waiting.popleft()
         if not waiting:
             del offers[reads.key]
-        if size != reads.size_bytes:
+        if size != reads.sizes[rank]:
             raise RuntimeError(
-                f"rank {rank} of the group offers {size} bytes where this rank has {reads.size_bytes}: ranks sum and "
+                f"rank {rank} of the group offers {size} bytes where this rank has {reads.sizes[rank]}: ranks sum and "
                 f"gather the same tensors in one order"
             )
         reads.reading(rank, address)

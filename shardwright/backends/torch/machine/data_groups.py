@@ -1,8 +1,10 @@
 """The ranks of the data axis that share the shards of parameters, and the sums and gathers over them."""
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from shardwright.backends.torch.compat import all_gather_single, reduce_scatter_
 from shardwright.backends.torch.machine.cross_memory import CrossMemory
 from shardwright.backends.torch.machine.digests import digest_of
 from shardwright.backends.torch.machine.mesh import BoundMesh, process_group
+from shardwright.backends.torch.machine.node_stages import NodeGrid, StagedCollectives, StagedMessages, StageGroups
 from shardwright.backends.torch.machine.watchdog import Watchdog
 from shardwright.core.errors import MissingCapabilityError
 
@@ -27,16 +30,19 @@ class Tags:
     Attributes:
         under_way: the messages of this step. They are kept while it lasts, as are those of a step that failed: torch
             waits for a message that is let go.
+        stages: what sends more of them, where groups gather and sum in stages.
     """
 
     def __init__(self) -> None:
         self.under_way: list[Work | None] = []
+        self.stages: StagedMessages | StagedCollectives | None = None
         self._step = 0
 
     def begin(self, *, failed: bool = False) -> None:
         """Begin a step; every rank calls this. ``failed``: the messages of the one before may never arrive."""
         if failed:
             _LOST.extend(self.under_way)
+            _LOST.extend(self.stages.abandon() if self.stages is not None else ())
         self.under_way = []
         self._step = (self._step + 1) % _STEPS
 
@@ -45,7 +51,7 @@ class Tags:
         return _FIRST_TAG + self._step * _TAGS_OF_A_STEP + 2 * (number % (_TAGS_OF_A_STEP // 2)) + is_sum
 
 
-_LOST: list[Work | None] = []
+_LOST: list[Any] = []
 """The messages of steps that failed."""
 
 
@@ -63,6 +69,7 @@ class DataGroups:
         replica_ranks: their global ranks.
         memory: sums and gathers over ``group`` by reading memory; None where ranks cannot.
         replica_memory: the same over ``replicas``.
+        stages: gathers and sums between nodes and within each; None where they go over all ranks of the group at once.
     """
 
     ways: int
@@ -72,14 +79,17 @@ class DataGroups:
     ranks: tuple[int, ...]
     replicas: ProcessGroup | None
     replica_ranks: tuple[int, ...]
+    stages: StagedMessages | StagedCollectives | None = None
     tags: "Tags" = field(default_factory=lambda: Tags())
     memory: CrossMemory | None = None
     replica_memory: CrossMemory | None = None
 
     @classmethod
-    def bind(cls, bound: BoundMesh, ways: int, watchdog: Watchdog) -> "DataGroups":
-        """The groups of ``ways`` neighbours each on the data axis. Every rank calls this at the same time."""
+    def bind(cls, bound: BoundMesh, ways: int, watchdog: Watchdog, hierarchical: bool = False) -> "DataGroups":
+        """The groups of ``ways`` neighbours each on the data axis. Every rank calls this at the same time.
+        ``hierarchical``: whether a group that has several ranks on each of several nodes gathers and sums in stages."""
         found: DataGroups | None = None
+        uneven: list[tuple[int, ...]] = []
         for ranks in bound.mesh.groups("dp"):
             groups = [ranks[first : first + ways] for first in range(0, len(ranks), ways)]
             handles = [process_group(group) if ways > 1 else None for group in groups]
@@ -87,11 +97,25 @@ class DataGroups:
             gathers = [process_group(group, use) if ways > 1 else None for group in groups]
             shards = [ranks[first::ways] for first in range(ways)]
             replicas = [process_group(ranks) if len(groups) > 1 else None for ranks in shards]
+            staged = [
+                _staged(bound, group, handle) for group, handle in zip(groups, handles, strict=True) if hierarchical
+            ]
+            uneven += [group for group in groups if hierarchical and _is_uneven(bound, group)]
             if bound.rank in ranks:
                 number, coordinate = divmod(ranks.index(bound.rank), ways)
                 of_group = handles[number], gathers[number], groups[number]
                 found = cls(ways, coordinate, *of_group, replicas[coordinate], shards[coordinate])
+                if hierarchical and staged[number] is not None:
+                    found = replace(found, stages=staged[number])
+                    found.tags.stages = staged[number]
         assert found is not None
+        if uneven and bound.rank == 0:
+            warnings.warn(
+                f"ranks {list(uneven[0])} share state and lie on nodes {[bound.nodes[rank] for rank in uneven[0]]}: "
+                f"each gathers from all the others at once, which sends the same bytes to a node several times. Start "
+                f"as many neighbouring ranks on every node, so that they gather between the nodes and then within each",
+                stacklevel=2,
+            )
         if bound.device.type == "cpu":
             return found._reading_peers(watchdog) if bound.reads_peers else found
         if found.group is not None:
@@ -100,7 +124,9 @@ class DataGroups:
 
     def _reading_peers(self, watchdog: Watchdog) -> "DataGroups":
         """The same, where ranks of one host read each other's memory."""
-        memory = None if self.group is None else CrossMemory.bind(self.coordinate, self.group, watchdog)
+        memory = None
+        if self.group is not None and self.stages is None:
+            memory = CrossMemory.bind(self.coordinate, self.group, watchdog)
         if self.replicas is None:
             return replace(self, memory=memory)
         number = self.replica_ranks.index(dist.get_rank())
@@ -120,22 +146,28 @@ class DataGroups:
         more = f" and of ranks {list(self.replica_ranks)}" if self.replicas is not None else ""
         return f"dp peers, ranks {list(self.ranks)}{more}"
 
-    def gather(self, whole: torch.Tensor, shard: torch.Tensor, number: int) -> Callable[[], None]:
+    def gather(
+        self, whole: torch.Tensor, shard: torch.Tensor, number: int, borders: Sequence[int]
+    ) -> Callable[[], None]:
         """Begin to fill ``whole`` with the shards of all ranks; the result waits for the end. ``number`` is that of the
-        group of parameters, as in `sum_shards`."""
-        parts = real_entries(whole).view(self.ways, -1)
-        own = real_entries(shard)
-        if self.ways == 1 or whole.device.type == "cpu":
-            if parts[self.coordinate].data_ptr() != own.data_ptr():
-                parts[self.coordinate].copy_(own)
-            if self.memory is not None:
-                return self.memory.begin_gather(list(parts), own, self.tags.of(number, is_sum=False))
-            return partial(
-                self._finish,
-                self._exchange([parts[self.coordinate]] * self.ways, list(parts), self.tags.of(number, is_sum=False)),
-            )
-        work = all_gather_single(parts.view(-1), own, group=self.gathers, async_op=True)
-        return partial(self._finish, [work])
+        group of parameters, ``borders`` the first entry of every shard and the end of the last, as in `sum_shards`."""
+        parts, own = _parts(whole, borders), real_entries(shard)
+        is_even = len({part.numel() for part in parts}) == 1
+        if is_even and isinstance(self.stages, StagedCollectives):
+            return self.stages.gather(real_entries(whole).view(self.ways, -1), own)
+        if is_even and self.ways > 1 and whole.device.type != "cpu":
+            work = all_gather_single(real_entries(whole), own, group=self.gathers, async_op=True)
+            return partial(self._finish, [work])
+        if parts[self.coordinate].data_ptr() != own.data_ptr():
+            parts[self.coordinate].copy_(own)
+        if isinstance(self.stages, StagedMessages):
+            return self.stages.gather(parts, self.tags.of(number, is_sum=False))
+        if whole.device.type != "cpu":
+            return partial(self._finish, self._broadcasts(parts))
+        if self.memory is not None:
+            return self.memory.begin_gather(parts, own, self.tags.of(number, is_sum=False))
+        sent = [parts[self.coordinate]] * self.ways
+        return partial(self._finish, self._exchange(sent, parts, self.tags.of(number, is_sum=False)))
 
     def begin(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> Callable[[], torch.Tensor]:
         """Begin to reduce a tensor over all replicas, in place; the result waits, and gives it."""
@@ -157,44 +189,42 @@ class DataGroups:
         works = [] if group is None else [dist.all_reduce(given, op=op, group=group, async_op=True)]
         return partial(self._finish, works)
 
-    def sum_shards(self, flat: torch.Tensor, number: int) -> Callable[[], torch.Tensor]:
+    def sum_shards(self, flat: torch.Tensor, number: int, borders: Sequence[int]) -> Callable[[], torch.Tensor]:
         """Begin the sum of a flat buffer over the group; the result waits, and gives this rank's shard of the sum over
         all replicas, which keeps no other memory alive. The buffer is this function's from now on."""
-        begun = self._begin_sum(flat, number)
+        begun = self._begin_sum(flat, number, borders)
 
         def wait() -> torch.Tensor:
             shard = begun()
-            given = real_entries(shard)
-            self._begin_reduction(given, dist.ReduceOp.SUM, self.replicas, self.replica_memory)()
-            return shard
+            self._begin_reduction(shard, dist.ReduceOp.SUM, self.replicas, self.replica_memory)()
+            return torch.view_as_complex(shard.view(-1, 2)) if flat.is_complex() else shard
 
         return wait
 
-    def _begin_sum(self, flat: torch.Tensor, number: int) -> Callable[[], torch.Tensor]:
-        parts: list[torch.Tensor] = list(flat.view(self.ways, -1))
+    def _begin_sum(self, flat: torch.Tensor, number: int, borders: Sequence[int]) -> Callable[[], torch.Tensor]:
+        """As `sum_shards`, over the group alone, with complex entries as pairs of real ones."""
+        parts = _parts(flat, borders)
+        is_even = len({part.numel() for part in parts}) == 1
+        if is_even and isinstance(self.stages, StagedCollectives):
+            return self.stages.sum(real_entries(flat).view(self.ways, -1))
+        if isinstance(self.stages, StagedMessages):
+            return self.stages.sum(parts, self.tags.of(number, is_sum=True))
         if self.ways > 1 and flat.device.type != "cpu":
-            shard = torch.empty_like(parts[0])
-            given = real_entries(shard), real_entries(flat)
-            work = reduce_scatter_single(*given, op=dist.ReduceOp.SUM, group=self.group, async_op=True)
+            shard = torch.empty_like(parts[0]) if is_even else parts[self.coordinate]
+            works = [self._scatter(shard, flat)] if is_even else self._reduces(parts)
 
             def wait_scattered() -> torch.Tensor:
-                self._finish([work])
+                self._finish(works)
                 return shard
 
             return wait_scattered
         if self.memory is not None:
-            summed = self.memory.begin_scatter(real_entries(flat), self.tags.of(number, is_sum=True))
-
-            def wait_summed() -> torch.Tensor:
-                summed()
-                return parts[self.coordinate].clone()  # the buffer is free then
-
-            return wait_summed
+            return self.memory.begin_scatter(real_entries(flat), parts, self.tags.of(number, is_sum=True))
         # Gloo has no reduce-scatter of its own: it sums everything on every rank. Each rank is sent its shards, and
         # sums them in the order of ranks.
-        received = [part if r == self.coordinate else torch.empty_like(part) for r, part in enumerate(parts)]
-        sent, taken = [real_entries(part) for part in parts], [real_entries(part) for part in received]
-        works = self._exchange(sent, taken, self.tags.of(number, is_sum=True))
+        received = [part if r == self.coordinate else torch.empty_like(parts[self.coordinate])
+                    for r, part in enumerate(parts)]  # fmt: skip
+        works = self._exchange(parts, received, self.tags.of(number, is_sum=True))
 
         def wait() -> torch.Tensor:
             self._finish(works)
@@ -225,13 +255,29 @@ class DataGroups:
             if memory is not None:
                 memory.close()
 
+    def _scatter(self, shard: torch.Tensor, flat: torch.Tensor) -> Work | None:
+        given = shard, real_entries(flat)
+        work: Work | None = reduce_scatter_single(*given, op=dist.ReduceOp.SUM, group=self.group, async_op=True)
+        return work
+
+    def _broadcasts(self, parts: Sequence[torch.Tensor]) -> list[Work | None]:
+        """Begin to send unequal shards, each from its rank to all."""
+        by_rank = [(rank, part) for rank, part in zip(self.ranks, parts, strict=True) if part.numel()]
+        return [dist.broadcast(part, rank, group=self.gathers, async_op=True) for rank, part in by_rank]
+
+    def _reduces(self, parts: Sequence[torch.Tensor]) -> list[Work | None]:
+        """Begin to sum unequal shards, each on its rank."""
+        by_rank = [(rank, part) for rank, part in zip(self.ranks, parts, strict=True) if part.numel()]
+        return [dist.reduce(p, rank, op=dist.ReduceOp.SUM, group=self.group, async_op=True) for rank, p in by_rank]
+
     def _exchange(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], tag: int) -> list[Work | None]:
-        """Begin to send one tensor to every other rank of the group, and to receive one from each."""
+        """Begin to send one tensor to every other rank of the group, and to receive one from each; none is sent that is
+        empty."""
         works: list[Work | None] = []
-        for rank in self.ranks:
-            other = self.ranks.index(rank)
-            if other != self.coordinate:
+        for other, rank in enumerate(self.ranks):
+            if other != self.coordinate and received[other].numel():
                 works.append(dist.irecv(received[other], rank, group=self.group, tag=tag))
+            if other != self.coordinate and sent[other].numel():
                 works.append(dist.isend(sent[other], rank, group=self.group, tag=tag))
         self.tags.under_way += works
         return works
@@ -243,6 +289,38 @@ class DataGroups:
                 work.wait()
         done = {id(work) for work in works}
         self.tags.under_way = [work for work in self.tags.under_way if id(work) not in done]
+
+
+def _staged(
+    bound: BoundMesh, ranks: tuple[int, ...], group: ProcessGroup | None
+) -> StagedMessages | StagedCollectives | None:
+    """What gathers and sums over the ranks of a shard group in stages; None where they are no grid of nodes and places,
+    or this rank is none of them. Every rank calls this."""
+    nodes = [bound.nodes[rank] for rank in ranks] if bound.nodes else [0] * len(ranks)
+    place = ranks.index(bound.rank) if bound.rank in ranks else 0
+    grid = NodeGrid.of(nodes, place)
+    if grid is None:
+        return None
+    if bound.device.type == "cpu":
+        return StagedMessages(grid, ranks, group) if bound.rank in ranks and group is not None else None
+    gathers, sums = (_stage_groups(grid, ranks, use) for use in ("gathers", "sums"))
+    if gathers is None or sums is None:
+        return None
+    return StagedCollectives(grid, gathers, sums, bound.device)
+
+
+def _stage_groups(grid: NodeGrid, ranks: tuple[int, ...], use: str) -> StageGroups | None:
+    """The process groups of this rank's node and place; None where it is none of the ranks."""
+    rows = [process_group(tuple(ranks[i] for i in row), f"{use}, beside") for row in grid.rows()]
+    columns = [process_group(tuple(ranks[i] for i in column), f"{use}, across") for column in grid.columns()]
+    beside, across = next(filter(None, rows), None), next(filter(None, columns), None)
+    return None if beside is None or across is None else StageGroups(beside, across)
+
+
+def _is_uneven(bound: BoundMesh, ranks: tuple[int, ...]) -> bool:
+    """Whether some node holds several of these ranks, which lie on several, and they are no grid."""
+    nodes = [bound.nodes[rank] for rank in ranks] if bound.nodes else [0] * len(ranks)
+    return 1 < len(set(nodes)) < len(nodes) and NodeGrid.of(nodes, 0) is None
 
 
 def require_reduce_scatter(group: ProcessGroup, device: torch.device) -> None:
@@ -262,3 +340,10 @@ def require_reduce_scatter(group: ProcessGroup, device: torch.device) -> None:
 def real_entries(tensor: torch.Tensor) -> torch.Tensor:
     """A flat tensor as collectives take it: complex entries as pairs of real ones."""
     return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
+
+
+def _parts(tensor: torch.Tensor, borders: Sequence[int]) -> list[torch.Tensor]:
+    """The shards of a flat tensor, as collectives take them."""
+    entries = real_entries(tensor)
+    each = entries.numel() // max(1, tensor.numel())
+    return [entries[each * first : each * end] for first, end in pairwise(borders)]

@@ -15,7 +15,8 @@ from shardwright.core.layout.mesh import Mesh
 class BoundMesh:
     """This process's place on a mesh, and one process group for each axis, shared by the ranks that differ on it only.
 
-    ``groups`` lists, for each axis, the global ranks of this process's group, in order of their coordinate.
+    ``groups`` lists, for each axis, the global ranks of this process's group, in order of their coordinate; ``nodes``
+    gives the number of the node of each global rank, and is empty where that is not known.
     ``reads_peers`` says whether CPU ranks of one host may read each other's memory (`cross_memory`).
     """
 
@@ -24,6 +25,7 @@ class BoundMesh:
     device: torch.device
     groups: dict[str, tuple[int, ...]]
     handles: dict[str, ProcessGroup] = field(repr=False)
+    nodes: tuple[int, ...] = ()
     reads_peers: bool = True
 
     def coordinate(self, axis: str) -> int:
@@ -36,14 +38,32 @@ class BoundMesh:
         """The global rank at ``coordinate`` on ``axis``, with this rank's other coordinates."""
         return self.groups[axis][coordinate]
 
+    @property
+    def ranks_per_node(self) -> int:
+        """The number of ranks on every node, where `has_even_nodes`; else that of all."""
+        return self._on_first_node if self.has_even_nodes else self.mesh.size
+
+    @property
+    def has_even_nodes(self) -> bool:
+        """Whether every node has as many ranks, all neighbours."""
+        each = self._on_first_node
+        return self.mesh.size % each == 0 and all(node == rank // each for rank, node in enumerate(self.nodes))
+
+    @property
+    def _on_first_node(self) -> int:
+        return next((rank for rank, node in enumerate(self.nodes) if node != self.nodes[0]), self.mesh.size)
+
     def describe(self) -> str:
         """This rank and its coordinates in words: ``rank 3 (pp 1, dp 1)``. Axes of size 1 are left out."""
         places = [f"{a} {c}" for a, c in self.mesh.coordinates(self.rank).items() if self.mesh.axis_size(a) > 1]
         return f"rank {self.rank}" + (f" ({', '.join(places)})" if places else "")
 
 
-def bind(mesh: Mesh, device: torch.device | None = None, reads_peers: bool = True) -> BoundMesh:
-    """Lay the mesh over the default process group, which must exist. Every rank calls this at the same time.
+def bind(
+    mesh: Mesh, device: torch.device | None = None, nodes: tuple[int, ...] = (), reads_peers: bool = True
+) -> BoundMesh:
+    """Lay the mesh over the default process group, which must exist. Every rank calls this at the same time. ``nodes``:
+    the number of the node of each rank, where these are known.
 
     Raises ClusterError when the number of running ranks is not the mesh's.
     """
@@ -63,7 +83,7 @@ def bind(mesh: Mesh, device: torch.device | None = None, reads_peers: bool = Tru
                 if handle is None:
                     raise ClusterError(f"torch.distributed made no process group for ranks {ranks}")
                 groups[axis], handles[axis] = ranks, handle
-    return BoundMesh(mesh, rank, device or torch.device("cpu"), groups, handles, reads_peers)
+    return BoundMesh(mesh, rank, device or torch.device("cpu"), groups, handles, nodes, reads_peers)
 
 
 _Key = tuple[tuple[int, ...], str]

@@ -2,6 +2,7 @@
 
 import os
 import re
+import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -89,6 +90,28 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
 def this_launch() -> Launch:
     """The settings in this process's environment."""
     return read_launch(os.environ)
+
+
+def this_node(environment: Mapping[str, str]) -> str:
+    """The name of the node that this process runs on: its host, and where launchers stand side by side on one host, as
+    agents of torchrun do, the number of the launcher. Of launchers that say how many ranks each has and no number, the
+    ranks are taken in their order, if that is how they are counted."""
+    host, group = socket.gethostname(), environment.get("GROUP_RANK", "")
+    if group:
+        return f"{host}/{group}"
+    try:
+        rank, local, each = (int(environment[name]) for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+    except (KeyError, ValueError):
+        return host
+    return f"{host}/{rank // each}" if each > 0 and rank % each == local else host
+
+
+def nodes_of(store: Store, rank: int, size: int, name: str) -> tuple[int, ...]:
+    """The number of the node of each rank, from the names that all ranks give. Every rank calls this."""
+    store.set(f"node/{rank}", name)
+    names = [bytes(found) for found in store.multi_get([f"node/{other}" for other in range(size)])]
+    numbers = {named: number for number, named in enumerate(dict.fromkeys(names))}
+    return tuple(numbers[named] for named in names)
 
 
 def first_node(nodelist: str) -> str:
@@ -247,6 +270,7 @@ def watch_over(
         bound = bind(mesh, device)
         watchdog.who = bound.describe()
         return bound, watchdog
+    nodes = nodes_of(joined.store, dist.get_rank(), dist.get_world_size(), this_node(os.environ))
     pulse = Pulse(
         joined.store, dist.get_rank(), dist.get_world_size(), watchdog, joined.host, joined.host_rank,
         [group for group in (dist.group.WORLD,) if group is not None],
@@ -256,7 +280,7 @@ def watch_over(
     try:
         watchdog.doing("making process groups")
         with watchdog.waiting("all ranks"):
-            bound = bind(mesh, device, reads_peers)
+            bound = bind(mesh, device, nodes, reads_peers)
     except BaseException as error:
         pulse.stop(watchdog.fault_of(error))
         raise

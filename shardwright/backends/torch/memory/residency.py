@@ -46,11 +46,13 @@ class Residency:
 
     Attributes:
         flat: the sharded parameters; None while there are none.
+        most_whole: the entries of whole parameters from which on none are gathered ahead of their use; None: no limit.
     """
 
     def __init__(self, ownership: Ownership, watchdog: Watchdog) -> None:
         self._ownership, self._watchdog = ownership, watchdog
         self.flat: FlatShards | None = None
+        self.most_whole: int | None = None
         self._users: dict[FlatGroup, int] = {}
         """The number of calls under way that need each group."""
         self.missed: Callable[[str], None] = lambda name: None
@@ -98,7 +100,16 @@ class Residency:
         for group in groups:
             group.gather(self._watchdog)
             self._users[group] = self._users.get(group, 0) + 1
-        for group in ahead:
+        self._gather_ahead(ahead)
+
+    def _gather_ahead(self, groups: Sequence[FlatGroup]) -> None:
+        """Begin to gather what is needed next, as far as the limit on what is whole leaves room. All ranks come to the
+        groups in one order, whether they gather them ahead or not."""
+        for group in groups:
+            if self.most_whole is not None and self.flat is not None and not group.is_there:
+                whole = sum(other.layout.entries for other in self.flat.groups if other.is_there)
+                if whole + group.layout.entries > self.most_whole:
+                    return
             group.begin_gather()
 
     def leave(self, groups: Sequence[FlatGroup], kept: Collection[FlatGroup] = ()) -> None:
@@ -197,9 +208,8 @@ class Residency:
             self._look_ahead()
 
     def _look_ahead(self) -> None:
-        for group in self._ahead:
-            group.begin_gather()
-        self._ahead = ()
+        ahead, self._ahead = self._ahead, ()
+        self._gather_ahead(ahead)
 
     def _gave_back(self, call: Call, _: torch.Tensor) -> None:
         call.inputs -= 1

@@ -30,6 +30,8 @@ class StageMap:
     """The stage of ZeRO: what replicas share between steps."""
     shard_group: int | None = None
     """The number of replicas that share; None: all of them."""
+    hierarchical: bool = False
+    """Whether these gather between the nodes and then within each, where they lie so."""
 
     def __post_init__(self) -> None:
         require_runnable(self.schedule)
@@ -52,12 +54,13 @@ class StageMap:
         return cls(
             schedule, calls, plan.parameter_stages("torch"), recomputed_calls(plan),
             plan.decision.loss_scope or "replica", plan, plan.decision.shard, plan.decision.shard_group,
+            plan.decision.hierarchical_gathers,
         )  # fmt: skip
 
     @classmethod
     def whole(
         cls, schedule: Schedule, *, recompute: Recompute = "none", loss_scope: LossScope = "replica", shard: int = 0,
-        shard_group: int | None = None,
+        shard_group: int | None = None, hierarchical: bool = False,
     ) -> "StageMap":  # fmt: skip
         """The unsplit model under a schedule of one rank: one stage, the call of the model itself.
 
@@ -71,6 +74,7 @@ class StageMap:
             )
         return cls(
             schedule, ((("", 0),),), {}, loss_scope=loss_scope, shard=shard, shard_group=shard_group,
+            hierarchical=hierarchical,
         )  # fmt: skip
 
     @property

@@ -99,14 +99,18 @@ class FlatGroup:
         """The bytes of this rank's shard."""
         return self.shard.nbytes
 
+    @property
+    def is_there(self) -> bool:
+        """Whether the whole data has its memory now, which is being filled perhaps."""
+        return not self.frees or self.is_whole or self._gathering is not None
+
     def _own_part(self) -> torch.Tensor:
         """This rank's part of the whole data."""
-        first = self.groups.coordinate * self.layout.shard
-        return self.gathered[first : first + self.layout.shard]
+        return self.gathered[self.layout.shard(self.groups.coordinate)]
 
     def cut(self, shard: torch.Tensor) -> list[torch.Tensor]:
         """The piece of each parameter in something that is laid out as this rank's shard."""
-        found, first = [], self.groups.coordinate * self.layout.shard
+        found, first = [], self.layout.borders[self.groups.coordinate]
         for index, (shape, strides, offset) in enumerate(self.places):
             begin, end = self.layout.span(index, self.groups.coordinate)
             at = offset + begin - first if end > begin else 0
@@ -127,7 +131,8 @@ class FlatGroup:
         if self.frees:
             storage = self.gathered.untyped_storage()
             storage.resize_(self.layout.entries * self.gathered.element_size())
-        self._gathering = self.groups.gather(self.gathered, self.shard.to(self.compute), self.number)
+        own = self.shard.to(self.compute)
+        self._gathering = self.groups.gather(self.gathered, own, self.number, self.layout.borders)
 
     def gather(self, watchdog: Watchdog) -> None:
         """Make the whole data whole."""
@@ -247,22 +252,26 @@ class FlatShards:
         whole_below_bytes: at level 3, the size of a group below which it stays whole all through a step, as do its
             gradients.
         values: gives the whole of a parameter, which may have no memory yet.
+        most_entries: the most entries of a group, but for a larger parameter by itself; None: those of a call.
     """
 
     def __init__(
         self, ownership: Ownership, groups: DataGroups, watchdog: Watchdog, level: int,
         calls: Sequence[Sequence[str]], apart: frozenset[str], whole: bool, compute: torch.dtype | None,
         values: Values = lambda _, parameter: parameter, whole_below_bytes: int = 0,
+        most_entries: int | None = None,
     ) -> None:  # fmt: skip
         self.ownership, self.data, self.watchdog, self.level = ownership, groups, watchdog, level
         self.holds_whole_parameters, self.compute = whole, compute
         self.groups: list[FlatGroup] = []
         self.group_of: dict[str, FlatGroup] = {}
         local = ownership.local_parameters()
-        layout = FlatLayout.whole_parameters if whole else FlatLayout.cut
+        held = [0] * groups.ways
         frozen = {name for name, p in local.items() if not p.requires_grad}
         left_out = frozen if level < PARAMETERS and compute is None else set[str]()
         grouped = _grouped(local, calls, apart, left_out)
+        if most_entries is not None:
+            grouped = [part for names in grouped for part in _cut_at(local, names, most_entries)]
         small = [names for names in grouped if level == PARAMETERS and apart.isdisjoint(names)
                  and self._step_bytes(local, names) < whole_below_bytes]  # fmt: skip
         staying = _of_one_kind(local, [name for names in small for name in names])
@@ -275,8 +284,9 @@ class FlatShards:
             between = torch.float32 if compute is not None and inside is compute and trains else own
             number, frees = len(self.groups), level == PARAMETERS and names not in staying
             is_tied = sum(names[0] in used for used in dict.fromkeys(map(tuple, calls))) > 1
-            place = layout(sizes, groups.ways)
-            group = FlatGroup(members, place, groups, frees, inside, between, number, values, is_tied)
+            layout = FlatLayout.whole_parameters(sizes, held) if whole else FlatLayout.cut(sizes, groups.ways)
+            held = [entries + layout.shard_entries(rank) for rank, entries in enumerate(held)]
+            group = FlatGroup(members, layout, groups, frees, inside, between, number, values, is_tied)
             self.groups.append(group)
             self.group_of |= dict.fromkeys(names, group)
 
@@ -408,6 +418,19 @@ def _grouped(
             found += _of_one_kind(local, open_names)
             open_names = []
     return found + _of_one_kind(local, open_names)
+
+
+def _cut_at(local: Mapping[str, nn.Parameter], names: Sequence[str], most: int) -> list[list[str]]:
+    """Names in groups of at most so many entries each; a larger parameter is one by itself."""
+    found: list[list[str]] = []
+    entries = 0
+    for name in names:
+        entries += local[name].numel()
+        if not found or entries > most:
+            found.append([])
+            entries = local[name].numel()
+        found[-1].append(name)
+    return found
 
 
 def _of_one_kind(local: Mapping[str, nn.Parameter], names: Sequence[str]) -> list[list[str]]:

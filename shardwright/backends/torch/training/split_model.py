@@ -69,6 +69,8 @@ class SplitModel:
         residency: gathers sharded parameters in steps.
         weights: the source of the values of parameters on the meta device, until they are made.
         awaited: the parameters that get their memory once they are cut into pieces.
+        most_summed: under shard 3, the most entries of gradients that are summed at once; None: those of a module call.
+        clips_at: the norm to which `DistributedOptimizer` clips gradients; None: it does not.
     """
 
     def __init__(
@@ -97,6 +99,8 @@ class SplitModel:
         self.after_sharding: list[Callable[[Parts], None]] = []
         deferred = DeferredValues.of(model)
         self.weights = weights if weights is not None else deferred
+        self.most_summed: int | None = None
+        self.clips_at: float | None = None
         for name in deferred or ():
             self.ownership.drop(name)
         self.awaited: AwaitedWeights | None = None
@@ -238,7 +242,8 @@ class SplitModel:
         ways = self.stage_map.shard_group or self.bound.size("dp") if level else 1
         asked = [needs_whole() for needs_whole in self.before_sharding] if ways > 1 else []
         self.watchdog.doing("sharding the parameters over dp")
-        data = DataGroups.bind(self.bound, ways, self.watchdog)
+        hierarchical = self.stage_map.hierarchical and level > 0
+        data = DataGroups.bind(self.bound, ways, self.watchdog, hierarchical)
         if not data.have_alike(
             "; ".join(map(str, calls)), self.bound.device, self.watchdog
         ):  # layers are dropped on some replicas only
@@ -252,6 +257,7 @@ class SplitModel:
         flat = FlatShards(
             self.ownership, data, self.watchdog, level, calls, apart, any(asked), self.parts.compute, values,
             0 if plan is None else plan.decision.whole_below_bytes,
+            self.most_summed if level == PARAMETERS else None,
         )  # fmt: skip
         self.awaited = None
         self.parts.flat = self.residency.flat = flat
@@ -268,6 +274,7 @@ class SplitModel:
         known = self._looked_at.get(optimizer)
         if known is None:
             known = self._looked_at[optimizer] = self._trains_pieces(optimizer)
+            self._require_clipped(optimizer)
         flat = self.parts.flat
         if not known or flat is None:
             return
@@ -276,6 +283,16 @@ class SplitModel:
             raise MissingCapabilityError(
                 f"{type(optimizer).__name__} may need whole parameters, and those of this model were cut into pieces "
                 f"by its first step: wrap it by sw.DistributedOptimizer before the first step"
+            )
+
+    def _require_clipped(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise ShardwrightError for an optimizer of the model's parameters whose step clips no gradients, where they
+        are to be clipped."""
+        held = (p for group in optimizer.param_groups for p in group["params"])
+        if self.clips_at is not None and not self.gradients.is_clipped and any(map(self.ownership.name_of, held)):
+            raise ShardwrightError(
+                f"sdp_gradient_clipping={self.clips_at:g} clips gradients in the step of sw.DistributedOptimizer, and "
+                f"{type(optimizer).__name__} is not wrapped: wrap it, sw.DistributedOptimizer(optimizer)"
             )
 
     def _trains_pieces(self, optimizer: torch.optim.Optimizer) -> bool:
