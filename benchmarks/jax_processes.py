@@ -3,8 +3,12 @@
     python benchmarks/jax_processes.py                       # 1F1B and zb-h1, 3 launches of each way in turns
     python benchmarks/jax_processes.py --stage-ms 20 --launches 5 --repetitions 15 --schedules 1f1b
 
-The model, the threads and the flags are those of `jax_pipeline.py`. *One process* has both devices; *two processes*
-have one each, and arrays go between them by the transfers of `machine.process_transfers`, here over the loopback.
+The model and the flags are those of `jax_pipeline.py`. *One process* has both devices; *two processes* have one each,
+and arrays go between them by the transfers of `machine.process_transfers`, here over the loopback. Every process has a
+thread for each of its devices (`NPROC`). By itself JAX gives each process as many as the host has cores, and hands the
+work of a device from one to the other: two processes then have twice as many threads as cores, which take each other's
+place. `--all-threads` leaves it so.
+
 Both train under the same plan, loss and parameters must agree to the last bit but rounding, and the step is that of the
 slower process. Beside them stands the time of the bytes alone: as many messages of their size as a step sends, one way
 after the other, with nothing to compute. Nothing of it is added to the step where it overlaps.
@@ -107,7 +111,10 @@ def launch(processes: int, argv: argparse.Namespace) -> list[dict[str, Any]]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    environment |= {"OMP_NUM_THREADS": "1", "SHARDWRIGHT_BENCHMARK_DEVICES": str(jax_pipeline.STAGES // processes)}
+    devices = str(jax_pipeline.STAGES // processes)
+    environment |= {"OMP_NUM_THREADS": "1", "SHARDWRIGHT_BENCHMARK_DEVICES": devices}
+    if not argv.all_threads:
+        environment["NPROC"] = devices
     workers = [
         subprocess.Popen(
             [sys.executable, __file__, "--rank", str(rank), "--processes", str(processes), "--port", str(port),
@@ -139,13 +146,16 @@ def main() -> int:
     parser.add_argument("--launches", type=int, default=3)
     parser.add_argument("--repetitions", type=int, default=10)
     parser.add_argument("--schedules", nargs="+", default=["1f1b", "zb-h1"])
-    for name in ("rank", "processes", "port", "repeats"):
+    parser.add_argument("--all-threads", action="store_true", help="leave the number of threads to JAX")
+    parser.add_argument("--repeats", type=int, default=0, help="of a chunk in every layer, in place of --stage-ms")
+    for name in ("rank", "processes", "port"):
         parser.add_argument(f"--{name}", type=int, default=-1, help=argparse.SUPPRESS)
     argv = parser.parse_args()
     if argv.rank >= 0:
         work(argv)
         return 0
-    argv.repeats = repeats_for(argv.stage_ms)
+    argv.repeats = argv.repeats or repeats_for(argv.stage_ms)
+    print(f"{argv.repeats} repeats of a chunk in every layer")
     runs: dict[int, list[list[dict[str, Any]]]] = {1: [], 2: []}
     for number in range(argv.launches):
         for processes in (1, 2) if number % 2 == 0 else (2, 1):
