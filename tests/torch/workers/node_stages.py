@@ -155,7 +155,7 @@ def exact(
 def messages(dtype: str, **how: bool) -> dict[str, Any]:
     sw.init({"ddp": True, "shard": 3})
     bound, ways = sw.session.current().bound, dist.get_world_size()
-    groups = DataGroups.bind(bound, ways, hierarchical=True)
+    groups = DataGroups.bind(bound, ways, sw.session.current().watchdog, hierarchical=True)
     return {"wrong": exact(groups, ways, getattr(torch, dtype), **how), "staged": groups.stages is not None}
 
 
@@ -173,7 +173,7 @@ def collectives() -> dict[str, Any]:
 
     data_groups.StagedMessages = OnCpu
     try:
-        groups = DataGroups.bind(bound, ways, hierarchical=True)
+        groups = DataGroups.bind(bound, ways, sw.session.current().watchdog, hierarchical=True)
     finally:
         data_groups.StagedMessages = kind
     wrong = [exact(groups, ways, dtype) for dtype in (torch.float32, torch.bfloat16, torch.complex64)]
@@ -184,7 +184,7 @@ def unequal_collectives() -> dict[str, Any]:
     """Unequal shards as GPUs gather and sum them."""
     sw.init({"ddp": True, "shard": 3})
     ways = dist.get_world_size()
-    groups = DataGroups.bind(sw.session.current().bound, ways)
+    groups = DataGroups.bind(sw.session.current().bound, ways, sw.session.current().watchdog)
     each = sizes(0, ways, uneven=True)
     whole = [made(rank, each[rank], torch.float32) for rank in range(ways)]
     parts = [part.clone() if rank == groups.coordinate else torch.zeros_like(part) for rank, part in enumerate(whole)]
@@ -201,7 +201,7 @@ def after_a_failure() -> dict[str, Any]:
     """A step that one rank does not begin, and one after it."""
     sw.init({"ddp": True, "shard": 3})
     bound, ways = sw.session.current().bound, dist.get_world_size()
-    groups = DataGroups.bind(bound, ways, hierarchical=True)
+    groups = DataGroups.bind(bound, ways, sw.session.current().watchdog, hierarchical=True)
     groups.tags.begin()
     if dist.get_rank() != 3:
         whole = torch.zeros(ways * 16)
