@@ -65,16 +65,16 @@ def pipeline_speed(cases: Mapping[str, Mapping[str, float]]) -> Claims:
 
 
 def data_parallel(cases: Mapping[tuple[str, int], Mapping[str, float]], *, timed: bool) -> Claims:
-    """Beside torch's own, by model and level, as ratios: whole replicas send as much, in no more memory; of models of
-    more than a few milliseconds they take at most 10% more time, and sharded parameters less."""
+    """Beside torch's own, by model and level, as ratios: whole replicas send as much, in no more memory but for a flag
+    for each parameter, and in 5% less time; sharded parameters take at most the time."""
     claims = Claims()
     for (model, level), ratios in cases.items():
         if level == 0:
             claims.at_most(f"{model}, whole: bytes sent, off by", abs(ratios["sent"] - 1), 0.01)
-            claims.at_most(f"{model}, whole: memory", ratios["memory"], 1.0)
-        if timed and model != "ncf":
+            claims.at_most(f"{model}, whole: memory", ratios["memory"], 1.001)
+        if timed:
             what = "sharded: time over FSDP2's" if level else "whole: time over DDP's"
-            claims.at_most(f"{model}, {what}", ratios["time"], 1.0 if level else 1.1)
+            claims.at_most(f"{model}, {what}", ratios["time"], 1.0 if level else 0.95)
     return claims
 
 

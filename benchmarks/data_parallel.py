@@ -349,7 +349,7 @@ def main() -> int:
     while not found.empty():
         name, level, ratios = found.get()
         cases[name, level] = ratios
-    judged = claims.data_parallel(cases, timed=arguments.ranks == RANKS and not arguments.gathered_stages)
+    judged = claims.data_parallel(cases, timed=arguments.ranks == RANKS and arguments.backend == "auto")
     print("\n" + judged.verdict())
     return judged.exit_code
 
