@@ -33,7 +33,7 @@ SLOW = {
 SMALL = (
     "same:adamw:1", "same:adamw:3", "same:sgd:2", "same:adafactor:1", "same:lamb:3", "frozen:1", "frozen:3",
     "moved:3:1", "moved:0:2", "moved:1:3", "evaluated:1", "evaluated:3",
-    "assigned:0", "assigned:1", "assigned:3", "exact:0", "exact:3",
+    "assigned:0", "assigned:1", "assigned:3", "exact:0", "exact:3", "freed:3",
 )  # fmt: skip
 REFUSED = {
     "refused:coupled": "Coupled computes its step on one parameter from the others too",
@@ -110,6 +110,13 @@ def test_small_models_train_as_torch_alone_trains_them(small: dict[str, list[dic
     for result in small[case]:
         if case.startswith("same"):
             assert result["held"] <= (0.6 if case != "same:lamb:3" else 0.7) * result["all"]
+
+
+def test_what_a_call_alone_used_is_freed_behind_it(small: dict[str, list[dict]]) -> None:
+    """Whatever others were given too: of six layers one, the one ahead, and one that has read what an earlier layer
+    left. Tables are gathered once for each microbatch, from their lookup to the backward of the head."""
+    for result in small["freed:3"]:
+        assert (result["layers"], result["tables"]) == (3, 1)
 
 
 @pytest.mark.parametrize("case", list(REFUSED))
