@@ -34,7 +34,7 @@ SMALL = (
     "same:adamw:1", "same:adamw:3", "same:sgd:2", "same:adafactor:1", "same:lamb:3", "frozen:1", "frozen:3",
     "same:adamw:0:gloo", "same:adamw:1:gloo", "same:adamw:3:gloo",
     "moved:3:1", "moved:0:2", "moved:1:3", "evaluated:1", "evaluated:3",
-    "assigned:0", "assigned:1", "assigned:3", "exact:0", "exact:3",
+    "assigned:0", "assigned:1", "assigned:3", "exact:0", "exact:3", "freed:3",
     "muon:1:adamw", "muon:2:frozen", "muon:3:adamw",
     "limited:free", "limited:live", "limited:buckets", "limited:whole",
     "clipped:shard 3", "clipped:two optimizers", "clipped:scaler", "dropped:2",
@@ -132,6 +132,13 @@ def test_sagemakers_limits_bound_what_is_whole_and_what_is_summed_at_once(small:
         assert buckets[rank]["largest"] <= 4_200 < largest
         assert buckets[rank]["groups"] > free[rank]["groups"]
         assert free[rank]["staying"] == 0 < 7 * 4_160 <= whole[rank]["staying"]
+
+
+def test_what_a_call_alone_used_is_freed_behind_it(small: dict[str, list[dict]]) -> None:
+    """Whatever others were given too: of six layers one, the one ahead, and one that has read what an earlier layer
+    left. Tables are gathered once for each microbatch, from their lookup to the backward of the head."""
+    for result in small["freed:3"]:
+        assert (result["layers"], result["tables"]) == (3, 1)
 
 
 @pytest.mark.parametrize("case", list(REFUSED))

@@ -16,6 +16,7 @@ from torch import nn
 
 import shardwright.torch as sw
 from shardwright.backends.torch.machine.data_groups import DataGroups
+from shardwright.backends.torch.state.flat_shards import FlatGroup
 from shardwright.core.errors import ShardwrightError
 from tests.comparison import Comparison
 
@@ -490,6 +491,72 @@ def evaluated(level: int) -> dict[str, Any]:
     found = train(model, optimizer, 1, STEPS)
     comparison.losses(found["losses"], expected["losses"][1:], what="losses after")
     return {"same": comparison.report()}
+
+
+class Cache:
+    """What every block was given and leaves for the next ones, as a cache of keys and values."""
+
+    def __init__(self) -> None:
+        self.held: list[torch.Tensor] = []
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(24, 400), nn.Linear(400, 24)
+
+    def forward(self, x: torch.Tensor, bias: torch.Tensor, cache: Cache) -> torch.Tensor:
+        cache.held.append(torch.tanh(self.inner(x) + bias))
+        made: torch.Tensor = x + self.outer(cache.held[-1] if len(cache.held) < 3 else cache.held[-1] + cache.held[-3])
+        return made
+
+
+class Cached(nn.Module):
+    """Layers that are given one bias and one cache, some of which read what others left; tied tables, of which a hook
+    reads more than the rows that are looked up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.bias = nn.Embedding(600, 24), nn.Linear(24, 400)
+        self.layers = nn.ModuleList(Layer() for _ in range(6))
+        self.head = nn.Linear(24, 600, bias=False)
+        self.head.weight = self.embedding.weight
+        nn.init.normal_(self.embedding.weight, std=0.1)
+        self.embedding.register_forward_hook(lambda module, _, made: made + module.weight.square().mean(0))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x, cache = self.embedding(tokens), Cache()
+        bias = self.bias(x)
+        for layer in self.layers:
+            x = layer(x, bias, cache)
+        return nn.functional.cross_entropy(self.head(x)[:, :-1].reshape(-1, 600), tokens[:, 1:].reshape(-1))
+
+
+def freed(level: int) -> dict[str, Any]:
+    """What is whole at once, in layers, beside the tables, and how often these are gathered."""
+    torch.manual_seed(3)
+    plain = Cached()
+    model, optimizer = start(copy.deepcopy(plain), OPTIMIZERS["adamw"], shard=level)
+    expected = whole_run(plain, OPTIMIZERS["adamw"])
+    most, tables, before = 0, 0, FlatGroup.begin_gather
+
+    def begin_gather(group: FlatGroup) -> None:
+        nonlocal most, tables
+        is_new = not group.is_whole and group._gathering is None
+        before(group)
+        flat = model.runtime.split_model.parts.flat
+        assert flat is not None
+        whole = [g for g in flat.groups if g.gathered.untyped_storage().size()]
+        tables += is_new and "embedding.weight" in group.names
+        most = max(most, sum(any(name.startswith("layers.") for name in g.names) for g in whole))
+
+    FlatGroup.begin_gather = begin_gather  # type: ignore[method-assign]
+    try:
+        found = train(model, optimizer)
+    finally:
+        FlatGroup.begin_gather = before  # type: ignore[method-assign]
+    report = compare("freed", model, optimizer, found, expected)
+    return {"same": report, "layers": most, "tables": tables / (STEPS * MICROBATCHES)}
 
 
 def refused(what: str) -> dict[str, Any]:
