@@ -40,6 +40,14 @@ OPTIONS: dict[str, tuple[tuple[object, ...], dict[str, Any]]] = {
         ("--reduce-after", "last", "--shard", 3, "--dp", 4),
         {"reduce_after": "last", "shard": 3, "dp": 4},
     ),
+    "whole_below_bytes": (
+        ("--whole-below-bytes", 4096, "--shard", 3, "--dp", 4),
+        {"whole_below_bytes": 4096, "shard": 3, "dp": 4},
+    ),
+    "hierarchical_gathers": (
+        ("--no-hierarchical-gathers", "--shard", 3, "--dp", 4),
+        {"hierarchical_gathers": False, "shard": 3, "dp": 4},
+    ),
     "precision": (("--precision", "fp32"), {"precision": "fp32"}),
     "optimizer": (("--optimizer", "sgd"), {"optimizer": "sgd"}),
     "loss_scope": (("--loss-scope", "global"), {"loss_scope": "global"}),

@@ -76,13 +76,13 @@ TOLD: dict[str, tuple[str, Body]] = {
         "mean", lambda m, x, y: m(x).T.reshape(CLASSES * len(x)).view(CLASSES, len(x)).square().sum(0).mean(),
     ),
     "samples repeated in place": (
-        "mean", lambda m, x, y: (m(x.repeat_interleave(3, 0)).view(len(x), 3, -1).mean(1) - m(x)).square().mean(),
+        "mean", lambda m, x, y: (m(x.repeat_interleave(3, 0)).view(len(x), 3, -1).mean(1) - m(x) / 2).square().mean(),
     ),
     "moved dims": (
         "mean", lambda m, x, y: m(x).view(len(x), 1, CLASSES).movedim((0, 1), (-1, 0)).moveaxis(2, 0).square().mean(),
     ),
     "copies of the batch": (
-        "mean", lambda m, x, y: (m(x.repeat(2, 1)).view(2, len(x), -1).mean(0) - m(x)).square().mean(),
+        "mean", lambda m, x, y: (m(x.repeat(2, 1)).view(2, len(x), -1).mean(0) - m(x) / 2).square().mean(),
     ),
     "number of samples as a tensor": ("mean", lambda m, x, y: m(x).square().sum() / torch.tensor(len(x))),
     "detached weights": (
