@@ -174,16 +174,16 @@ def _hop_far(moved: Sequence[tuple[int, jax.Array, Way, dict[jax.Device, Any]]],
     """Make the hops of all arrays between processes, those between the same two devices by one call. Every process goes
     through all of them: JAX sorts what one `device_put` carries by devices, in an order that differs between processes.
     """
+    carry = carrier()
     pairs: dict[tuple[jax.Device, jax.Device], list[tuple[dict[jax.Device, Any], jax.Array]]] = {}
     for _, data, way, held in moved:
         for source, target in way.far:
             piece = held.get(source)
             if piece is None:
                 piece = _absent_piece(way.shard_shape, data.dtype, source)
-            elif copies:
+            elif copies and carry is by_device_put:  # the other waits until all is read
                 piece = jnp.copy(piece)
             pairs.setdefault((source, target), []).append((held, piece))
-    carry = carrier() if pairs else by_device_put
     for (source, target), pieces in pairs.items():
         arrays = carry([piece for _, piece in pieces], source, target)
         if target.process_index == jax.process_index():
