@@ -136,7 +136,7 @@ def jax_arguments(rng: random.Random, strange: Sequence[Any]) -> str:
     import shardwright.jax as sw
 
     usual: dict[str, Any] = {
-        "batch_dims": None, "one_program": None, "has_aux": False, "wrt": None, "reduction": "mean",
+        "batch_dims": None, "one_program": False, "has_aux": False, "wrt": None, "reduction": "mean",
         "nonfinite": "ignore", "debug": None,
     }  # fmt: skip
     plan, function, optimizer = rng.choice(_plans()), _loss, optax.sgd(0.1)

@@ -96,12 +96,13 @@ def work(argv: argparse.Namespace) -> None:
     found: dict[str, Any] = {}
     if argv.processes > 1:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        sw.init(f"127.0.0.1:{argv.port}", argv.processes, argv.rank)
+        begin = jax.distributed.initialize if argv.ppermute else sw.init
+        begin(f"127.0.0.1:{argv.port}", argv.processes, argv.rank)
     for schedule in argv.schedules:
         found[schedule] = step_times(argv.repeats, schedule, argv.repetitions)
     if argv.processes > 1:
         found["message_s"] = message_s()
-        sw.shutdown()
+        (jax.distributed.shutdown if argv.ppermute else sw.shutdown)()
     print(json.dumps(found), flush=True)
 
 
@@ -118,7 +119,8 @@ def launch(processes: int, argv: argparse.Namespace) -> list[dict[str, Any]]:
     workers = [
         subprocess.Popen(
             [sys.executable, __file__, "--rank", str(rank), "--processes", str(processes), "--port", str(port),
-             "--repeats", str(argv.repeats), "--repetitions", str(argv.repetitions), "--schedules", *argv.schedules],
+             "--repeats", str(argv.repeats), "--repetitions", str(argv.repetitions), "--schedules", *argv.schedules,
+             *["--ppermute"] * argv.ppermute],
             env=environment, stdout=subprocess.PIPE, text=True,
         )
         for rank in range(processes)
@@ -147,6 +149,7 @@ def main() -> int:
     parser.add_argument("--repetitions", type=int, default=10)
     parser.add_argument("--schedules", nargs="+", default=["1f1b", "zb-h1"])
     parser.add_argument("--all-threads", action="store_true", help="leave the number of threads to JAX")
+    parser.add_argument("--ppermute", action="store_true", help="begin without a socket: collectives carry arrays")
     parser.add_argument("--repeats", type=int, default=0, help="of a chunk in every layer, in place of --stage-ms")
     for name in ("rank", "processes", "port"):
         parser.add_argument(f"--{name}", type=int, default=-1, help=argparse.SUPPRESS)

@@ -1,5 +1,6 @@
 """Training of unlike stages, in one process or as one of several: `python -m tests.jax.process_training CASES.json RANK
-PROCESSES PORT FOLDER` runs cases one after the other and keeps what each gave in FOLDER."""
+PROCESSES PORT FOLDER sw|jax` runs cases one after the other and keeps what each gave in FOLDER. The processes begin
+with `sw.init`, or with `jax.distributed.initialize`, after which collectives carry arrays between them."""
 
 import json
 import sys
@@ -188,10 +189,11 @@ def run(case: Case, devices: Sequence[jax.Device], plan: sw.Plan | None = None) 
     return found
 
 
-def main(cases: str, rank: int, processes: int, port: int, folder: str) -> None:
+def main(cases: str, rank: int, processes: int, port: int, folder: str, begun_by: str) -> None:
     jax.config.update("jax_disable_most_optimizations", True)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    sw.init(f"127.0.0.1:{port}", processes, rank)
+    begin, end = {"sw": (sw.init, sw.shutdown), "jax": (jax.distributed.initialize, jax.distributed.shutdown)}[begun_by]
+    begin(f"127.0.0.1:{port}", processes, rank)
     for given in json.loads(Path(cases).read_text(encoding="utf-8")):
         case = Case(**given)
         begun = time.monotonic()
@@ -202,8 +204,8 @@ def main(cases: str, rank: int, processes: int, port: int, folder: str) -> None:
             **{f"a:{n}:{name}": v for n, aux in enumerate(found.aux) for name, v in aux.items()},
         )  # fmt: skip
         print(f"{case.name}: {time.monotonic() - begun:.1f} s", flush=True)
-    sw.shutdown()
+    end()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], *(int(number) for number in sys.argv[2:5]), sys.argv[5])
+    main(sys.argv[1], *(int(number) for number in sys.argv[2:5]), *sys.argv[5:7])

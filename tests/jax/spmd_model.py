@@ -93,7 +93,7 @@ def plain_losses(pp: int) -> list[float]:
         graph, sw.Cluster("cpu", nodes=1, devices_per_node=8), batch=BATCH, pp=pp, dp=8 // pp, tp=1, microbatch=1,
         precision="fp32", recompute="none", shard=0, schedule="gpipe", virtual_stages=1,
     )  # fmt: skip
-    train = sw.train_step(plain_loss, optimizer(), plan)
+    train = sw.train_step(plain_loss, optimizer(), plan, one_program=True)
     state = train.init(plain_params())
     losses = []
     first, second = batches(2)
@@ -114,7 +114,7 @@ def disagreements(rank: int) -> Iterator[tuple[str, str]]:
         "later batch": (plan_of(4, 1, 8, microbatch=1), [batch, batch, other if rank else batch, batch, batch]),
     }
     for what, (plan, steps) in cases.items():
-        train = sw.train_step(loss_fn, optimizer(), plan)
+        train = sw.train_step(loss_fn, optimizer(), plan, one_program=True)
         state = train.init(maker(4))
         try:
             for step in steps:
@@ -129,7 +129,7 @@ def main(rank: int, processes: int, port: int) -> None:
     jax.config.update("jax_disable_most_optimizations", True)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(f"127.0.0.1:{port}", processes, rank)
-    train = sw.train_step(loss_fn, optimizer(), plan_of(4, 4, 2))
+    train = sw.train_step(loss_fn, optimizer(), plan_of(4, 4, 2), one_program=True)
     state = train.init(maker(4))
     losses = []
     for batch in batches(2):
@@ -137,8 +137,9 @@ def main(rank: int, processes: int, port: int) -> None:
         losses.append(float(loss))
     held = sorted({shard.device.id for shard in state.params["stacks"][0].addressable_shards})
     print(f"losses {losses} devices {len(held)}", flush=True)
+    across = jax.devices()[::2] + jax.devices()[1::2]  # every stage has devices of both processes
     try:
-        sw.train_step(loss_fn, optimizer(), plan_of(4, 4, 2), one_program=False)
+        sw.train_step(loss_fn, optimizer(), plan_of(4, 2, 4), devices=across)
     except sw.ShardwrightError as error:
         print(f"refused: {type(error).__name__}: {error}", flush=True)
     for what, said in disagreements(rank):

@@ -17,8 +17,8 @@ from tests.jax.spmd_model import BATCH, VOCABULARY, batches, plain_params
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 FORMS = {
-    "one program": ({"pp": 1, "dp": 2}, None),
-    "stages": ({"pp": 2, "dp": 2}, None),
+    "one program": ({"pp": 1, "dp": 2}, False),
+    "stages": ({"pp": 2, "dp": 2}, False),
     "one program for all stages": ({"pp": 2, "dp": 2}, True),
 }
 

@@ -66,12 +66,15 @@ def test_a_stage_of_several_processes_wants_a_thread_more_than_devices(monkeypat
 
 
 def test_cpus_without_a_socket_between_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(MissingCapabilityError, match=r"devices of 2 processes, .*sw.init"):
-        require_carrier(2)
+    require_carrier(0, of(1, 1))
+    with pytest.raises(MissingCapabilityError, match=r"stage 3 lies on the devices of 2 processes, .*sw.init"):
+        require_carrier(3, of(0, 1))
     given: dict[str, str] = {}
     settings = {"jax_platforms": "cpu", "jax_cross_host_transfer_socket_address": ""}
     config = SimpleNamespace(values=settings, update=given.__setitem__)
     monkeypatch.setattr(process_transfers.jax, "config", config)
+    with pytest.raises(MissingCapabilityError, match=r"neither a socket .* nor collectives .*sw.init"):
+        require_carrier(0, of(1, 1))  # jax_cpu_collectives_implementation is not set here
     open_socket("::1", 7)
     assert given["jax_cross_host_transfer_socket_address"] == "[::1]:7"
     assert set(given["jax_cross_host_transport_addresses"].split(",")) == {"[::1]:0"}  # no other interface

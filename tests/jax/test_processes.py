@@ -62,9 +62,23 @@ FOUR_SLOW = [
     Case("chain", 2, 2, shard=3),
 ]
 
+COLLECTIVES = [Case("chain", 2, 2), Case("chain", 4, schedule="zb-h1")]
+COLLECTIVES_SLOW = [
+    Case("gpt2", 2, 2),
+    Case("t5", 2, 2, schedule="zb-h1"),
+    Case("t5", 4, schedule="zb-h1"),
+    Case("dropout", 2, 2, schedule="interleaved-1f1b", virtual_stages=2),
+    Case("metrics", 2, 2, init=True),
+    Case("infinite", 2, 2, nonfinite="error", steps=2),
+    Case("chain", 2, 2, shard=3),
+    Case("overflow", 2, 2, shard=2, precision="fp16"),
+]
 
-def of_processes(cases: list[Case], processes: int, devices: int, folder: Path) -> dict[str, list[Result]]:
-    """What each process of a run found, by the name of the case."""
+
+def of_processes(
+    cases: list[Case], processes: int, devices: int, folder: Path, begun_by: str = "sw"
+) -> dict[str, list[Result]]:
+    """What each process of a run found, by the name of the case. begun_by: "sw" or "jax"."""
     given = folder / "cases.json"
     given.write_text(json.dumps([asdict(case) for case in cases]), encoding="utf-8")
     with socket.socket() as probe:
@@ -73,12 +87,12 @@ def of_processes(cases: list[Case], processes: int, devices: int, folder: Path) 
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
         "XLA_FLAGS": os.environ["XLA_FLAGS"] + f" --xla_force_host_platform_device_count={devices}",
-        "NPROC": str(devices + 2),  # stages of several processes ask for it
+        "NPROC": str(devices + 2 if begun_by == "sw" else devices),  # stages of several processes ask for more
     }
     workers = [
         subprocess.Popen(
             [sys.executable, "-m", "tests.jax.process_training", str(given), str(rank), str(processes), str(port),
-             str(folder)],
+             str(folder), begun_by],
             cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )
         for rank in range(processes)
@@ -151,6 +165,21 @@ def four_slow(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Result
     return of_processes(FOUR_SLOW, 4, 1, tmp_path_factory.mktemp("four_slow"))
 
 
+@pytest.fixture(scope="module")
+def by_collectives(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Result]]:
+    return of_processes(COLLECTIVES, 2, 2, tmp_path_factory.mktemp("collectives"), begun_by="jax")
+
+
+@pytest.fixture(scope="module")
+def by_collectives_slow(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Result]]:
+    return of_processes(COLLECTIVES_SLOW, 2, 2, tmp_path_factory.mktemp("collectives_slow"), begun_by="jax")
+
+
+@pytest.fixture(scope="module")
+def four_by_collectives(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Result]]:
+    return of_processes(FOUR, 4, 1, tmp_path_factory.mktemp("four_collectives"), begun_by="jax")
+
+
 def _names(cases: list[Case]) -> dict[str, Any]:
     return {"argvalues": cases, "ids": [case.name for case in cases]}
 
@@ -184,3 +213,20 @@ def test_four_processes_of_one_device(case: Case, four: dict[str, list[Result]])
 @pytest.mark.parametrize("case", **_names(FOUR_SLOW))
 def test_more_over_four_processes(case: Case, four_slow: dict[str, list[Result]]) -> None:
     require_as_one_process(case, four_slow[case.name])
+
+
+@pytest.mark.parametrize("case", **_names(COLLECTIVES))
+def test_processes_without_a_socket(case: Case, by_collectives: dict[str, list[Result]]) -> None:
+    require_as_one_process(case, by_collectives[case.name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", **_names(COLLECTIVES_SLOW))
+def test_more_without_a_socket(case: Case, by_collectives_slow: dict[str, list[Result]]) -> None:
+    require_as_one_process(case, by_collectives_slow[case.name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", **_names(FOUR))
+def test_four_processes_without_a_socket(case: Case, four_by_collectives: dict[str, list[Result]]) -> None:
+    require_as_one_process(case, four_by_collectives[case.name])

@@ -134,9 +134,7 @@ def test_two_processes_of_four_devices_each(expected: Run) -> None:
         match = re.search(r"losses \[(.*)\] devices 4", text)
         assert match, text
         Comparison().losses([float(x) for x in match[1].split(",")], expected.losses).require()
-        refusal = (
-            r"refused: MissingCapabilityError: the plan's stages lie on the devices of 2 processes, .*sw.init.*one_pro"
-        )
+        refusal = r"refused: MissingCapabilityError: stage 0 lies on the devices of 2 processes, .*sw.init.*one_program"
         assert re.search(refusal, text), text
         for what, name in (("plan", "plan"), ("batch", "batch"), ("later batch", "batch")):
             differs = rf"{what} refused: the processes do not have the same {name}: .* process 1 differs from process 0"

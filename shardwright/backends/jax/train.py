@@ -50,7 +50,7 @@ def train_step(
     *,
     devices: Sequence[jax.Device] | None = None,
     batch_dims: Any = None,
-    one_program: bool | None = None,
+    one_program: bool = False,
     has_aux: bool = False,
     wrt: Any = None,
     reduction: str | None = None,
@@ -75,8 +75,7 @@ def train_step(
         `TrainStep.params` and `TrainStep.original` give the model's own.
     batch_dims: as in capture.
     one_program: run pipeline stages as one SPMD program, which stages that are alike can, instead of programs of their
-        own for each stage, which any model and schedule can. Default: only over several processes that arrays cannot go
-        between, as on CPUs without `sw.init`.
+        own for each stage, which any model and schedule can.
     has_aux: the function returns ``(loss, aux)``, or ``(loss, aux, state)``, and the step ``state, loss, aux``: a
         pytree of metrics, each combined over microbatches and replicas by what it is (`backends.jax.loss.metrics`):
         joined where it has a dim of samples, else the weighted mean, integers the sum.
@@ -136,7 +135,7 @@ class TrainStep:
         *,
         devices: Sequence[jax.Device] | None = None,
         batch_dims: Any = None,
-        one_program: bool | None = None,
+        one_program: bool = False,
         has_aux: bool = False,
         wrt: Any = None,
         reduction: str | None = None,
@@ -177,7 +176,7 @@ class TrainStep:
 
     def _training(self, *, is_module: bool) -> Training:
         """The form of training for the kind of model that is trained."""
-        form = form_of(self.plan, self._devices, self._one_program, is_module=is_module)
+        form = form_of(self.plan, self._one_program, is_module=is_module)
         if form not in self._trainings:
             self._trainings[form] = form(
                 self._loss, self.optimizer, self.plan, self._devices, self._nonfinite, self._rule

@@ -1,24 +1,24 @@
 """Arrays on their way between the devices of several processes.
 
-`jax.device_put` carries an array of one device to a device of another process, on GPUs and TPUs by itself, on CPUs over
-a socket that has to be named before the backend starts (`open_socket`, which `rendezvous.init` calls). JAX counts these
-transfers in each process and pairs them by their number, so every process makes every call, in one order, whether it
-has an end of it or not: what all of them do follows from shardings alone, which are the same in all. No call waits for
-another process, and no program of a device waits inside of itself: a transfer takes no thread of those that compute.
+An array goes from a device of one process to a device of another by one of `carriers`: `jax.device_put`, which on CPUs
+needs a socket that is named before the backend starts (`open_socket`, which `rendezvous.init` calls), or else a
+compiled `ppermute`. Either way every process goes through all transfers in one order, whether it has an end of them or
+not: what all of them do follows from shardings alone, which are the same in all.
 
 An array without a shard in this process is *absent* here: it has a shape, a dtype and a sharding, and no data.
 """
 
 import os
 from collections.abc import Mapping, Sequence
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
+from shardwright.backends.jax.machine.carriers import Carrier, by_device_put, by_ppermute, on
 from shardwright.core.errors import MissingCapabilityError
 
 Index = tuple[tuple[int, int], ...]
@@ -87,19 +87,32 @@ def placed(value: Any, sharding: jax.sharding.Sharding) -> jax.Array:
     return jax.make_array_from_callback(held.shape, sharding, lambda index: held[index], dtype=held.dtype)
 
 
-def can_carry() -> bool:
-    """Whether arrays can go between processes on this platform, as it was started."""
-    return jax.default_backend() != "cpu" or bool(_socket())
+def carrier() -> Carrier:
+    """The way that arrays go between processes on this platform, as it was started."""
+    return by_device_put if jax.default_backend() != "cpu" or _socket() else by_ppermute
 
 
-def require_carrier(processes: int) -> None:
-    """Raise MissingCapabilityError where arrays cannot go between processes."""
-    if not can_carry():
+def require_carrier(stage: int, devices: Sequence[jax.Device]) -> None:
+    """Raise MissingCapabilityError for a stage on the devices of several processes where arrays go between these by
+    collectives, which would meet with the stage's own in an order that differs from process to process; and for any
+    stage where there are no collectives either."""
+    begin = (
+        "begin with sw.init(...) in place of jax.distributed.initialize, or set jax_cross_host_transfer_socket_address "
+        "to this host's address and a free port, before JAX's devices are used"
+    )
+    if carrier() is by_device_put:
+        return
+    if not jax.config.values.get("jax_cpu_collectives_implementation"):
         raise MissingCapabilityError(
-            f"the plan's stages lie on the devices of {processes} processes, and JAX on CPUs carries arrays between "
-            "processes over a socket that is named before its backend starts: begin with sw.init(...) in place of "
-            "jax.distributed.initialize, or set jax_cross_host_transfer_socket_address to this host's address and a "
-            "free port; stages that are alike run as one program without it (one_program=True)"
+            "the plan's stages lie on the devices of several processes, and JAX on CPUs has neither a socket for "
+            f"arrays between processes nor collectives (jax_cpu_collectives_implementation): {begin}"
+        )
+    if several_processes(devices):
+        raise MissingCapabilityError(
+            f"stage {stage} lies on the devices of {len(processes_of(devices))} processes, and without a socket arrays "
+            f"go between processes by collectives, which would get in the way of the stage's own: {begin}; or give "
+            "each stage the devices of one process, by the order of devices=; or, where stages are alike, run them as "
+            "one program (one_program=True)"
         )
 
 
@@ -146,8 +159,8 @@ def across(
             assert way is not None
         held = {shard.device: shard.data for shard in data.addressable_shards}
         moved.append((position, data, way, held))
-    _hop(moved, far=True, copies=from_state)
-    _hop(moved, far=False, copies=False)
+    _hop_far(moved, copies=from_state)
+    _hop_near(moved)
     for position, data, _, held in moved:
         target = targets[position]
         own = [held[device] for device in target.addressable_devices]
@@ -157,43 +170,44 @@ def across(
     return found
 
 
-def _hop(moved: Sequence[tuple[int, jax.Array, Way, dict[jax.Device, Any]]], *, far: bool, copies: bool) -> None:
-    """Make the hops of all arrays, far or near, by one call. Every process makes every far hop."""
-    given: list[jax.Array] = []
-    to: list[Any] = []
-    landed: list[tuple[dict[jax.Device, Any], jax.Device]] = []
-    own = jax.process_index()
+def _hop_far(moved: Sequence[tuple[int, jax.Array, Way, dict[jax.Device, Any]]], *, copies: bool) -> None:
+    """Make the hops of all arrays between processes, those between the same two devices by one call. Every process goes
+    through all of them: JAX sorts what one `device_put` carries by devices, in an order that differs between processes.
+    """
+    carry = carrier()
+    pairs: dict[tuple[jax.Device, jax.Device], list[tuple[dict[jax.Device, Any], jax.Array]]] = {}
     for _, data, way, held in moved:
-        for source, target in way.far if far else way.near:
-            if not far and target.process_index != own:
-                continue
+        for source, target in way.far:
             piece = held.get(source)
             if piece is None:
                 piece = _absent_piece(way.shard_shape, data.dtype, source)
-            elif copies:
+            elif copies and carry is by_device_put:  # the other waits until all is read
                 piece = jnp.copy(piece)
-            given.append(piece)
-            to.append(_single(target))
-            landed.append((held, target))
-    # JAX sorts what one call carries by devices, in an order that differs between processes: one call for each pair.
-    pairs: dict[Any, list[int]] = {}
-    for number, (_, target) in enumerate(landed):
-        pairs.setdefault((given[number].sharding, target) if far else None, []).append(number)
-    for numbers in pairs.values():
-        arrays = jax.device_put([given[n] for n in numbers], [to[n] for n in numbers])
-        for (held, target), array in zip((landed[n] for n in numbers), arrays, strict=True):
-            if target.process_index == own:
+            pairs.setdefault((source, target), []).append((held, piece))
+    for (source, target), pieces in pairs.items():
+        arrays = carry([piece for _, piece in pieces], source, target)
+        if target.process_index == jax.process_index():
+            for (held, _), array in zip(pieces, arrays, strict=True):
                 held[target] = array
 
 
-@cache
-def _single(device: jax.Device) -> SingleDeviceSharding:
-    return SingleDeviceSharding(device)
+def _hop_near(moved: Sequence[tuple[int, jax.Array, Way, dict[jax.Device, Any]]]) -> None:
+    """Make the hops of all arrays within this process, by one call."""
+    landed = [
+        (held, source, target)
+        for _, _, way, held in moved
+        for source, target in way.near
+        if target.process_index == jax.process_index()
+    ]
+    given = [held[source] for held, source, _ in landed]
+    arrays = jax.device_put(given, [on(target) for _, _, target in landed]) if landed else []
+    for (held, _, target), array in zip(landed, arrays, strict=True):
+        held[target] = array
 
 
 @lru_cache(maxsize=4096)
 def _absent_piece(shape: tuple[int, ...], dtype: Any, device: jax.Device) -> jax.Array:
-    return jax.make_array_from_single_device_arrays(shape, _single(device), [], dtype=dtype)
+    return jax.make_array_from_single_device_arrays(shape, on(device), [], dtype=dtype)
 
 
 @lru_cache(maxsize=65536)

@@ -117,7 +117,6 @@ class StageMeshes:
         require_own_device(list(mesh.devices.flat))
         if self.several:
             require_equal_shares(list(mesh.devices.flat))
-            require_carrier(len({device.process_index for device in mesh.devices.flat}))
         inside = (GROUPS, "dp", "tp") if GROUPS in mesh.axis_names else ("dp", "tp")
         grid = mesh.devices.transpose([mesh.axis_names.index(name) for name in ("pp", *inside)])
         ranks = [jax.sharding.Mesh(grid[rank], inside) for rank in range(plan.decision.pp)]
@@ -125,6 +124,8 @@ class StageMeshes:
         self.meshes = tuple(ranks[rank] for rank in placement)
         self.whole = tuple(NamedSharding(mesh, jax.sharding.PartitionSpec()) for mesh in self.meshes)
         for stage in range(len(self.meshes)):
+            if self.several:
+                require_carrier(stage, self.devices(stage))
             require_threads(stage, self.devices(stage))
         self.here = tuple(is_here(whole) for whole in self.whole)
         """Whether this process has a device of each stage, and so runs its programs."""

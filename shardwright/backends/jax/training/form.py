@@ -6,7 +6,6 @@ import jax
 import optax
 
 from shardwright.backends.jax.loss.microbatches import LossFunction
-from shardwright.backends.jax.machine.process_transfers import can_carry, several_processes
 from shardwright.backends.jax.pipeline.sentinels import Answer
 from shardwright.backends.jax.training.one_program import OneProgramTraining
 from shardwright.backends.jax.training.pipelined import PipelinedTraining
@@ -20,13 +19,11 @@ Form = Callable[
 ]
 
 
-def form_of(plan: Plan, devices: Sequence[jax.Device], one_program: bool | None, *, is_module: bool) -> Form:
-    """The form for a plan on these devices. ``one_program``: whether stages are one SPMD program; None: over several
-    processes that arrays cannot go between. ``is_module``: whether the trained model is an NNX module."""
+def form_of(plan: Plan, one_program: bool, *, is_module: bool) -> Form:
+    """The form for a plan. ``one_program``: whether stages are one SPMD program. ``is_module``: whether the trained
+    model is an NNX module."""
     decision = plan.decision
     if decision.pp * decision.virtual_stages == 1:
         # No module of a plain function can be told to run again, but the units of its program can, on one stage.
         return OneProgramTraining if is_module or decision.recompute == "none" else PipelinedTraining
-    if one_program is None:
-        one_program = several_processes(devices) and not can_carry()
     return SpmdTraining if one_program else PipelinedTraining
