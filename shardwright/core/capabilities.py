@@ -35,6 +35,10 @@ class Capabilities:
     """Whether the plan says when parameters are gathered and gradients summed: whole stages kept gathered while they
     run, small units all through a step, divided gradients summed once a step, buckets of a given size. Else a compiler
     does as it likes."""
+    fp8: bool = False
+    """Whether linear products can compute in fp8."""
+    fp8_by_module: bool = False
+    """Whether these are the products of linear layers alone: of modules that hold the weight."""
     offload: bool = False
     """Whether activations of units can go to the host's memory and come back."""
 

@@ -55,6 +55,9 @@ class Plan(PlanRecord):
                 raise PlanError(f"a layout is given for {slot!r}, which the model lacks: {nearest(slot, shapes)}")
             _require_tensor_axis(slot, layout)
             layout.check(shapes[slot], self.mesh)
+        for slot in self.decision.fp8_weights:
+            if len(dict.get(shapes, slot, ())) != 2 or slot.startswith("@"):
+                raise PlanError(f"fp8_weights name {slot!r}, which is no matrix of the model: {nearest(slot, shapes)}")
         for framework, _ in self.bindings:
             self.parameter_layouts(framework)
 
@@ -177,6 +180,12 @@ class Plan(PlanRecord):
                         f"change {first}"
                     )
         return {name: layout for name, (_, layout) in found.items()}
+
+    def fp8_parameters(self, framework: str) -> frozenset[str]:
+        """The first names of the weights whose products are computed in fp8."""
+        units = zip(self.binding(framework).units, self.model.unit_classes, strict=True)
+        slots = set(self.decision.fp8_weights)
+        return frozenset(name for unit, c in units for role, name, _ in unit.parameters if f"{c}/{role}" in slots)
 
     def require_model(self, framework: str, names: tuple[str, ...], model_name: str) -> None:
         """Raise PlanError, naming the parameters that differ, unless ``names`` are the plan's."""

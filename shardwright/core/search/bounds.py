@@ -172,6 +172,7 @@ class Bounds:
             placement_order=shape.order,
             whole_below_bytes=self.whole_below_bytes(shape, policy),
             bucket_bytes=self.bucket_bytes(shape, policy),
+            fp8_weights=self.tables.fp8_products.slots,
         )
 
     # Bounds ------------------------------------------------------------------------------------------------------
