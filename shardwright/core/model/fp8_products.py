@@ -1,8 +1,8 @@
 """The products that a plan in fp8 computes in 8 bits: linear layers, by the weight that each multiplies with.
 
 Which they are follows from the graph alone, so that every runtime and every mesh computes the same ones. The rule is
-the field's (torchao's ``convert_to_float8_training`` with its usual filter, torchtitan, Transformer Engine): products of
-rows with a matrix of the model whose sizes are multiples of 16, but for the head, whose result goes into the loss.
+the field's (torchao's ``convert_to_float8_training`` with its usual filter, torchtitan, Transformer Engine): products
+of rows with a matrix of the model whose sizes are multiples of 16, but for the head, whose result goes into the loss.
 Look-ups, and products of activations with each other (attention), stay in 16 bits.
 """
 

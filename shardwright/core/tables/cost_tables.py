@@ -16,9 +16,9 @@ from shardwright.core.cost.unit_seconds import UnitCost, seconds_of, unit_cost
 from shardwright.core.cost.unit_work import PRECISION_BYTES
 from shardwright.core.cost.unpriced import unpriced_text
 from shardwright.core.cost.value_flow import SharedValue
+from shardwright.core.errors import PlanError
 from shardwright.core.layout.pinned_layout import Pin
 from shardwright.core.layout.placements import Layout
-from shardwright.core.errors import PlanError
 from shardwright.core.model.fold import Folded, Unit, crossing_bytes
 from shardwright.core.model.fp8_products import Fp8Products
 from shardwright.core.model.graph import Graph
