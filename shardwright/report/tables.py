@@ -103,8 +103,7 @@ def _heading(plan: Plan) -> Text:
     policy = [d.schedule] if d.pp > 1 else []
     policy += [f"{d.virtual_stages} virtual stages"] if d.virtual_stages > 1 else []
     policy += [
-        d.precision
-        + (f" products of {len(plan.fp8_parameters(plan.bindings[0][0]))} weights" if d.fp8_weights else ""),
+        _precision_text(plan),
         d.optimizer,
         f"recompute {d.recompute}" + (f" but for {len(d.kept_units)} units" if d.kept_units else ""),
         *([f"{len(d.offloaded_units)} units offloaded to the host"] if d.offloaded_units else []),

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from shardwright.backends.torch.capture import fp8_products as fp8
@@ -50,8 +49,12 @@ class _Linear(torch.autograd.Function):
         )
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        if torch.is_grad_enabled():
+            raise MissingCapabilityError(
+                "a gradient of the gradient of a linear layer in fp8 is asked for (create_graph=True), and casts to 8 "
+                "bits have none: plan for bf16"
+            )
         rows, weight, rows_scale, weight_scale = ctx.saved_tensors
         is_turned = ctx.is_turned
         scale = fp8.scale_for(ctx.of_gradient(fp8.largest_entry(gradient)), fp8.GRADIENT)
