@@ -2,6 +2,8 @@
 they train as the unsplit model does, and near to bf16."""
 
 import copy
+import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,12 +16,14 @@ from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 from shardwright.backends.torch.capture import fp8_products as fp8
-from shardwright.backends.torch.memory.fp8_linear import compiles, compute_in_fp8, linear, require_fp8
+from shardwright.backends.torch.memory.fp8_linear import compute_in_fp8, hides_from_compiler, linear, require_fp8
 from shardwright.backends.torch.memory.weight_gradients import collecting, deferrable
+from shardwright.backends.torch.pipeline.compiling import _require_seen
 from shardwright.core.errors import MissingCapabilityError, ShardwrightError
 from shardwright.torch.config import read_config
 from tests.comparison import Comparison
 from tests.torch import fp8_by_hand as by_hand
+from tests.torch.launch import beside_unsplit, single
 
 BF16 = torch.bfloat16
 
@@ -64,7 +68,9 @@ def test_the_product_and_both_gradients_are_those_by_hand(shape: tuple[int, int,
 
 
 SIZES = st.tuples(st.integers(1, 9), st.integers(1, 18), st.integers(1, 18))
-ENTRIES = st.one_of(st.just(0.0), st.floats(-448, 448, width=16), st.floats(-(2.0**-20), 2.0**-20, width=32), st.just(1e30))
+ENTRIES = st.one_of(
+    st.just(0.0), st.floats(-448, 448, width=16), st.floats(-(2.0**-20), 2.0**-20, width=32), st.just(1e30)
+)
 
 
 @settings(max_examples=60)
@@ -153,7 +159,7 @@ def test_layers_of_every_form_compute_in_fp8_until_it_is_undone() -> None:
         is_turned = not (isinstance(layer, nn.Linear) or getattr(layer, "turned", None) is False)
         wanted = linear(wanted, layer.weight, layer.bias, is_turned=is_turned)
     assert torch.equal(model(x), wanted)
-    assert [compiles(layer) for layer in Named().layers] == [True, True, False, False]
+    assert [hides_from_compiler(layer) for layer in model.layers] == [False, False, True, True]
     narrow = trained(model, x)
     assert all(not torch.equal(narrow[name], plain[name]) for name in plain)
     with fp8.plain_products():
@@ -188,6 +194,24 @@ def test_a_product_with_factors_is_refused_by_name() -> None:
     compute_in_fp8([layer])
     with pytest.raises(MissingCapabilityError, match=r"Scaled calls torch.addmm with alpha.*plan for bf16"):
         layer(bf16(4, 16))
+
+
+def test_compiled_layers_compute_the_same() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(32, 48), Conv1D(32, 48)).to(BF16), bf16(3, 5, 32)
+    compute_in_fp8(model)
+    wanted = trained(model, x)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    found = {name.removeprefix("_orig_mod."): value for name, value in trained(compiled, x).items()}
+    Comparison().values(found, wanted, relative=0.0, absolute=0.0).require()
+
+
+def test_a_layer_that_a_compiler_would_not_see_is_refused() -> None:
+    unit = Named()
+    compute_in_fp8(unit.layers)
+    _require_seen(unit.layers[0], "units.0")
+    with pytest.raises(MissingCapabilityError, match=r"Own at 'units.1.layers.2' is no nn.Linear.*'compile': False"):
+        _require_seen(unit, "units.1")
 
 
 def test_weight_gradients_can_be_put_off() -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
+from torch.nn import functional
 
 from shardwright.backends.torch.compat import scaled_product
 
@@ -65,13 +66,10 @@ def cast(tensor: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, *, turne
     scaled = tensor * scale  # in bf16: a power of two changes the exponents alone
     if turned:
         scaled = scaled.t()
-    rows, columns = (-(-size // MULTIPLE) * MULTIPLE for size in scaled.shape)
-    made = scaled.new_empty((rows, columns), dtype=dtype)
-    if (rows, columns) == tuple(scaled.shape):
-        return made.copy_(scaled)
-    made.view(torch.uint8).zero_()
-    made[: scaled.shape[0], : scaled.shape[1]].copy_(scaled)
-    return made
+    below, beside = (-size % MULTIPLE for size in scaled.shape)
+    if below or beside:
+        scaled = functional.pad(scaled, (0, beside, 0, below))
+    return scaled.to(dtype, memory_format=torch.contiguous_format)
 
 
 def turned(matrix: torch.Tensor) -> torch.Tensor:
