@@ -77,6 +77,20 @@ class Capabilities:
                 f"runtime of this version does not do: plan again without offload=True"
             )
 
+    def lack_of_precision(self, precision: str) -> str | None:
+        """The reason why the runtime does not compute in a precision, with the fix, or None."""
+        if precision != "fp8" or self.fp8:
+            return None
+        return (
+            f"precision='fp8': the {self.framework} runtime of this version does not compute products in 8 bits; plan "
+            f"for 'bf16'"
+        )
+
+    def require_precision(self, precision: str) -> None:
+        """Raise MissingCapabilityError for a precision in which the runtime does not compute."""
+        if (lack := self.lack_of_precision(precision)) is not None:
+            raise MissingCapabilityError(lack)
+
     def require_axes(self, degrees: dict[str, int]) -> None:
         """Raise MissingCapabilityError for a degree above 1 on an axis that the runtime does not realise."""
         for axis, degree in degrees.items():

@@ -73,7 +73,7 @@ ENTRIES = st.one_of(
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(st.data(), SIZES)
 def test_any_values_and_sizes(data: st.DataObject, sizes: tuple[int, int, int]) -> None:
     n, k, m = sizes

@@ -206,8 +206,10 @@ class Plan(PlanRecord):
         """This plan with the names of another capture of the same model, perhaps in the other framework, and with the
         program of its ops on the tensor axis.
 
-        Raises PlanError that names the first difference when the structures do not match.
+        Raises PlanError that names the first difference when the structures do not match, MissingCapabilityError for
+        products in fp8 that the framework's runtime does not compute.
         """
+        graph.capabilities.require_precision(self.decision.precision)
         graph = graph.for_precision(self.decision.precision)
         structure, binding = structure_of(fold(graph))
         difference = self.model.difference(structure)

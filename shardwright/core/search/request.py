@@ -328,11 +328,8 @@ def request_for(options: Options, pins: tuple[Pin, ...], runtimes: tuple[Capabil
 
     Raises PlanError for products in fp8 that one of the runtimes does not compute.
     """
-    lacking = [runtime.framework for runtime in runtimes if not runtime.fp8]
-    if options.precision == "fp8" and lacking:
-        raise PlanError(
-            f"precision='fp8': the {lacking[0]} runtime of this version does not compute products in 8 bits; plan for "
-            f"'bf16'"
-        )
+    for runtime in runtimes:
+        if (lack := runtime.lack_of_precision(options.precision or "")) is not None:
+            raise PlanError(lack)
     asked = {each.name: getattr(options, each.name) for each in fields(Options)}
     return Request(**asked, pins=pins, runtimes=runtimes)

@@ -19,7 +19,7 @@ from shardwright.core.cost.fp8_casts import (
 from shardwright.core.cost.matrix_products import product_s
 from shardwright.core.cost.unit_seconds import unit_cost
 from shardwright.core.cost.unit_work import WorkCounter
-from shardwright.core.errors import PlanError
+from shardwright.core.errors import MissingCapabilityError, PlanError
 from shardwright.core.model.fold import fold
 from shardwright.core.model.graph import Graph
 from shardwright.core.plan.plan import Plan
@@ -188,6 +188,8 @@ def test_devices_without_fp8_are_refused_with_those_that_have_it(name: str) -> N
 def test_every_runtime_that_is_named_must_compute_in_fp8() -> None:
     with pytest.raises(PlanError, match="the toy runtime of this version does not compute products in 8 bits"):
         planned(decoder())
+    with pytest.raises(MissingCapabilityError, match="the toy runtime of this version does not compute products"):
+        planned().rebind(decoder())
 
 
 def test_a_plan_keeps_the_weights_in_its_file_and_explains_them(tmp_path) -> None:

@@ -63,14 +63,16 @@ def in_fp8_by_hand(model: nn.Module, head: str = "lm_head") -> nn.Module:
 def plain_run(name: str) -> list[float]:
     """Torch alone, in bf16 on copies of float32 parameters, with float32 sums."""
     model = build(name)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     losses = []
     for step in range(STEPS):
         optimizer.zero_grad()
         parts = [{k: v.chunk(MICROBATCHES)[i] for k, v in batch(name, step % 4).items()} for i in range(MICROBATCHES)]
         total = 0.0
         for part in parts:
-            inside = in_fp8_by_hand(copy.deepcopy(model).to(torch.bfloat16))
+            inside = in_fp8_by_hand(copy.deepcopy(model))
+            for parameter in inside.parameters():  # buffers stay as they are
+                parameter.data = parameter.data.to(torch.bfloat16)
             loss = inside(**part).loss
             (loss / MICROBATCHES).backward()
             total += float(loss)
@@ -92,7 +94,7 @@ def train_step(model, batch):
 def own_run(name: str, **keys: Any) -> list[float]:
     sw.init({"microbatches": MICROBATCHES, "log_every": 0, "cluster": "h100"} | keys)
     model = sw.DistributedModel(build(name))
-    optimizer = sw.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
+    optimizer = sw.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=3e-3))
     losses = []
     for step in range(STEPS):
         optimizer.zero_grad()
