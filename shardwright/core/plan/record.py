@@ -145,10 +145,10 @@ class PlanRecord:
     layout_alternatives: SlotAlternatives
     """The next best layouts of each slot, with the cost that they would have had."""
     provenance: Provenance
-    not_in_fp8: tuple[tuple[str, str], ...] = ()
-    """Under precision "fp8", the ``class/role`` of the matrices whose products stay in bf16, and the reason."""
     programs: tuple[tuple[str, Program], ...] = ()
     """The program on the tensor axis for each framework that the plan is bound to; empty without a tensor axis."""
     counted_for: str = ""
     """A digest of the decision, the model and the costs that ``predicted`` was counted for; by default, that of this
     plan. After an edit it is that of the plan before (`is_stale`)."""
+    not_in_fp8: tuple[tuple[str, str], ...] = ()
+    """Under precision "fp8", the ``class/role`` of the matrices whose products stay in bf16, and the reason."""
