@@ -10,6 +10,8 @@ ranks share; figures are medians of the rounds' ratios, timed by CUDA events, th
 - overhead: a step of ours over the plain model's: on one rank the same microbatches, on several those of
   `DistributedDataParallel`. Aim: at most 1.01.
 - compiled: `compile=True` beside `torch.compile` of the plain model. Aim: at least 0.95 of its speed.
+- fp8: linear layers in 8 bits, compiled, beside the plain model in bf16, compiled: the speed, and the memory as below,
+  where the device has such products. The speed is reported.
 - hidden: whole replicas (sums) and `shard=3` (gathers and sums), beside the plain model without communication: the
   share of the time of these collectives by themselves by which a step is not longer. Reported.
 - memory: `torch.cuda.max_memory_allocated` of a step beside the plan's, fp32 and bf16, whole and sharded, by rank.
@@ -52,6 +54,8 @@ MEMORY: dict[str, dict[str, Any]] = {
     "bf16": {"precision": "bf16", "shard": 0},
     "bf16, shard 3": {"precision": "bf16", "shard": 3},
 }
+FP8 = {"precision": "fp8", "shard": 0}
+FP8_CAPABILITY = (8, 9)
 Step = Callable[[], None]
 
 
@@ -64,6 +68,7 @@ class Setting:
         self.samples, self.length = (2, 16) if tiny else (4, 1024)
         self.rounds, self.steps = (2, 1) if tiny else (9, 5)
         self.order = random.Random(1)
+        self.has_fp8 = not self.is_cuda or torch.cuda.get_device_capability(device) >= FP8_CAPABILITY
 
     def model(self) -> nn.Module:
         torch.manual_seed(0)
@@ -182,6 +187,20 @@ def compiled(setting: Setting) -> float:
     return 1 / median_ratio(times["ours"], times["plain"])
 
 
+def in_fp8(setting: Setting) -> float | None:
+    """The speed of compiled units with linear layers in fp8 over that of the plain model in bf16, compiled; None where
+    the device has no such products."""
+    if not setting.has_fp8:
+        return None
+    backend = "aot_eager" if setting.tiny else "inductor"
+    own = setting.model().to(torch.bfloat16)
+    whole: Any = torch.compile(own, backend=backend)
+    asked = {"fp8": True, "cluster": "h100", "compile": backend}
+    times = setting.rounds_of({"ours": ours(setting, setting.model(), **asked), "plain": plain(setting, own, whole)})
+    swt.shutdown()
+    return 1 / median_ratio(times["ours"], times["plain"])
+
+
 def collectives(setting: Setting, model: nn.Module, shard: int) -> Step:
     """What a step sends, by itself: a sum of all gradients; or two gathers of all parameters and a sum into shards for
     each microbatch."""
@@ -216,7 +235,8 @@ def hidden(setting: Setting, shard: int) -> float:
 def memory(setting: Setting, pins: dict[str, Any]) -> list[float]:
     """Predicted over measured peak of every rank."""
     ranks = dist.get_world_size()
-    cluster = sw.Cluster("a100-80gb" if setting.is_cuda else "cpu", devices_per_node=ranks)
+    device = "h100" if pins["precision"] == "fp8" else "a100-80gb" if setting.is_cuda else "cpu"
+    cluster = sw.Cluster(device, devices_per_node=ranks)
     sample = {name: whole[: setting.samples] for name, whole in setting.batch().items()}
     fixed = {"pp": 1, "tp": 1, "dp": ranks, "recompute": "none", "microbatch": setting.samples, "loss_scope": "replica"}
     count = MICROBATCHES * setting.samples * ranks
@@ -270,9 +290,12 @@ def rank(options: argparse.Namespace) -> None:
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     setting = Setting(device, options.tiny)
     found: dict[str, Any] = {"overhead": overhead(setting), "compiled": compiled(setting), "hidden": {}, "memory": {}}
+    found["fp8"] = in_fp8(setting)
     if dist.get_world_size() > 1:
         found["hidden"] = {f"shard {shard}": hidden(setting, shard) for shard in (0, 3)}
-    for case, pins in MEMORY.items():
+    # On CPUs products in fp8 are computed in float32, whose copies no plan counts.
+    cases = MEMORY | ({"fp8": FP8} if setting.is_cuda and setting.has_fp8 else {})
+    for case, pins in cases.items():
         if dist.get_world_size() > 1 or not pins["shard"]:
             found["memory"][case] = memory(setting, pins)
     if dist.get_rank() == 0:
@@ -327,16 +350,18 @@ def main() -> int:
     name = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
     lines = [
         f"# On {name}", "", "    python benchmarks/gpu.py", "", f"torch {torch.__version__}.", "",
-        "| ranks | step over plain | compiled, speed over plain | hidden: sums | gathers and sums | "
-        "predicted over measured memory, by case and rank |",
-        "|---|---|---|---|---|---|",
+        "| ranks | step over plain | compiled, speed over plain | fp8, speed over bf16 | hidden: sums | "
+        "gathers and sums | predicted over measured memory, by case and rank |",
+        "|---|---|---|---|---|---|---|",
     ]  # fmt: skip
     figures = {}
     for ranks in counts:
         found = figures[ranks] = launched(options, ranks)
         shares = (f"{found['hidden'][c]:.0%}" if c in found["hidden"] else "–" for c in ("shard 0", "shard 3"))
         held = "; ".join(f"{case}: {' '.join(f'{r:.3f}' for r in rs)}" for case, rs in found["memory"].items())
-        lines.append(f"| {ranks} | {found['overhead']:.3f} | {found['compiled']:.3f} | {' | '.join(shares)} | {held} |")
+        narrow = "–" if found["fp8"] is None else f"{found['fp8']:.3f}"
+        speeds = f"{found['overhead']:.3f} | {found['compiled']:.3f} | {narrow}"
+        lines.append(f"| {ranks} | {speeds} | {' | '.join(shares)} | {held} |")
     verdict = claims.gpu(figures, timed=not options.tiny)
     text = "\n".join([*lines, "", verdict.verdict()]) + "\n"
     print(text)

@@ -18,6 +18,8 @@ TORCH = Capabilities(
     reduce_ops=("sum", "avg", "max", "min", "prod"),
     sequence_parallel=True,
     exchanges_as_planned=True,
+    fp8=True,
+    fp8_by_module=True,
     recomputes=("none", "full"),  # the products of attention cannot be told from the rest of a unit that is replayed
 )
 TORCH_MEMORY = MemoryTraits(

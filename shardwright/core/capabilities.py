@@ -35,6 +35,10 @@ class Capabilities:
     """Whether the plan says when parameters are gathered and gradients summed: whole stages kept gathered while they
     run, small units all through a step, divided gradients summed once a step, buckets of a given size. Else a compiler
     does as it likes."""
+    fp8: bool = False
+    """Whether linear products can compute in fp8."""
+    fp8_by_module: bool = False
+    """Whether these are the products of linear layers alone: of modules that hold the weight."""
     offload: bool = False
     """Whether activations of units can go to the host's memory and come back."""
 
@@ -72,6 +76,20 @@ class Capabilities:
                 f"the plan offloads {len(offloaded_units)} units to the host's memory, which the {self.framework} "
                 f"runtime of this version does not do: plan again without offload=True"
             )
+
+    def lack_of_precision(self, precision: str) -> str | None:
+        """The reason why the runtime does not compute in a precision, with the fix, or None."""
+        if precision != "fp8" or self.fp8:
+            return None
+        return (
+            f"precision='fp8': the {self.framework} runtime of this version does not compute products in 8 bits; plan "
+            f"for 'bf16'"
+        )
+
+    def require_precision(self, precision: str) -> None:
+        """Raise MissingCapabilityError for a precision in which the runtime does not compute."""
+        if (lack := self.lack_of_precision(precision)) is not None:
+            raise MissingCapabilityError(lack)
 
     def require_axes(self, degrees: dict[str, int]) -> None:
         """Raise MissingCapabilityError for a degree above 1 on an axis that the runtime does not realise."""

@@ -103,7 +103,7 @@ def _heading(plan: Plan) -> Text:
     policy = [d.schedule] if d.pp > 1 else []
     policy += [f"{d.virtual_stages} virtual stages"] if d.virtual_stages > 1 else []
     policy += [
-        d.precision,
+        _precision_text(plan),
         d.optimizer,
         f"recompute {d.recompute}" + (f" but for {len(d.kept_units)} units" if d.kept_units else ""),
         *([f"{len(d.offloaded_units)} units offloaded to the host"] if d.offloaded_units else []),
@@ -134,6 +134,13 @@ def _heading(plan: Plan) -> Text:
     return Text(f"{plan.model_name} on {plan.provenance.cluster}", style="bold").append(
         "".join(f"\n  {line}" for line in lines), style="not bold"
     )
+
+
+def _precision_text(plan: Plan) -> str:
+    """The precision; of fp8, the number of weights that are multiplied in it."""
+    if not plan.decision.fp8_weights:
+        return plan.decision.precision
+    return f"products of {len(plan.fp8_parameters(plan.bindings[0][0]))} weights in fp8, the rest in bf16"
 
 
 def _stages(plan: Plan) -> Table:

@@ -28,7 +28,6 @@ _LATER: dict[str, tuple[Any, str]] = {
     "auto_partition": (True, "stages are cut by the planner"),
     "offload_activations": (False, "activations stay on the device"),
     "fp16_params": (False, "use torch.autocast around the step"),
-    "fp8": (False, "set bf16, and convert linear layers with torchao.float8.convert_to_float8_training beforehand"),
     "delayed_parameter_initialization": (False, "build the model under sw.delay_param_initialization()"),
 }
 """Keys of features that this version lacks: the value that asks for nothing, and the alternative."""
@@ -109,7 +108,9 @@ class Config:
         bf16: compute in bfloat16: steps run on 16-bit copies of parameters that are in float32 between steps, where the
             optimizer updates them; gradients add up in float32.
         log_every: rank 0 says a line of figures after the first update and after every so many; 0: none.
-        fp16: the same in float16; see `DistributedOptimizer` for the scaling of losses.
+        fp8: the same as bf16, with linear layers computed in 8 bits: the plan says which (its device has such products,
+            or ``cluster`` names one that does).
+        fp16: the same as bf16 in float16; see `DistributedOptimizer` for the scaling of losses.
     """
 
     pipeline_parallel_degree: int = 1
@@ -147,6 +148,7 @@ class Config:
     sdp_max_live_parameters: int | None = None
     sdp_gradient_clipping: float | None = None
     bf16: bool = False
+    fp8: bool = False
     fp16: bool = False
     log_every: int = 10
 
@@ -191,7 +193,7 @@ class Config:
             )
 
     def _require_types(self) -> None:
-        for name in ("ddp", "prescaled_batch", "shard_optimizer_state", "bf16", "fp16"):
+        for name in ("ddp", "prescaled_batch", "shard_optimizer_state", "bf16", "fp8", "fp16"):
             if not isinstance(getattr(self, name), bool):
                 raise ShardwrightError(f"{name}={getattr(self, name)!r}: expected True or False")
         if not isinstance(self.hierarchical_gathers, bool | None):
@@ -220,6 +222,10 @@ class Config:
         self._require_residency()
         if self.bf16 and self.fp16:
             raise ShardwrightError("bf16 and fp16 are both True: steps compute in one of them; leave out one")
+        if self.fp8 and self.fp16:
+            raise ShardwrightError("fp8 and fp16 are both True: what is not computed in fp8 is in bf16; leave out fp16")
+        if self.fp8 and self.pipeline_mode == "messages":
+            raise ShardwrightError("fp8 and pipeline_mode='messages': a plan says what is in fp8; leave one out")
         if self.cluster is not None and not isinstance(self.cluster, str):
             raise ShardwrightError(f"cluster={self.cluster!r}: expected the name of a hardware profile, such as 'h100'")
 
@@ -289,8 +295,10 @@ class Config:
         return 1 if self.shard_optimizer_state else self.shard
 
     @property
-    def precision(self) -> Literal["bf16", "fp16"] | None:
+    def precision(self) -> Literal["fp8", "bf16", "fp16"] | None:
         """The precision that is asked for; None: that of the model."""
+        if self.fp8:
+            return "fp8"
         return "bf16" if self.bf16 else "fp16" if self.fp16 else None
 
     @property

@@ -85,7 +85,7 @@ class DistributedModel(nn.Module):
         if session.plan is not None:
             self._warn_of_precision(session.plan.decision.precision)
             self.runtime.split(StageMap.of_plan(session.plan))
-        elif session.bound.size("pp") == session.bound.size("tp") == 1 and config.shard_level < 3:
+        elif session.bound.size("pp") == session.bound.size("tp") == 1 and config.shard_level < 3 and not config.fp8:
             self.runtime.split(
                 StageMap.whole(
                     session.config.schedule(None),
@@ -123,7 +123,7 @@ class DistributedModel(nn.Module):
             take_values(module, 0, session.bound, session.watchdog)
 
     def _warn_of_precision(self, planned: str) -> None:
-        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[planned]
+        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}.get(planned, torch.bfloat16)
         own = next((p.dtype for p in self.module.parameters() if p.is_floating_point()), dtype)
         if dtype is torch.float32 and own is not dtype and self.session.bound.rank == 0:
             warnings.warn(

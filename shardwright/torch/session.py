@@ -323,6 +323,7 @@ def _refuse_degrees(given: Mapping[str, Any]) -> None:
         "shard_optimizer_state",
         "sharded_data_parallel_degree",
         "bf16",
+        "fp8",
         "fp16",
     ]
     if given.get("pipeline_mode") != "messages":  # which takes no schedule of a plan

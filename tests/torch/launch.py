@@ -209,7 +209,10 @@ def without_an_agent(script: str, how: str) -> Survivors:
 def beside_unsplit(folder: Path, cases: Mapping[int, Sequence[str]], timeout_s: float) -> dict[str, Any]:
     """The results of `workers/tp_training.py`, by case, for the cases of each number of ranks."""
     parts = [(*case.split(":"), "")[:5] for held in cases.values() for case in held]
-    models = sorted({f"{name}.bf16" if how.startswith("bf16") else name for name, *_, how in parts})
+    precisions = [how.partition("-")[0] for *_, how in parts]
+    models = sorted(
+        {f"{part[0]}.{p}" if p in ("bf16", "fp8") else part[0] for part, p in zip(parts, precisions, strict=True)}
+    )
     outcome = single("tp_training.py", "reference", str(folder), *models, timeout_s=timeout_s)
     assert outcome.code == 0, outcome.text[-4000:]
     found: dict[str, Any] = {}

@@ -14,8 +14,10 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import shardwright as sw
 from shardwright.backends.registry import load
 from shardwright.backends.torch.machine.profile import profile
+from shardwright.backends.torch.memory.fp8_linear import CAPABILITY, linear
 from shardwright.measure import measure_units
 from tests.comparison import Comparison
+from tests.torch import fp8_by_hand as by_hand
 from tests.torch.launch import torchrun
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Module is None")]
@@ -83,7 +85,7 @@ def test_a_step_takes_what_its_measured_units_say() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 def test_sharded_state_16_bits_and_sums_beside_the_backward(ranks: int, tmp_path: Path) -> None:
-    """Every level of sharding in fp32, bf16 and fp16, one process for each device, over NCCL."""
+    """Every level of sharding in fp32, bf16 and fp16, two in fp8, one process for each device, over NCCL."""
     there = torch.cuda.device_count()
     if ranks > there:
         pytest.skip(f"needs {ranks} CUDA devices, and there are {there}")
@@ -92,6 +94,41 @@ def test_sharded_state_16_bits_and_sums_beside_the_backward(ranks: int, tmp_path
     outcome = torchrun("on_device.py", ranks, "cuda", str(out), extra={"CUDA_VISIBLE_DEVICES": visible})
     assert outcome.code == 0, outcome.text[-4000:]
     reports = json.loads(out.read_text())
-    assert len(reports) == 12
+    assert len(reports) == (14 if torch.cuda.get_device_capability() >= CAPABILITY else 12)
     for report in reports:
         Comparison.of_ranks([report]).require("losses", "gradients")
+
+
+@pytest.mark.parametrize("shape", [(256, 512, 128), (34, 48, 80), (7, 24, 40)])
+@pytest.mark.parametrize("is_turned", [False, True])
+def test_products_in_fp8_are_those_by_hand(shape: tuple[int, int, int], is_turned: bool) -> None:
+    """Within 1/64 of the largest entry: cuBLAS keeps sums in fewer bits."""
+    if torch.cuda.get_device_capability() < CAPABILITY:
+        pytest.skip("needs a device with products in fp8")
+    n, k, m = shape
+    random = torch.Generator("cuda").manual_seed(0)
+    rows, weight, gradient = (
+        torch.randn(*size, generator=random, device="cuda").to(torch.bfloat16) for size in ((n, k), (m, k), (n, m))
+    )
+    wanted = by_hand.linear(*(t.double().cpu().numpy() for t in (rows, weight, gradient)))
+    x, w = rows.clone().requires_grad_(), (weight.t() if is_turned else weight).contiguous().requires_grad_()
+    made = linear(x, w, is_turned=is_turned)
+    made.backward(gradient)
+    found = made.detach(), x.grad, w.grad.t() if is_turned else w.grad
+    for name, got, value in zip(("product", "rows", "weight"), found, wanted, strict=True):
+        near = {"relative": 2.0**-7, "absolute": float(abs(value).max()) / 64}
+        Comparison(name).values(got.double().cpu().numpy(), value, **near).require()
+
+
+def test_what_is_not_finite_is_not_lost_in_fp8() -> None:
+    if torch.cuda.get_device_capability() < CAPABILITY:
+        pytest.skip("needs a device with products in fp8")
+    for bad in (float("inf"), float("nan")):
+        for where in range(3):
+            operands = [torch.ones(32, 32, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+            operands[where][3, 5] = bad
+            x, w = operands[0].requires_grad_(), operands[1].requires_grad_()
+            made = linear(x, w)
+            made.backward(operands[2])
+            read = {0: (made, w.grad), 1: (made, x.grad), 2: (x.grad, w.grad)}[where]
+            assert not any(result.isfinite().all() for result in read)

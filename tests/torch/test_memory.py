@@ -1,5 +1,6 @@
 """Predicted memory against what torch holds, as torch's own MemTracker follows it."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,6 +22,9 @@ from transformers.utils import ModelOutput
 
 import shardwright as sw
 from shardwright.backends.capabilities import TORCH_MEMORY
+from shardwright.backends.torch.capture import fp8_products
+from shardwright.backends.torch.memory.fp8_linear import compute_in_fp8, linear
+from shardwright.core.cost.fp8_casts import casts
 from shardwright.core.cost.unit_work import WorkCounter
 from shardwright.core.model.fold import fold
 from shardwright.core.plan.memory_over_time import memory_over_time
@@ -145,7 +149,7 @@ def llama(dropout: float) -> torch.nn.Module:
 
 @pytest.mark.parametrize(
     ("build", "precision"),
-    [(gpt2, "bf16"), (bert, "bf16"), (t5, "bf16"), (llama, "bf16"), (gpt2, "fp16"), (llama, "fp16")],
+    [(gpt2, "bf16"), (bert, "bf16"), (t5, "bf16"), (llama, "bf16"), (gpt2, "fp16"), (llama, "fp16"), (llama, "fp8")],
 )  # T5 clamps in fp16 alone, which is not captured
 def test_what_a_model_casts_to_float32_counts_as_that_in_16_bits(build: Any, precision: str) -> None:
     """Logits, the scores of T5 before their softmax, Llama's norms: a forward in 16 bits keeps them in float32."""
@@ -153,8 +157,12 @@ def test_what_a_model_casts_to_float32_counts_as_that_in_16_bits(build: Any, pre
     tokens = torch.randint(0, VOCABULARY, (BATCH, SEQUENCE))
     batch = {"input_ids": tokens, "labels": tokens}
     pins: dict[str, Any] = {"precision": precision, "recompute": "none", "shard": 0, "microbatch": BATCH}
-    plan = sw.plan(sw.capture(model, batch), sw.Cluster("cpu"), batch=MICROBATCHES * BATCH, **pins)
-    model.to({"bf16": torch.bfloat16, "fp16": torch.float16}[precision])
+    cluster = sw.Cluster("h100" if precision == "fp8" else "cpu")
+    plan = sw.plan(sw.capture(model, batch), cluster, batch=MICROBATCHES * BATCH, **pins)
+    model.to(torch.float16 if precision == "fp16" else torch.bfloat16)
+    weights = plan.fp8_parameters("torch")
+    compute_in_fp8(model.get_submodule(name.removesuffix(".weight")) for name in weights)
+    assert bool(weights) == (precision == "fp8")
     tracker = MemTracker()
     tracker._mod_tracker = NoModules()  # type: ignore[assignment]
     tracker.track_external(*model.parameters(), *model.buffers(), *batch.values())
@@ -165,6 +173,41 @@ def test_what_a_model_casts_to_float32_counts_as_that_in_16_bits(build: Any, pre
     assert loss.requires_grad
     kept = after["Total"] - before["Total"]
     assert 0.999 * kept <= plan.predicted.memory[0].activations_bytes <= 1.03 * kept
+
+
+@pytest.mark.parametrize("sizes", [(512, 256, 128), (128, 512, 256), (64, 256, 1024)])
+def test_casts_to_8_bits_take_for_a_while_what_is_counted(
+    sizes: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_product(left: torch.Tensor, right: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        """The result of a product as a GPU makes it, without other memory; on CPUs it is computed in float32."""
+        return torch.zeros(left.shape[0], right.shape[1], dtype=torch.bfloat16)
+
+    monkeypatch.setattr(fp8_products, "scaled_product", no_product)
+    rows, before, after = sizes
+    x = torch.randn(rows, before, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.nn.Parameter(torch.randn(after, before, dtype=torch.bfloat16))
+    gradient = torch.randn(rows, after, dtype=torch.bfloat16)
+    taken = casts(x.numel(), weight.numel(), gradient.numel())
+
+    def peak_of(run: Callable[[], Any]) -> tuple[Any, int]:
+        tracker = MemTracker()
+        tracker._mod_tracker = NoModules()  # type: ignore[assignment]
+        tracker.track_external(x, weight, gradient)
+        with tracker:
+            (start,) = tracker.get_tracker_snapshot().values()
+            made = run()
+            (peak,) = tracker.get_tracker_snapshot("peak").values()
+        return made, peak["Total"] - start["Total"]
+
+    made, forward = peak_of(lambda: linear(x, weight))
+    result, scalars = 2 * gradient.numel(), 4096
+    assert max(taken.forward_working_bytes, result) <= forward + scalars
+    assert forward <= taken.forward_working_bytes + result + scalars
+    _, backward = peak_of(lambda: made.backward(gradient))
+    gradients = 2 * (x.numel() + weight.numel())
+    assert max(taken.backward_working_bytes, gradients) <= backward + scalars
+    assert backward <= taken.backward_working_bytes + gradients + scalars
 
 
 @pytest.mark.parametrize("together", [False, True])

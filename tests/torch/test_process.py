@@ -152,8 +152,6 @@ def test_what_this_version_lacks_is_refused_by_name_and_its_neutral_value_taken(
     read_config({"offload_activations": False, "auto_partition": True})
     with pytest.raises(MissingCapabilityError, match="offload_activations=True"):
         read_config({"offload_activations": True})
-    with pytest.raises(MissingCapabilityError, match=r"fp8=True.*convert_to_float8_training"):
-        read_config({"fp8": True})
 
 
 def test_what_has_no_effect_is_said() -> None:

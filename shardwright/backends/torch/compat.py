@@ -79,6 +79,7 @@ __all__ = [
     "pytree",
     "reduce_scatter_single",
     "safe_softmax",
+    "scaled_product",
     "sequence_number",
     "set_mkldnn_enabled",
     "set_timeout",
@@ -181,6 +182,25 @@ def norms_of(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """The norm of each tensor, in one call where torch has it."""
     together = getattr(torch, "_foreach_norm", None)
     return [torch.linalg.vector_norm(each) for each in tensors] if together is None else together(list(tensors))
+
+
+def scaled_product(
+    left: torch.Tensor,
+    right: torch.Tensor,
+    of_left: torch.Tensor,
+    of_right: torch.Tensor,
+    dtype: torch.dtype,
+    *,
+    fast: bool,
+) -> torch.Tensor:
+    """The product of two 8-bit matrices, times a factor of each; ``fast``: sums may be kept in fewer bits.
+
+    On CPUs, whose own kernel is a loop without vectors, it is a product in float32, which has the same bits where sums
+    are exact.
+    """
+    if left.device.type == "cpu" and not isinstance(left, FakeTensor):
+        return (left.float() @ right.float() * (of_left * of_right)).to(dtype)
+    return torch._scaled_mm(left, right, of_left, of_right, out_dtype=dtype, use_fast_accum=fast)
 
 
 def safe_softmax(scores: torch.Tensor, dim: int) -> torch.Tensor:

@@ -69,6 +69,13 @@ class Pieces:
                 place = next(p for p in signature.inputs if isinstance(p, Split))
                 yield axis, op.labels[signature.inputs.index(place)][place.dim]
 
+    def split_operands(self, op: int) -> Iterator[tuple[str, int]]:
+        """(axis, position) of every operand of an op that is split; positions count the inputs and then the outputs."""
+        for axis, _, signature in self._along(op):
+            for position, place in enumerate((*signature.inputs, *signature.outputs)):
+                if isinstance(place, Split):
+                    yield axis, position
+
     def memory_ways(self, tensor: int) -> int:
         """The number of shards of a value in memory: the number before anything reads it, or the smallest with which an
         op reads it, where that is more. What is gathered for one op is not kept."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 from shardwright.core.cluster.groups import Group
 from shardwright.core.cluster.hardware.device import Device
+from shardwright.core.cost.fp8_casts import FORWARD_KERNELS, INPUT_GRAD_KERNELS, ISSUED, WEIGHT_GRAD_KERNELS
 from shardwright.core.cost.matrix_products import product_s
 from shardwright.core.cost.unit_work import Collective, Product, UnitWork
 from shardwright.core.errors import ClusterError, nearest
@@ -104,7 +105,7 @@ def unit_cost(
     input_grad += 2 * vector + launches
     weight_grad += launches + gradient_bytes / (device.memory_bandwidth_bytes_per_s * device.memory_efficiency)
     collective = ahead = 0.0
-    issued = float(work.kernels)
+    issued = work.kernels + sum(p.casts is not None for p in work.products) * FORWARD_KERNELS * ISSUED
     if collective_s is not None:
         ahead, back = sum(map(collective_s, work.forward_moved)), sum(map(collective_s, work.backward_moved))
         forward, input_grad, collective = forward + ahead, input_grad + back, ahead + back
@@ -170,7 +171,10 @@ def _overlapped(device_s: float, host_s: float) -> float:
 
 
 def _product_times(product: Product, device: Device, precision: str) -> tuple[float, float, float]:
-    """Seconds of the forward, of the gradients of activations and of those of weights."""
+    """Seconds of the forward, of the gradients of activations and of those of weights. Of steps in fp8, the products
+    that are not computed in it are computed in bf16."""
+    if product.casts is None and precision == "fp8":
+        precision = "bf16"
     if not product.batches:
         peak = device.flops_per_s(precision) * device.matmul_efficiency * FUSED_ATTENTION_EFFICIENCY
         bandwidth = device.memory_bandwidth_bytes_per_s * device.memory_efficiency
@@ -181,6 +185,12 @@ def _product_times(product: Product, device: Device, precision: str) -> tuple[fl
     of_left = product_s(device, precision, b, m, k, n, size)
     of_right = product_s(device, precision, b, k, n, m, size)
     weights = of_right * product.backward_weight
+    if (taken := product.casts) is not None:
+        bandwidth = device.memory_bandwidth_bytes_per_s * device.memory_efficiency
+        forward += taken.forward_bytes / bandwidth + FORWARD_KERNELS * device.kernel_launch_s
+        of_left += taken.input_grad_bytes / bandwidth + INPUT_GRAD_KERNELS * device.kernel_launch_s
+        made = taken.weight_grad_bytes / bandwidth + WEIGHT_GRAD_KERNELS * device.kernel_launch_s
+        weights += made * product.backward_weight
     if product.backward_input >= 2:  # two activations: both gradients
         return forward, of_left + of_right * (product.backward_input - 1), weights
     return forward, of_left * product.backward_input, weights

@@ -7,19 +7,24 @@ the gradients.
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 from scipy.cluster.hierarchy import DisjointSet
 
+from shardwright.core.cost.fp8_casts import Casts, casts
 from shardwright.core.cost.op_shards import Pieces
 from shardwright.core.cost.opaque_flops import most_flops, result_of
 from shardwright.core.cost.value_flow import ValueFlow
 from shardwright.core.cost.working_memory import LiveBytes
 from shardwright.core.layout.unit_layouts import Link, RealisedUnit, Step
-from shardwright.core.model.fold import Unit
+from shardwright.core.model.fold import Unit, fold
+from shardwright.core.model.fp8_products import Fp8Products, fp8_products
 from shardwright.core.model.graph import ITEM_BYTES, Graph, Op
+from shardwright.core.model.structure import structure_of
 
-PRECISION_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
+PRECISION_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
+"""Bytes of a value between ops in steps of a precision: those of fp8 keep their values in bf16."""
 
 FREE_KINDS = frozenset({"view", "create"})
 PRODUCT_KINDS = frozenset({"contraction", "attention"})
@@ -42,6 +47,8 @@ class Product:
     backward_input: float
     """The FLOPs of the backward for the activations, as a multiple of the forward's."""
     backward_weight: float
+    casts: Casts | None = None
+    """What it takes beside itself where it is computed in fp8; None: it is not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +168,12 @@ class WorkCounter(ValueFlow):
             count.add_traffic(index)
             count.add_saved(index)
         return count.work(self._collectives(layouts, batch, precision))
+
+    @cached_property
+    def fp8(self) -> Fp8Products:
+        """The products that steps in fp8 compute in 8 bits."""
+        folded = fold(self.graph)
+        return fp8_products(folded, structure_of(folded)[0])
 
     def put_off_bytes(self, ops: range, cut: Pieces, held: Callable[[int, int], int]) -> int:
         """Bytes of the factors of the gradients of weights. A product whose terms lie on several ranks may make its
@@ -300,6 +313,11 @@ class _UnitCount:
         self.products: list[Product] = []
         self.again: list[Product] = []
         self.small: list[Collective] = []
+        self.small_backward: list[Collective] = []
+        self.fp8 = counter.fp8.ops if precision == "fp8" else {}
+        """Op → the position of its weight, for the products in fp8."""
+        self.working: dict[int, tuple[int, int]] = {}
+        """Op → the bytes that it takes for a while in the forward and in the backward pass, beside what it reads."""
         self.vector_bytes = self.vector_again = 0
         self.kept: dict[int, int] = {}
         self.kept_by: dict[int, list[int]] = {}
@@ -341,13 +359,31 @@ class _UnitCount:
             self.small.append(Collective("all_reduce", 2 * self.size_bytes(op.outputs[0]) // whole, axis))
         if op.kind in _ALONE_KINDS:
             size = sum(self.held(index, i) for i in range(len(op.inputs) + len(op.outputs)))
-            self.products.append(self.counter.product(op, self.batch, self.cut.of_labels(index, op), size))
+            made = self.counter.product(op, self.batch, self.cut.of_labels(index, op), size)
+            self.products.append(self._in_fp8(index, made) if index in self.fp8 else made)
             if is_again:
                 self.again.append(self.products[-1])
         elif op.kind not in FREE_KINDS:
             moved = self.counter.unfused_bytes(index, self.unit, self.made_here, self.held)
             self.vector_bytes += moved
             self.vector_again += moved if is_again else 0
+
+    def _in_fp8(self, index: int, product: Product) -> Product:
+        """A product computed in fp8, with its casts. The scale of an operand that several ranks share is that of the
+        whole, so that they tell each other their largest entries."""
+        width, weight = PRECISION_BYTES[self.precision], self.fp8[index]
+        entries = [self.held(index, position) // width for position in (1 - weight, weight, 2)]
+        taken = casts(*entries)
+        self.working[index] = taken.forward_working_bytes, taken.backward_working_bytes
+        split: dict[str, set[int]] = {}
+        for axis, position in self.cut.split_operands(index):
+            split.setdefault(axis, set()).add(position)
+        for axis, positions in split.items():
+            if positions - {2}:
+                self.small.append(Collective("all_reduce", 2 * PRECISION_BYTES["fp32"], axis))
+            if 2 in positions and product.backward_input + product.backward_weight:
+                self.small_backward.append(Collective("all_reduce", PRECISION_BYTES["fp32"], axis))
+        return replace(product, size_bytes=sum(entries[:2]) + width * entries[2], casts=taken)
 
     def add_saved(self, index: int) -> None:
         """Add what an op keeps for its backward."""
@@ -383,7 +419,9 @@ class _UnitCount:
         entering = {
             counter.memory_of(t): self.cut.entering_ways(t) for t in counter.entering(self.unit, self.made_here)
         }
-        passing, passing_beside_given = counter.live.beside_kept(self.ops, self.kept_by, self.mask_bytes, self.memory)
+        passing, passing_beside_given = counter.live.beside_kept(
+            self.ops, self.kept_by, self.mask_bytes, self.memory, self.working
+        )
         forward, backward, gathered, at_the_end = moved
         return UnitWork(
             products=tuple(self.products),
@@ -399,7 +437,7 @@ class _UnitCount:
             passing_bytes=passing,
             given_bytes=passing_beside_given - passing,
             forward_moved=(*forward, *self.small),
-            backward_moved=backward,
+            backward_moved=(*backward, *self.small_backward),
             backward_gathered=gathered,
             step_moved=at_the_end,
             put_off_bytes=counter.put_off_bytes(self.ops, self.cut, self.held),

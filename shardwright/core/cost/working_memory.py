@@ -37,6 +37,7 @@ class LiveBytes:
         kept_by: Mapping[int, Collection[int]],
         mask_bytes: Mapping[int, int],
         size_of: Callable[[int], int],
+        working: Mapping[int, tuple[int, int]] | None = None,
     ) -> tuple[int, int]:
         """The most bytes alive at once while the ops run forward and then backward, less all that is kept; and the same
         where the gradients that the backward is given stay to its end.
@@ -46,15 +47,19 @@ class LiveBytes:
             kept_by: op → the memory (views resolved) that its backward reads.
             mask_bytes: op → bytes of the mask that it keeps.
             size_of: bytes of a tensor on one rank.
+            working: op → bytes that it takes for a while in the forward and in the backward pass, such as copies of its
+                operands in another precision. None: none does.
         """
+        working = working or {}
         first_keeper: dict[int, int] = {}
         for op, roots in kept_by.items():
             for root in roots:
                 first_keeper[root] = min(op, first_keeper.get(root, op))
         kept = sum(map(size_of, first_keeper)) + sum(mask_bytes.values())
-        forward = self._forward_peak(ops, first_keeper, mask_bytes, size_of)
+        forward = self._forward_peak(ops, first_keeper, mask_bytes, size_of, working)
         backwards = (
-            self._backward_peak(ops, first_keeper, mask_bytes, size_of, given_stays=stays) for stays in (False, True)
+            self._backward_peak(ops, first_keeper, mask_bytes, size_of, working, given_stays=stays)
+            for stays in (False, True)
         )
         alone, given = (max(0, forward - kept, backward) for backward in backwards)
         return alone, given
@@ -63,7 +68,12 @@ class LiveBytes:
         return self._alias.get(tensor, tensor)
 
     def _forward_peak(
-        self, ops: range, kept: Collection[int], mask_bytes: Mapping[int, int], size_of: Callable[[int], int]
+        self,
+        ops: range,
+        kept: Collection[int],
+        mask_bytes: Mapping[int, int],
+        size_of: Callable[[int], int],
+        working: Mapping[int, tuple[int, int]],
     ) -> int:
         made = {self._root(t) for i in ops for t in self.graph.ops[i].outputs}
         last: dict[int, int] = {}
@@ -86,7 +96,7 @@ class LiveBytes:
                     alive.add(root)
                     live += size_of(root)
             live += mask_bytes.get(index, 0)
-            peak = max(peak, live)
+            peak = max(peak, live + working.get(index, (0, 0))[0])
             live -= sum(size_of(root) for root in dying.get(index, ()) if root in alive)
         return peak
 
@@ -96,6 +106,7 @@ class LiveBytes:
         first_keeper: Mapping[int, int],
         mask_bytes: Mapping[int, int],
         size_of: Callable[[int], int],
+        working: Mapping[int, tuple[int, int]],
         *,
         given_stays: bool,
     ) -> int:
@@ -126,7 +137,7 @@ class LiveBytes:
                         held.share(arriving[0], tensor, size_of(tensor))
                     else:
                         held.add(tensor, size_of(tensor))
-                peak = max(peak, live + held.bytes + passing)
+                peak = max(peak, live + held.bytes + passing + working.get(index, (0, 0))[1])
                 # A product with its bias makes both gradients at once.
                 of_bias = passing if op.name.endswith("/bias") else 0
                 for tensor in arriving:

@@ -14,7 +14,7 @@ from shardwright.core.schedule.family import Family, Sizes
 from shardwright.core.schedule.files import from_csv
 from shardwright.core.schedule.passes.sharding import ReduceAfter, insert_residency
 from shardwright.core.schedule.schedule import require_buildable
-from shardwright.core.tables.memory import OPTIMIZER_STATES, Precision, Recompute, named_schedule
+from shardwright.core.tables.memory import OPTIMIZER_STATES, Precision, Recompute, SumPrecision, named_schedule
 from shardwright.core.values.fields import Amount, Choices, Count, Words, require_fields
 
 LossScope = Literal["replica", "global"]
@@ -59,7 +59,7 @@ class Decision:
     which means each replica's own."""
     sequence_parallel: bool = False
     """Whether values that tensor ranks hold whole are divided along the sequence (arXiv 2205.05198, section 4.2.2)."""
-    gradient_precision: Precision | None = None
+    gradient_precision: SumPrecision | None = None
     """The precision of the sums of gradients over microbatches; None: that of the parameters."""
     placement_order: str = "PDT"
     """The order of the axes over the ranks; neighbours on the last letter's axis are neighbouring ranks."""
@@ -76,6 +76,8 @@ class Decision:
     whole_below_bytes: Amount = 0
     """Under shard 3, the size of a unit's parameters on a rank below which they stay whole all through a step: gathers
     of so few bytes cost their latency alone."""
+    fp8_weights: tuple[str, ...] = ()
+    """The slots ``class/role`` of the weights whose products are computed in fp8, under that precision."""
     generated: tuple[str, ...] = ()
     """The actions of every pipeline rank, comma-separated, for a schedule that follows no pattern ("auto")."""
 
@@ -107,6 +109,11 @@ class Decision:
             raise PlanError(
                 f"offloaded_units={list(self.offloaded_units)} with recompute={self.recompute!r} and kept_units="
                 f'{list(self.kept_units)}: they are units that are neither kept nor recomputed, under recompute="full"'
+            )
+        if self.fp8_weights and self.precision != "fp8":
+            raise PlanError(
+                f"precision={self.precision!r} and {len(self.fp8_weights)} fp8_weights: products in fp8 go with "
+                f"precision='fp8'; leave out one of them"
             )
         require_shard_group(self.shard_group, self.shard, self.dp)
         require_residency(

@@ -36,6 +36,7 @@ def _plan_text(plan: Plan) -> str:
         sizes = ", ".join(f"{name} {bytes_text(size)}" for name, size in use.classes.items())
         apart = f", never there at once {bytes_text(use.apart_bytes)}" if use.apart_bytes else ""
         lines.append(f"pipeline rank {rank}: {bytes_text(use.total_bytes)} ({sizes}{apart})")
+    lines += _fp8_lines(plan)
     if plan.provenance.pinned:
         lines.append(f"pinned: {', '.join(plan.provenance.pinned)}")
     lines += [f"not chosen: {a.summary}: {a.reason}" for a in plan.alternatives]
@@ -72,6 +73,10 @@ def _parameter_text(plan: Plan, parameter: str) -> str:
                 "tp is 1" if plan.decision.tp == 1 else "no axis that it could be split on pays"
             )
             lines.append(f"  replicated: {why}")
+        if slot in plan.decision.fp8_weights:
+            lines.append("  its products are computed in fp8")
+        elif slot in dict(plan.not_in_fp8):
+            lines.append(f"  its products stay in bf16: {dict(plan.not_in_fp8)[slot]}")
         if (source := dict(plan.provenance.pinned_layouts).get(slot)) is not None:
             lines.append(f"  pinned by {source}")
         slots = plan.binding(framework).units[unit].parameters
@@ -92,6 +97,21 @@ def _parameter_text(plan: Plan, parameter: str) -> str:
     for framework, found in uses.items():
         lines += _together(framework, found)
     return "\n".join(lines)
+
+
+def _fp8_lines(plan: Plan) -> list[str]:
+    """The weights whose products are computed in fp8, and those that stay in bf16, by a name of each."""
+    framework, binding = plan.bindings[0]
+    names: dict[str, str] = {}
+    for unit, of_class in zip(binding.units, plan.model.unit_classes, strict=True):
+        for role, name, _ in unit.parameters:
+            names.setdefault(f"{of_class}/{role}", name)
+    lines = []
+    if plan.decision.fp8_weights:
+        said = ", ".join(f"{slot} ({names[slot]})" for slot in plan.decision.fp8_weights)
+        count = len(plan.fp8_parameters(framework))
+        lines.append(f"products in fp8: those of {count} weights, with one scale for each operand: {said}")
+    return lines + [f"products in bf16: {slot} ({names[slot]}): {why}" for slot, why in plan.not_in_fp8]
 
 
 @dataclass(frozen=True, slots=True)

@@ -171,7 +171,8 @@ def _require_consistent(file: PlanDocument) -> None:
         )
     for name, binding in bindings.items():
         _require_bound(name, binding, structure)
-    for slot in (*dict(file.alternatives.unsplit), *dict(file.alternatives.layouts)):
+    said = file.alternatives
+    for slot in (*dict(said.unsplit), *dict(said.not_in_fp8), *dict(said.layouts)):
         if slot not in structure.slot_shapes:
             raise PlanFileError(f"alternatives: name slot {slot!r}, which the model lacks")
 

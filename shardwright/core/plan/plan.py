@@ -55,6 +55,9 @@ class Plan(PlanRecord):
                 raise PlanError(f"a layout is given for {slot!r}, which the model lacks: {nearest(slot, shapes)}")
             _require_tensor_axis(slot, layout)
             layout.check(shapes[slot], self.mesh)
+        for slot in self.decision.fp8_weights:
+            if len(dict.get(shapes, slot, ())) != 2 or slot.startswith("@"):
+                raise PlanError(f"fp8_weights name {slot!r}, which is no matrix of the model: {nearest(slot, shapes)}")
         for framework, _ in self.bindings:
             self.parameter_layouts(framework)
 
@@ -178,6 +181,12 @@ class Plan(PlanRecord):
                     )
         return {name: layout for name, (_, layout) in found.items()}
 
+    def fp8_parameters(self, framework: str) -> frozenset[str]:
+        """The first names of the weights whose products are computed in fp8."""
+        units = zip(self.binding(framework).units, self.model.unit_classes, strict=True)
+        slots = set(self.decision.fp8_weights)
+        return frozenset(name for unit, c in units for role, name, _ in unit.parameters if f"{c}/{role}" in slots)
+
     def require_model(self, framework: str, names: tuple[str, ...], model_name: str) -> None:
         """Raise PlanError, naming the parameters that differ, unless ``names`` are the plan's."""
         require_names(self.binding(framework), names, model_name)
@@ -197,8 +206,10 @@ class Plan(PlanRecord):
         """This plan with the names of another capture of the same model, perhaps in the other framework, and with the
         program of its ops on the tensor axis.
 
-        Raises PlanError that names the first difference when the structures do not match.
+        Raises PlanError that names the first difference when the structures do not match, MissingCapabilityError for
+        products in fp8 that the framework's runtime does not compute.
         """
+        graph.capabilities.require_precision(self.decision.precision)
         graph = graph.for_precision(self.decision.precision)
         structure, binding = structure_of(fold(graph))
         difference = self.model.difference(structure)

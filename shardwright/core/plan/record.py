@@ -150,3 +150,5 @@ class PlanRecord:
     counted_for: str = ""
     """A digest of the decision, the model and the costs that ``predicted`` was counted for; by default, that of this
     plan. After an edit it is that of the plan before (`is_stale`)."""
+    not_in_fp8: tuple[tuple[str, str], ...] = ()
+    """Under precision "fp8", the ``class/role`` of the matrices whose products stay in bf16, and the reason."""

@@ -13,7 +13,7 @@ from shardwright.core.plan.sections import section_of
 from shardwright.core.solver.op_layouts import SlotAlternatives
 from shardwright.core.values.fields import Amount, Count
 
-VERSION = 13
+VERSION = 14
 PlanT = TypeVar("PlanT", bound=PlanRecord)
 
 
@@ -38,10 +38,12 @@ class PredictedSection(StepFigures):
 
 @dataclass(frozen=True, slots=True)
 class AlternativesSection:
-    """The alternatives that were not chosen: whole plans, matrices that stay whole, other layouts of parameters."""
+    """The alternatives that were not chosen: whole plans, matrices that stay whole or out of fp8, other layouts of
+    parameters."""
 
     plans: tuple[Alternative, ...]
     unsplit: tuple[tuple[str, str], ...]
+    not_in_fp8: tuple[tuple[str, str], ...]
     layouts: SlotAlternatives
 
 
@@ -75,7 +77,7 @@ class PlanDocument:
             plan.programs,
             plan.costs,
             PredictedSection(**_figures(plan.predicted), counted_for=plan.counted_for),
-            AlternativesSection(plan.alternatives, plan.unsplit, plan.layout_alternatives),
+            AlternativesSection(plan.alternatives, plan.unsplit, plan.not_in_fp8, plan.layout_alternatives),
             plan.provenance,
         )
 
@@ -96,6 +98,7 @@ class PlanDocument:
             predicted=Predicted(**_figures(self.predicted), mesh=self.decision.mesh),
             alternatives=self.alternatives.plans,
             unsplit=self.alternatives.unsplit,
+            not_in_fp8=self.alternatives.not_in_fp8,
             layout_alternatives=self.alternatives.layouts,
             provenance=self.provenance,
             counted_for=self.predicted.counted_for,

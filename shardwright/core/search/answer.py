@@ -70,6 +70,7 @@ def as_plan(
         alternatives=tuple(alternatives),
         unsplit=tables.unsplit(decision.tp) if decision.tp > 1 else (),
         layout_alternatives=tables.layout_alternatives(decision.tp),
+        not_in_fp8=tables.fp8_products.others,
         provenance=Provenance(
             shardwright=own_version(),
             captured_from=graph.framework,

@@ -192,6 +192,7 @@ class Bounds:
             hierarchical_gathers=self.hierarchical_gathers(shape, policy),
             whole_below_bytes=self.whole_below_bytes(shape, policy),
             bucket_bytes=self.bucket_bytes(shape, policy),
+            fp8_weights=self.tables.fp8_products.slots,
         )
 
     # Bounds ------------------------------------------------------------------------------------------------------

@@ -25,17 +25,12 @@ from shardwright.core.rules.pins import Asked
 from shardwright.core.schedule import AUTO
 from shardwright.core.schedule.family import Family, Sizes
 from shardwright.core.schedule.passes.sharding import ReduceAfter
-from shardwright.core.tables.memory import Precision, Recompute
+from shardwright.core.tables.memory import Precision, Recompute, SumPrecision
 from shardwright.core.values.fields import Amount, Count, Option, Words, fields_of, require_fields
 
 VIRTUAL_STAGES = (1, 2, 3, 4, 6, 8)
 """Stages per pipeline rank that a search tries."""
 SEARCHED = "searched"
-FP8_PRODUCTS = (
-    "Plan for 'bf16'; for products in fp8 on a GPU of compute capability 8.9 or more, convert the linear layers of a "
-    "PyTorch model with torchao.float8.convert_to_float8_training before it is wrapped"
-)
-"""The way to fp8 that there is."""
 NUMBERS = ("batch", "precision", "optimizer", "loss_scope", "gradient_precision", "pins", "runtimes")
 """The fields of a request that are no choice of the plan's form."""
 
@@ -128,7 +123,7 @@ class Options:
     precision: Annotated[
         Precision | None,
         Option(
-            "that of parameters and activations",
+            "that of parameters and activations; in fp8 they are bf16, and linear products compute in 8 bits",
             "a 16-bit one in which the device is faster than in fp32, else fp32",
         ),
     ] = None
@@ -151,7 +146,7 @@ class Options:
         ),
     ] = None
     gradient_precision: Annotated[
-        Precision | None,
+        SumPrecision | None,
         Option("the one in which gradients add up over microbatches", "that of the parameters"),
     ] = None
     layouts: Annotated[
@@ -203,7 +198,6 @@ class Options:
     """A callback that takes (candidates scored, candidates in all)."""
 
     def __post_init__(self) -> None:
-        self._require_no_fp8()
         require_fields(self, PlanError)
         for name in ("stage_starts", "kept_units", "offloaded_units"):
             if (units := getattr(self, name)) is not None:
@@ -249,12 +243,6 @@ class Options:
         if self.stage_starts is not None and self.pp is not None:
             return len(self.stage_starts) // self.pp
         return self.virtual_stages
-
-    def _require_no_fp8(self) -> None:
-        """Raise PlanError where fp8 is asked for: no runtime keeps values in it."""
-        for name in ("precision", "gradient_precision"):
-            if getattr(self, name) == "fp8":
-                raise PlanError(f"{name}='fp8': no runtime of this version keeps values in 8 bits. {FP8_PRODUCTS}")
 
     def _require_devices(self) -> None:
         given = self.devices
@@ -352,6 +340,12 @@ class Request(Options):
 
 
 def request_for(options: Options, pins: tuple[Pin, ...], runtimes: tuple[Capabilities, ...]) -> Request:
-    """The request for one model: the options with the pinned layouts and the runtimes that must carry the plan out."""
+    """The request for one model: the options with the pinned layouts and the runtimes that must carry the plan out.
+
+    Raises PlanError for products in fp8 that one of the runtimes does not compute.
+    """
+    for runtime in runtimes:
+        if (lack := runtime.lack_of_precision(options.precision or "")) is not None:
+            raise PlanError(lack)
     asked = {each.name: getattr(options, each.name) for each in fields(Options)}
     return Request(**asked, pins=pins, runtimes=runtimes)

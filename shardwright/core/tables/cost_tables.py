@@ -9,16 +9,18 @@ from itertools import pairwise
 from shardwright.core.cluster.cluster import Cluster
 from shardwright.core.cluster.collectives import send_s
 from shardwright.core.cluster.groups import Group
-from shardwright.core.cluster.hardware import Device, Link
+from shardwright.core.cluster.hardware import Device, Link, load_profile, profile_names
 from shardwright.core.cluster.hardware.device import MeasuredUnit
 from shardwright.core.cost.shared_values import as_they_lie
 from shardwright.core.cost.unit_seconds import UnitCost, seconds_of, unit_cost
 from shardwright.core.cost.unit_work import PRECISION_BYTES
 from shardwright.core.cost.unpriced import unpriced_text
 from shardwright.core.cost.value_flow import SharedValue
+from shardwright.core.errors import PlanError
 from shardwright.core.layout.pinned_layout import Pin
 from shardwright.core.layout.placements import Layout
 from shardwright.core.model.fold import Folded, Unit, crossing_bytes
+from shardwright.core.model.fp8_products import Fp8Products
 from shardwright.core.model.graph import Graph
 from shardwright.core.model.structure import Binding, Structure, measured_name
 from shardwright.core.rules.pins import resolve
@@ -38,7 +40,7 @@ from shardwright.core.solver.op_layouts import (
 )
 from shardwright.core.tables.graph_reading import read
 from shardwright.core.tables.measured_units import calibrated
-from shardwright.core.tables.memory import Precision, Recompute, state_bytes_per_element
+from shardwright.core.tables.memory import Precision, Recompute, SumPrecision, state_bytes_per_element
 from shardwright.core.tables.unit_table import Tie, UnitTable
 from shardwright.core.values.found_once import found_once
 
@@ -79,6 +81,17 @@ def _best_precision(cluster: Cluster) -> Precision:
     return next((name for name in halves if is_faster(name)), "fp32")
 
 
+def _require_fp8(cluster: Cluster) -> None:
+    """Raise PlanError for a cluster of which some device has no products in fp8."""
+    for group in cluster.groups:
+        if "fp8" not in group.device.peak_flops_per_s:
+            able = (name for name in profile_names() if "fp8" in load_profile(name).device.peak_flops_per_s)
+            raise PlanError(
+                f"precision='fp8': {group.device.name} has no matrix products in fp8. Plan for 'bf16', or for a device "
+                f"that has them: {', '.join(able)}"
+            )
+
+
 def is_one_stage(pp: int, recompute: str) -> bool:
     """Whether a rank runs all units and computes nothing again."""
     return pp == 1 and recompute == "none"
@@ -93,11 +106,13 @@ class CostTables:
         cluster: Cluster,
         precision: Precision | None,
         optimizer: str,
-        gradient_precision: Precision | None = None,
+        gradient_precision: SumPrecision | None = None,
         sequence_parallel: bool | None = None,
         pins: tuple[Pin, ...] = (),
     ) -> None:
         self.precision = precision or _best_precision(cluster)
+        if self.precision == "fp8":
+            _require_fp8(cluster)
         graph = graph.for_precision(self.precision)
         self.graph, self.cluster, self.optimizer = graph, cluster, optimizer
         self.gradient_precision, self._sequence_parallel, self._pins = gradient_precision, sequence_parallel, pins
@@ -110,6 +125,14 @@ class CostTables:
         self.binding: Binding = self._read.binding
         self.counter = self._read.counter
         resolve(graph, pins, {AXIS: 1})  # bad pins raise, whatever the degrees
+        self.fp8_products = self.counter.fp8 if self.precision == "fp8" else Fp8Products((), {}, ())
+        """The products in fp8; none in other precisions."""
+        if self.precision == "fp8" and not self.fp8_products.slots:
+            said = "; ".join(f"{slot}: {why}" for slot, why in self.fp8_products.others[:3]) or "it has no matrices"
+            raise PlanError(
+                f"precision='fp8': no linear product of {graph.model_name} can be computed in it ({said}); plan for "
+                f"'bf16'"
+            )
         self._costs: dict[tuple[int, int, Device, Group, bool], tuple[UnitCost, ...]] = {}
 
     def on(self, cluster: Cluster) -> "CostTables":

@@ -14,7 +14,10 @@ from shardwright.core.schedule.peak_memory import peak_live
 from shardwright.core.values.fields import Amount
 
 Recompute = Literal["none", "selective", "full"]
-Precision = Literal["fp32", "bf16", "fp16"]
+Precision = Literal["fp32", "bf16", "fp16", "fp8"]
+"""In fp8 linear products compute in 8 bits (`core.model.fp8_products`), and everything else is as in bf16."""
+SumPrecision = Literal["fp32", "bf16", "fp16"]
+"""A precision in which gradients add up."""
 Mode = Literal["none", "selective", "full", "offload"]
 """The treatment of one unit's activations: keep them, compute some or all of them again, or send them to the host."""
 

@@ -135,7 +135,8 @@ def test_the_search_takes_the_fastest_of_all_that_fit() -> None:
         ({"recompute": "some"}, "recompute='some'"),
         ({"shard": 4}, "shard=4"),
         ({"precision": "bf17"}, "did you mean 'bf16'"),
-        ({"precision": "fp8"}, "Plan for 'bf16'; for products in fp8 .*convert_to_float8_training"),
+        ({"precision": "fp8"}, "the toy runtime of this version does not compute products in 8 bits; plan for 'bf16'"),
+        ({"gradient_precision": "fp8"}, "gradient_precision='fp8'"),
         ({"dp": 16, "shard_group": 3, "shard": 1}, "shard_group=3 does not divide dp=16"),
     ],
 )

@@ -11,10 +11,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from fp8_training import in_fp8_by_hand
 from launched import leave
 from torch import nn
 
 import shardwright.torch as sw
+from shardwright.backends.torch.memory.fp8_linear import CAPABILITY
 from tests.comparison import Comparison
 
 STEPS, MICROBATCHES, SAMPLES, WIDTH = 3, 2, 4, 256
@@ -23,7 +25,8 @@ CASES: dict[str, dict[str, Any]] = {
     for precision in ("fp32", "bf16", "fp16")
     for shard in (0, 1, 2, 3)
 }
-HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+CASES |= {f"fp8, shard {shard}": {"shard": shard, "fp8": True, "cluster": "h100"} for shard in (0, 3)}
+HALF = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 
 
 class Net(nn.Module):
@@ -58,8 +61,9 @@ def parts_of(step: int, device: torch.device) -> list[torch.Tensor]:
     return list(tokens.to(device).chunk(count))
 
 
-def plain_run(model: nn.Module, half: torch.dtype | None, device: torch.device) -> dict[str, Any]:
-    """Torch alone on all microbatches: in 16 bits on copies of float32 parameters, with float32 sums."""
+def plain_run(model: nn.Module, half: torch.dtype | None, device: torch.device, in_fp8: bool = False) -> dict[str, Any]:
+    """Torch alone on all microbatches: in 16 bits on copies of float32 parameters, with float32 sums; ``in_fp8``: with
+    linear layers in 8 bits, by hand."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses, gradients = [], {}
     for step in range(STEPS):
@@ -67,6 +71,7 @@ def plain_run(model: nn.Module, half: torch.dtype | None, device: torch.device) 
         parts, total = parts_of(step, device), 0.0
         for part in parts:
             inside = model if half is None else copy.deepcopy(model).to(half)
+            inside = in_fp8_by_hand(inside, "head") if in_fp8 else inside
             loss = inside(part)
             (loss / len(parts)).backward()
             total += float(loss)
@@ -113,9 +118,12 @@ def main() -> None:
         half = next((dtype for name, dtype in HALF.items() if name in config), None)
         torch.manual_seed(0)
         model = Net().to(device)
-        expected = plain_run(copy.deepcopy(model), half, device)
+        in_fp8 = "fp8" in config
+        if in_fp8 and kind == "cuda" and torch.cuda.get_device_capability(device) < CAPABILITY:
+            continue
+        expected = plain_run(copy.deepcopy(model), half, device, in_fp8)
         found = own_run(model, config, device)
-        same, rough = Comparison(case), {} if half is None else {"relative": 1e-2}
+        same, rough = Comparison(case), {} if half is None else {"relative": 5e-2 if in_fp8 else 1e-2}
         same.losses(found["losses"], expected["losses"], **({} if half is None else {"relative": 2e-3}))
         same.gradients(found["gradients"], expected["gradients"], **rough)
         reports.append(same.report())

@@ -18,6 +18,7 @@ def require_supported(plan: Plan) -> None:
         raise PlanError(f"plan is {plan!r:.80}: give what sw.plan or sw.Plan.load returned")
     decision = plan.decision
     CAPABILITIES.require_axes({"pp": decision.pp})
+    CAPABILITIES.require_precision(decision.precision)
     CAPABILITIES.require_on_device(decision.offloaded_units)
     CAPABILITIES.require_residency(decision.shard, decision.gathered_stages, decision.reduce_after)
 

@@ -20,6 +20,7 @@ from shardwright.backends.capabilities import TORCH_MEMORY
 from shardwright.backends.torch.capture import tensor_parallel_marks as marks
 from shardwright.backends.torch.capture.autograd_calls import AutogradQuestions
 from shardwright.backends.torch.capture.batch_dims import Leaf, Sample
+from shardwright.backends.torch.capture.fp8_products import plain_products
 from shardwright.backends.torch.capture.op_schemas import dtype_name
 from shardwright.backends.torch.capture.precision import step_dtype
 from shardwright.backends.torch.capture.recorder import Recorder
@@ -351,7 +352,7 @@ def plain_torch() -> Iterator[None]:
     torch.clear_autocast_cache()  # casts of the run before would be missing from this one
     logger.setLevel(logging.CRITICAL)  # what it logs is raised too
     try:
-        with device, torch.enable_grad(), eager:
+        with device, torch.enable_grad(), eager, plain_products():
             yield
     finally:
         set_mkldnn_enabled(mkldnn)

@@ -7,8 +7,14 @@ from collections.abc import Mapping
 
 import torch
 
-COMPUTE: Mapping[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""The dtype in which the steps of a plan of each precision compute; None: that of the parameters."""
+COMPUTE: Mapping[str, torch.dtype | None] = {
+    "fp32": None,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp8": torch.bfloat16,
+}
+"""The dtype in which the steps of a plan of each precision compute; None: that of the parameters.
+The products in 8 bits of a plan in fp8 have operands and results in bf16 (`fp8_products`)."""
 _SINGLE_AND_HALF = (torch.float32, torch.float16, torch.bfloat16)
 
 

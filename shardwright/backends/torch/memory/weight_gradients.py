@@ -116,6 +116,19 @@ def _put_off() -> Deferred | None:
     return _collecting if _collecting is not None and collects_all_gradients() else None
 
 
+def put_off(
+    name: str, weight: torch.Tensor, given: torch.Tensor, gradient: torch.Tensor,
+    derive: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+) -> bool:  # fmt: skip
+    """Leave the gradient of a weight, ``derive(given, gradient)``, to W where that is how its backward runs; False
+    where it is wanted at once."""
+    store = _put_off()
+    if store is None or not (_is_quiet(weight) and weight.requires_grad):
+        return False
+    store.add(name, given, gradient, lambda given, gradient: _add_to(weight, derive(given, gradient)))
+    return True
+
+
 def _can_defer(given: Any, weight: Any) -> bool:
     """Whether the gradient of a weight may come later, without autograd: it is a parameter, and nobody hooks it."""
     return (

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
+from shardwright.backends.torch.memory.fp8_linear import hides_from_compiler
 from shardwright.backends.torch.program.stage_map import StageMap
 from shardwright.backends.torch.program.stages import Division
 from shardwright.core.errors import MissingCapabilityError
@@ -45,12 +46,23 @@ class Compiler:
     def units(
         self, modules: Mapping[str, nn.Module], divisions: Sequence[Division], stages: Sequence[int]
     ) -> dict[str, nn.Module]:
-        """The compiled units of these stages, by path."""
+        """The compiled units of these stages, by path. Raises MissingCapabilityError for products in fp8 that the
+        compiler does not see."""
         for division in divisions:
             for stage in stages:
                 for step in division.parts[stage].steps:
                     if step.path is not None and step.path not in self._compiled:
+                        _require_seen(modules[step.path], step.path)
                         compiled = torch.compile(modules[step.path], backend=self.backend)
                         assert isinstance(compiled, nn.Module)
                         self._compiled[step.path] = compiled
         return dict(self._compiled)
+
+
+def _require_seen(unit: nn.Module, path: str) -> None:
+    for inner, module in unit.named_modules():
+        if hides_from_compiler(module):
+            raise MissingCapabilityError(
+                f"{type(module).__name__} at {'.'.join(filter(None, (path, inner)))!r} is no nn.Linear, and a compiled "
+                f"unit would compute its product in bf16, which the plan has in fp8: {_INSTEAD} make it an nn.Linear"
+            )

@@ -204,7 +204,9 @@ class Lowerer:
 
         path = f"{self.prefix}{draft.path} (call {step.occurrence})"
         layouts = planned_part(graph, self.plan, places)
-        replay = lower_all(traced, layouts, self.axis, 1, self.device, lambda c: self.seed(in_model(c)), path)
+        planned = self.plan.fp8_parameters("torch")
+        fp8 = {name for name, first in draft.names.items() if first in planned}
+        replay = lower_all(traced, layouts, self.axis, 1, self.device, lambda c: self.seed(in_model(c)), path, fp8)
         numbers = [value for value in step.outputs if value is not None]
         tensors = [tensor for tensor in traced.outputs if tensor is not None]
         if len(set(tensors)) != len(numbers):

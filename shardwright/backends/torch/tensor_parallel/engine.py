@@ -111,7 +111,8 @@ class TensorParallel:
                 raise
             raise NotReplayableError(f"another kind of step was planned for: {error}") from error
         layouts = of_realised(traced.graph, realised)
-        replay = lower_all(traced, layouts, self.shards.axis, sample.batch, device, self._draws, prefix)
+        fp8 = self.plan.fp8_parameters("torch")
+        replay = lower_all(traced, layouts, self.shards.axis, sample.batch, device, self._draws, prefix, fp8)
         expanded = expand(program, call, replay, given, self.shards.axis.size)
         find = replay.held(self.model)
         starts = self.plan.decision.stage_starts

@@ -1,6 +1,6 @@
 """A model's units, lowered for one rank of the tensor axis, and the sharded parameters that they run on."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -67,8 +67,10 @@ def lower_all(
     device: torch.device,
     seed: Callable[[Context], None],
     prefix: str = "",
+    fp8: Collection[str] = (),
 ) -> Replay:
-    """All units as functions of local tensors, at ``batch`` samples; their names begin with ``prefix``.
+    """All units as functions of local tensors, at ``batch`` samples; their names begin with ``prefix``. The products
+    with the parameters ``fp8`` are computed in fp8.
 
     Raises NotReplayableError.
     """
@@ -81,8 +83,11 @@ def lower_all(
             if places[name_of[tensor]] not in (place, Replicate()):
                 raise NotReplayableError(f"{name_of[tensor]} is placed in two ways: {places[name_of[tensor]]}, {place}")
             places[name_of[tensor]] = place
+    narrow = frozenset(tensor for tensor, name in name_of.items() if name in fp8)
     units = tuple(
-        lower_unit(Lowering(traced, layout, axis, batch, f"{prefix}unit {layout.unit.index}", device, seed, summed))
+        lower_unit(
+            Lowering(traced, layout, axis, batch, f"{prefix}unit {layout.unit.index}", device, seed, summed, narrow)
+        )
         for layout in layouts
     )
     leaving = {t: place for layout in layouts for t, (place, _) in layout.leaves.items()}

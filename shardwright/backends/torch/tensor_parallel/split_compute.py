@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from shardwright.backends.torch.tensor_parallel import columns, lookups, random_ops, statistics
+from shardwright.backends.torch.tensor_parallel import columns, fp8_shards, lookups, random_ops, statistics
 from shardwright.backends.torch.tensor_parallel.generated_source import Var
 from shardwright.backends.torch.tensor_parallel.local_ops import as_recorded, rule
 from shardwright.backends.torch.tensor_parallel.trace import NotReplayableError
 from shardwright.backends.torch.tensor_parallel.unit_call import Call
-from shardwright.core.layout.placements import Partial, Replicate
+from shardwright.core.layout.placements import Partial, Replicate, Split
 
 R = Replicate()
 
@@ -43,11 +43,14 @@ def linear(call: Call) -> bool:
 
 @rule("addmm", "baddbmm", "addmv", "mm")
 def product_and_sum(call: Call) -> bool:
+    in_fp8 = _is_in_fp8(call)
     if call.argument("alpha", 1) != 1 or call.argument("beta", 1) != 1:
+        if in_fp8:
+            raise NotReplayableError(f"{call.site.name} with factors in fp8")
         if call.is_flat_product:
             raise NotReplayableError(f"{call.site.name} with factors over flattened dims")
         return call.is_replicated and as_recorded(call)
-    if call.is_replicated and not call.is_flat_product:
+    if call.is_replicated and not call.is_flat_product and not in_fp8:
         return as_recorded(call)
     return _product(call, columns.flat_product if call.is_flat_product else torch.matmul)
 
@@ -55,6 +58,8 @@ def product_and_sum(call: Call) -> bool:
 def _product(call: Call, product: Callable[..., Any]) -> bool:
     """Lower a product and its bias; in one kernel when nothing is converted in between."""
     source = call.lowering.source
+    if _is_in_fp8(call):
+        return _product_in_fp8(call, is_turned=product is not F.linear)
     if _columns(call, product):
         return True
     left, right = call.inputs(0)
@@ -70,6 +75,25 @@ def _product(call: Call, product: Callable[..., Any]) -> bool:
     call.give(0, 0, source.call(product, left, right))
     out, bias = call.inputs(1)
     call.give(1, 0, source.call(torch.add, out, bias))
+    return True
+
+
+def _is_in_fp8(call: Call) -> bool:
+    return call.pieces[0][0].inputs[1] in call.lowering.fp8
+
+
+def _product_in_fp8(call: Call, *, is_turned: bool) -> bool:
+    """Lower a product in fp8, and the sum with its bias."""
+    source, signature = call.lowering.source, call.pieces[0][1].signature
+    left, right = call.inputs(0)
+    made = source.call(
+        fp8_shards.product, left, right, is_turned, any(isinstance(p, Split) for p in signature.inputs),
+        isinstance(signature.outputs[0], Split), call.lowering.axis, call.lowering.name, is_kept=True,
+    )  # fmt: skip
+    call.give(0, 0, made)
+    if len(call.pieces) > 1:
+        out, bias = call.inputs(1)
+        call.give(1, 0, source.call(torch.add, out, bias))
     return True
 
 

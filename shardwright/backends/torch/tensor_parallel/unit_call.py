@@ -34,6 +34,8 @@ class Lowering:
     seed: Callable[[Context], None]
     summed: frozenset[int]
     """Parameters whose gradients are terms of a sum, on every reader."""
+    fp8: frozenset[int] = frozenset()
+    """Weights whose products are computed in fp8."""
     source: Source = field(default_factory=Source)
     at: dict[int, Var] = field(default_factory=dict)
     """Graph tensor → the variable where its readers find it."""

@@ -2,7 +2,7 @@
 
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from shardwright.backends.torch.machine.agreement import Agreement, Claim
 from shardwright.backends.torch.machine.data_groups import DataGroups
 from shardwright.backends.torch.machine.mesh import BoundMesh
 from shardwright.backends.torch.machine.watchdog import Watchdog
+from shardwright.backends.torch.memory.fp8_linear import compute_in_fp8, require_fp8
 from shardwright.backends.torch.memory.residency import Residency
 from shardwright.backends.torch.pipeline.action_times import Recorder
 from shardwright.backends.torch.pipeline.sentinels import Sentinel
@@ -105,6 +106,7 @@ class SplitModel:
             self.ownership.drop(name)
         self.awaited: AwaitedWeights | None = None
         self._undo_norms: Callable[[], None] | None = None
+        self._undo_fp8: Callable[[], None] | None = None
         self._synchronized = False
         self._looked_at: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
         """Whether optimizers, as far as they were looked at, train pieces of parameters."""
@@ -123,10 +125,22 @@ class SplitModel:
             self.tensor = TensorParallel(self.model, shards, stage_map.plan)
             self.parts.tensor = shards
         self._hold(placement)
+        if stage_map.plan is not None and stage_map.plan.decision.precision == "fp8":
+            self._compute_in_fp8(stage_map.plan.fp8_parameters("torch"))
         if self.bound.size("dp") > 1 and stage_map.loss_scope == "global":
             self._undo_norms = norm_over_replicas(self.model, self.bound, self.watchdog, lambda: self.bodies.is_running)
         else:
             self._share_statistics()
+
+    def _compute_in_fp8(self, weights: Collection[str]) -> None:
+        """Let the modules that hold these weights, by first name, multiply with them in fp8.
+
+        Raises MissingCapabilityError for a device that has no such products.
+        """
+        require_fp8(self.bound.device)
+        first = self.ownership.first_name
+        own = (name.rpartition(".")[::2] for name, other in first.items() if other in weights)
+        self._undo_fp8 = compute_in_fp8([self.ownership.modules[path] for path, last in own if last == "weight"])
 
     def use(self, stage_map: StageMap) -> None:
         """Let this stage map, from now on, say which rank does what."""
@@ -344,8 +358,9 @@ class SplitModel:
 
     def close(self) -> None:
         """Undo the changes to the model that were made for its training."""
-        if self._undo_norms is not None:
-            self._undo_norms()
+        for undo in (self._undo_norms, self._undo_fp8):
+            if undo is not None:
+                undo()
         self.gradients.close()
         for handle in self._handles:
             handle.remove()
