@@ -1,6 +1,8 @@
-"""I and W together give what a whole backward gives, for every way in which a weight is used."""
+"""I and W together give what a whole backward gives, and so do gradients that are added at once, for every way in which
+a weight is used."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
@@ -8,7 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from shardwright.backends.torch.memory.weight_gradients import collecting, deferrable
+from shardwright.backends.torch.memory import weight_gradients
+from shardwright.backends.torch.memory.weight_gradients import adding, collecting, deferrable
 from shardwright.core.errors import CaptureError
 from tests.comparison import Comparison
 from tests.torch.workers.models import Doubled
@@ -189,11 +192,80 @@ def test_a_write_between_input_and_weight_gradient_is_refused() -> None:
         left.multiply()
 
 
-def test_the_functions_are_torchs_own_outside() -> None:
+@pytest.fixture
+def added_at_once(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether gradients were added at once, of each that could have been."""
+    found: list[bool] = []
+    own = weight_gradients.added
+    monkeypatch.setattr(weight_gradients, "LARGE", 1)
+    monkeypatch.setattr(weight_gradients, "added", lambda *given: found.append(own(*given)) or found[-1])
+    return found
+
+
+def compare_added(build: Callable[[], nn.Module], given: torch.Tensor, autocast: bool = False) -> None:
+    """Run three microbatches, the last two of which add to the gradients of the first."""
+    torch.manual_seed(0)
+    plain = build()
+    torch.manual_seed(0)
+    own = build()
+    for microbatch in range(3):
+        wanted_input, got_input = ((given + microbatch).requires_grad_() for _ in range(2))
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            wanted = plain(wanted_input)
+            with adding() if microbatch else nullcontext():
+                got = own(got_input)
+        Comparison().values(got, wanted, relative=1e-5, absolute=1e-5).require()
+        wanted.float().pow(2).sum().backward()
+        with adding() if microbatch else nullcontext():
+            got.float().pow(2).sum().backward()
+        Comparison().values(got_input.grad, wanted_input.grad, relative=1e-5, absolute=1e-5).require()
+        Comparison().gradients(gradients(own), gradients(plain)).require()
+
+
+@pytest.mark.parametrize(
+    ("build", "times"),
+    [
+        (lambda: nn.Linear(WIDTH, 4), 2),
+        (lambda: nn.Linear(WIDTH, 4, bias=False), 2),
+        (Conv1D, 2),
+        (Reused, 4),
+        (lambda: Checkpointed(True), 4),
+        (lambda: Checkpointed(False), 4),
+        (Forces, 2),  # of the second product; the first is differentiated twice
+        (OwnFunctions, 0),  # whose backward asks for some gradients
+        (Mapped, 0),
+    ],
+)
+def test_gradients_are_added_at_once_to_the_same(
+    build: Callable[[], nn.Module], times: int, added_at_once: list[bool]
+) -> None:
+    compare_added(build, samples(2, 3, WIDTH))
+    assert sum(added_at_once) == times
+
+
+def test_gradients_of_another_dtype_are_autograds(added_at_once: list[bool]) -> None:
+    compare_added(lambda: nn.Linear(WIDTH, 4), samples(2, 3, WIDTH), autocast=True)
+    assert added_at_once == [False, False]
+
+
+def test_small_and_hooked_weights_are_autograds(added_at_once: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    def hooked() -> nn.Module:
+        layer = nn.Linear(WIDTH, WIDTH)
+        layer.weight.register_hook(lambda g: g * 2)
+        return layer
+
+    compare_added(hooked, samples(2, WIDTH))
+    monkeypatch.setattr(weight_gradients, "LARGE", WIDTH * WIDTH + 1)
+    compare_added(lambda: nn.Linear(WIDTH, WIDTH), samples(2, WIDTH))
+    assert added_at_once == []
+
+
+@pytest.mark.parametrize("context", [deferrable, adding])
+def test_the_functions_are_torchs_own_outside(context: Callable[[], AbstractContextManager[None]]) -> None:
     before = F.linear, F.conv2d, F.embedding, torch.addmm
 
     def fail() -> None:
-        with deferrable():
+        with context():
             assert F.linear is not before[0]
             raise ZeroDivisionError
 

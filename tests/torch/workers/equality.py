@@ -11,8 +11,10 @@ from launched import leave
 from models import batch, build
 
 import shardwright.torch as sw
+from shardwright.backends.torch.memory import weight_gradients
 from tests.comparison import Comparison
 
+weight_gradients.LARGE = 1  # gradients are added at once, as those of large models are
 STEPS = 20
 FEWER_STEPS = {"albert": 3, "mixtral": 3}
 """Models that are here for their shape: shared layers, experts."""

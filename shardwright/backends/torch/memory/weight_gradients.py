@@ -1,4 +1,5 @@
-"""Deferred weight gradients: the part that a split backward (I, then W) leaves to its W.
+"""Weight gradients that we make in place of autograd: put off by a split backward (I, then W) to its W, or added to
+those of earlier microbatches by the product that makes them.
 
 While a stage whose backward is split runs, linear layers, convolutions and embeddings are run by functions of our own.
 In I their backward gives the gradient of the input alone and keeps the two factors of the weight's gradient; W
@@ -8,6 +9,10 @@ allowed: shared parameters, modules called again, writes in place, checkpoints, 
 
 The split into B for the input and B for the weight is that of zero-bubble schedules (Qi et al., arXiv 2401.10241,
 section 2).
+
+A whole backward behind the first microbatch adds the gradients of large linear layers to the sum that there is, in one
+pass over it. Autograd writes each into memory of its own, reads it again, and adds: with few rows, that takes as long
+as the product. Megatron-LM does the same under the name of gradient accumulation fusion.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,6 +33,8 @@ _convolutions: dict[str, Callable[..., torch.Tensor]] = {
 }
 Accumulate = Callable[[torch.Tensor, torch.Tensor], None]
 """A function that adds a weight gradient, from the input of an op and the gradient of its output."""
+LARGE = 1 << 18
+"""The entries from which the gradient of a weight is added at once."""
 
 
 class _Factors:
@@ -91,6 +98,43 @@ def deferrable() -> Iterator[None]:
     finally:
         for (module, name, _), function in zip(patched, before, strict=True):
             setattr(module, name, function)
+
+
+_adding = False
+"""Whether gradients are added at once now."""
+
+
+@contextmanager
+def adding() -> Iterator[None]:
+    """A context for the forward and the backward of a microbatch where gradients of earlier ones are there: products of
+    large weights are run so that their backward adds to these at once."""
+    global _adding
+    before = functional.linear, torch.addmm
+    try:
+        functional.linear, torch.addmm = _large_linear, _large_addmm  # type: ignore[assignment]
+        _adding = True
+        yield
+    finally:
+        functional.linear, torch.addmm = before
+        _adding = False
+
+
+def added(weight: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Add a product, the gradient of a weight, to those of earlier microbatches where `adding` is in force, else return
+    False: autograd is to have it then."""
+    if not (_adding and _is_large(weight) and collects_all_gradients()) or torch.is_grad_enabled():
+        return False
+    hook = hook_of(weight)
+    so_far = weight.grad if hook is None else hook.sums.sum_of(hook.index)
+    if so_far is None or so_far.dtype is not left.dtype or not so_far.is_contiguous() or so_far.requires_grad:
+        return False
+    so_far.addmm_(left, right)
+    return True
+
+
+def _is_large(weight: torch.Tensor) -> bool:
+    """Whether a gradient is worth a function of our own: below this size that takes longer than the pass it saves."""
+    return weight.numel() >= LARGE and _is_quiet(weight) and not _is_freed(weight)
 
 
 def may_be_put_off() -> bool:
@@ -204,7 +248,7 @@ class _Product(torch.autograd.Function):
         store = _put_off()
         if store is None:
             left, right = (given, gradient) if turned else (gradient, given)
-            own = (left.t() @ right).to(weight.dtype)
+            own = None if added(weight, left.t(), right) else (left.t() @ right).to(weight.dtype)
             return back, own, gradient.sum(0).to(bias.dtype) if wants_bias else None, None
         late_bias = bias if wants_bias and _is_quiet(bias) else None
 
@@ -239,6 +283,10 @@ def linear(given: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None 
     return made if given.dim() == 2 else made.view(*given.shape[:-1], weight.shape[0])
 
 
+def _large_linear(given: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    return (linear if _is_large(weight) else _linear)(given, weight, bias)
+
+
 def addmm(*args: Any, **kwargs: Any) -> torch.Tensor:
     """The replacement of ``torch.addmm``, as a linear layer with its weight the other way round (GPT-2's) calls it."""
     if len(args) != 3 or kwargs or not _can_defer(args[1], args[2]) or args[0].dim() != 1:
@@ -246,6 +294,10 @@ def addmm(*args: Any, **kwargs: Any) -> torch.Tensor:
     bias, given, weight = args
     made: torch.Tensor = _Product.apply(_cast(given)[0], weight, bias, True)  # type: ignore[no-untyped-call]
     return made
+
+
+def _large_addmm(*args: Any, **kwargs: Any) -> torch.Tensor:
+    return (addmm if len(args) == 3 and _is_large(args[2]) else _addmm)(*args, **kwargs)
 
 
 # Convolutions ------------------------------------------------------------------------------------------------------

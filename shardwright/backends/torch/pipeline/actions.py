@@ -16,7 +16,7 @@ from shardwright.backends.torch.machine.pipeline_messages import Key, Message, P
 from shardwright.backends.torch.machine.watchdog import Watchdog
 from shardwright.backends.torch.memory.recompute import Call, Recompute
 from shardwright.backends.torch.memory.residency import Residency
-from shardwright.backends.torch.memory.weight_gradients import collecting, deferrable
+from shardwright.backends.torch.memory.weight_gradients import adding, collecting, deferrable
 from shardwright.backends.torch.pipeline.action_times import Recorder
 from shardwright.backends.torch.pipeline.sentinels import Sentinel
 from shardwright.backends.torch.pipeline.stage_replay import Depart, Kept, Means, Replay, StepValues
@@ -68,6 +68,7 @@ class Pipeline:
         rank: this rank's coordinate on pp.
         recompute: the module calls whose forward runs again in the backward pass.
         residency: gathers sharded parameters ahead of their use.
+        adds_at_once: whether weight gradients may be added to those of earlier microbatches by functions of our own.
     """
 
     def __init__(
@@ -81,6 +82,8 @@ class Pipeline:
         streams: Streams,
         recompute: frozenset[Call],
         residency: Residency,
+        *,
+        adds_at_once: bool = True,
     ) -> None:
         self.divisions, self.schedule = tuple(divisions), schedule
         self.transport, self.watchdog, self.streams = transport, watchdog, streams
@@ -108,6 +111,9 @@ class Pipeline:
         """Whether the schedule sums gradients after each microbatch; None where it does not say."""
         self._gathers_at_end = self._take_sharding(rank)
         self._closes, self._adds = self._last_uses(), self._uses()
+        self._behind_first, self._between = self._in_the_middle() if adds_at_once else (frozenset(), frozenset())
+        self._added: frozenset[tuple[int, int]] = frozenset()
+        """The (stage, microbatch) whose weight gradients are added at once in this step."""
         self.numbers: Sequence[Sequence[Any]] = ((),) * len(self.divisions)
         """The Python values that the program of each microbatch is given."""
         self._arrivals: dict[Key, list[torch.Tensor]] = {}
@@ -179,6 +185,9 @@ class Pipeline:
         streams.enabled = streams.active
         if exchange is not None:
             exchange.told, self.residency.missed = self.residency.told, exchange.miss
+        self._added = self._behind_first
+        if exchange is not None:
+            self._added = frozenset() if exchange.each_microbatch else self._between
         ops = sentinel.ops if sentinel is not None else None
         looking = _NOTHING if ops is None else ops.watching(self.modules)
         try:
@@ -229,7 +238,7 @@ class Pipeline:
     ) -> None:  # fmt: skip
         kind, replay = task.action.kind, task.replay
         if kind is Kind.FORWARD:
-            with deferrable() if grad and task.is_split else _NOTHING:
+            with deferrable() if grad and task.is_split else self._adding(task, grad):
                 kept = replay.forward(
                     task.microbatch,
                     inputs,
@@ -243,7 +252,8 @@ class Pipeline:
             if grad and self.trains:
                 self._kept[task.key] = kept
         elif kind is Kind.BACKWARD:
-            replay.backward(self._kept.pop(task.key), arrived, task.depart, loss_scales, factor)
+            with self._adding(task, grad):
+                replay.backward(self._kept.pop(task.key), arrived, task.depart, loss_scales, factor)
         elif kind is Kind.INPUT_GRAD:
             kept = self._kept[task.key]
             with collecting() as kept.deferred:
@@ -252,6 +262,9 @@ class Pipeline:
             deferred = self._kept.pop(task.key).deferred
             if deferred is not None:
                 deferred.multiply()
+
+    def _adding(self, task: _Task, grad: bool) -> AbstractContextManager[None]:
+        return adding() if grad and task.key in self._added else _NOTHING
 
     def _depart(self, mb: int, gradient: bool, edge: Edge, tensors: list[torch.Tensor]) -> None:
         message = self.traffic.message(edge, mb, gradient)
@@ -278,6 +291,16 @@ class Pipeline:
         if names is None:
             return _NOTHING
         return exchange.closing(names, self.actions[position].kind is Kind.BACKWARD)
+
+    def _in_the_middle(self) -> tuple[frozenset[tuple[int, int]], frozenset[tuple[int, int]]]:
+        """The (stage, microbatch) of whole backwards behind the first of their stage, and those of them that are not
+        the last, which tell an exchange of each gradient as autograd makes it."""
+        keys: dict[int, list[tuple[int, int]]] = {}
+        for task in self._tasks:
+            if task.action.kind is Kind.BACKWARD:
+                keys.setdefault(task.action.stage, []).append(task.key)
+        behind = frozenset(key for of_stage in keys.values() for key in of_stage[1:])
+        return behind, behind - {of_stage[-1] for of_stage in keys.values()}
 
     def parameter_calls(self) -> list[tuple[str, ...]]:
         """The parameters that each call of this rank's stages uses, by first name, in the order of the forward

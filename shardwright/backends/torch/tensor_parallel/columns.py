@@ -53,7 +53,8 @@ class _Columns(torch.autograd.Function):
         flat = gradient.reshape(-1, gradient.shape[-1])
         if wants_weight:
             given = x.reshape(-1, x.shape[-1])
-            of_weight = given.t() @ flat if ctx.is_in_out else flat.t() @ given
+            left, right = (given.t(), flat) if ctx.is_in_out else (flat.t(), given)
+            of_weight = None if weight_gradients.added(weight, left, right) else left @ right
         if wants_bias:
             of_bias = flat.sum(0)
         if arrive is not None:

@@ -102,7 +102,7 @@ class CompiledSteps:
         recompute = stage_map.recompute if tensor is None else stage_map.recompute | tensor.recompute
         pipeline = Pipeline(
             divisions, schedule, modules, rank, self._transport, split_model.watchdog, streams, recompute,
-            split_model.residency,
+            split_model.residency, adds_at_once=self._compiler is None,
         )  # fmt: skip
         stage_rank = [schedule.stage_to_rank(stage) for stage in range(schedule.stages)]
         pipeline.open(set[int]().union(*(homes_of(division, stage_rank) for division in used)))
