@@ -187,9 +187,11 @@ def _ask_torch() -> tuple[list[str], list[DeviceFound]]:
     """The process-group libraries and the CUDA devices that torch has."""
     torch: Any = importlib.import_module("torch")
     distributed: Any = importlib.import_module("torch.distributed")
+    memory: Any = importlib.import_module("shardwright.backends.torch.machine.process_memory")
     transports = []
     if distributed.is_available():
         transports = [name for name in ("gloo", "nccl", "mpi") if getattr(distributed, f"is_{name}_available")()]
+        transports += ["peers' memory"] * memory.siblings_can_read()
     devices = []
     if torch.cuda.is_available():
         found = (torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count()))

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from launched import run_checks
 
-from shardwright.backends.torch.machine import cross_memory
+from shardwright.backends.torch.machine import process_memory
 from shardwright.backends.torch.machine.cross_memory import CHUNK_BYTES, CrossMemory
 from shardwright.backends.torch.machine.data_groups import DataGroups
 from shardwright.backends.torch.machine.mesh import bind
@@ -125,14 +125,14 @@ def other_sizes_are_refused() -> None:
 def a_rank_that_may_not_read_leaves_gloo_to_all() -> None:
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
-            patch.setattr(cross_memory, "_READ", None)
+            patch.setattr(process_memory, "_READ", None)
         assert opened() is None
 
 
 def another_host_leaves_gloo_to_all() -> None:
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 2:
-            patch.setattr(cross_memory, "_host", lambda: "another")
+            patch.setattr(process_memory, "host_name", lambda: "another")
         assert opened() is None
 
 

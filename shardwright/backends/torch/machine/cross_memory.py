@@ -19,20 +19,18 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from shardwright.backends.torch.machine import process_memory
 from shardwright.backends.torch.machine.local_links import LocalLink, LocalLinks
 from shardwright.backends.torch.machine.watchdog import Watchdog
 
 CHUNK_BYTES = 2**18
 """The bytes that are read at once where they are added to others: they are still in a core's cache then."""
-_MOST_BYTES = 2**30
-"""The most bytes of one system call."""
 _NONCE_BYTES = 32
 
 
@@ -55,51 +53,6 @@ Key = tuple[int, int]
 """The name of an offer: its kind, and the number of the sum or gather."""
 Reading = Callable[[int, int], None]
 """What is done with the tensor that a rank offers: called with the rank, and the address of the tensor there."""
-
-
-class _Vector(ctypes.Structure):
-    """The `iovec` of the C library."""
-
-    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
-
-
-def _system_call() -> Callable[..., int] | None:
-    """The C library's `process_vm_readv`; None where there is none."""
-    try:
-        found = ctypes.CDLL(None, use_errno=True).process_vm_readv
-    except (AttributeError, OSError, TypeError):
-        return None
-    many = ctypes.POINTER(_Vector)
-    found.argtypes = (ctypes.c_int, many, ctypes.c_ulong, many, ctypes.c_ulong, ctypes.c_ulong)
-    found.restype = ctypes.c_ssize_t
-    call: Callable[..., int] = found
-    return call
-
-
-_READ = _system_call()
-
-
-def read_memory(process: int, source: int, target: int, size_bytes: int) -> None:
-    """Copy bytes from the memory of another process.
-
-    Args:
-        source: the address there.
-        target: the address here.
-
-    Raises:
-        RuntimeError: the process is gone, may not be read, or has no such memory.
-    """
-    if _READ is None:
-        raise RuntimeError("this system has no process_vm_readv")
-    done = 0
-    while done < size_bytes:
-        length = min(size_bytes - done, _MOST_BYTES)
-        here, there = _Vector(target + done, length), _Vector(source + done, length)
-        count = _READ(process, ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
-        if count <= 0:
-            reason = os.strerror(ctypes.get_errno()) if count < 0 else "it has no such memory"
-            raise RuntimeError(f"the memory of process {process} could not be read: {reason}")
-        done += count
 
 
 @dataclass(slots=True)
@@ -166,10 +119,11 @@ class CrossMemory:
         """The end of rank ``me`` of the group; None where ranks are on several hosts, or may not read each other's
         memory. All ranks of the group call this at the same time, and either all get an end or none."""
         with watchdog.waiting("ranks of this host to open their memory to each other"):
+            process_memory.let_siblings_read()
             nonce = ctypes.create_string_buffer(secrets.token_bytes(_NONCE_BYTES), _NONCE_BYTES)
-            host = _host()
+            host = process_memory.host_name()
             every = _told(group, (host, os.getpid(), ctypes.addressof(nonce), nonce.raw))
-            can_read = bool(host) and all(there == host and _is_there(*said) for there, *said in every)
+            can_read = bool(host) and all(there == host and process_memory.is_there(*said) for there, *said in every)
             if not all(_told(group, can_read)):
                 return None
             ranks = range(group.size())
@@ -340,7 +294,7 @@ class CrossMemory:
     def _read(self, rank: int, address: int, into: torch.Tensor) -> None:
         """Fill a contiguous tensor with the bytes at an address of a peer's."""
         if into.nbytes:
-            read_memory(self._peers[rank].process, address, into.data_ptr(), into.nbytes)
+            process_memory.read(self._peers[rank].process, address, into.data_ptr(), into.nbytes)
             self.read_bytes += into.nbytes
 
     def _add(self, rank: int, address: int, total: torch.Tensor, op: Any) -> None:
@@ -361,21 +315,3 @@ def _told(group: ProcessGroup, mine: Any) -> list[Any]:
     every: list[Any] = [None] * group.size()
     dist.all_gather_object(every, mine, group=group)
     return every
-
-
-def _host() -> str:
-    """A name of this host, as processes see it that see each other by one number; empty where there is none."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink("/proc/self/ns/pid")
-    except OSError:
-        return ""
-
-
-def _is_there(process: int, address: int, expected: bytes) -> bool:
-    """Whether this process may read these bytes at an address of another one."""
-    found = ctypes.create_string_buffer(len(expected))
-    try:
-        read_memory(process, address, ctypes.addressof(found), len(expected))
-    except RuntimeError:
-        return False
-    return found.raw == expected
