@@ -128,12 +128,36 @@ def _heading(plan: Plan) -> Text:
         f"of the pipeline, idle {p.bubble_fraction:.1%}, tensor collectives {seconds_text(p.tensor_collective_s)}"
         + (f"; ranks at work get {plan.costs.idle_lent:.0%} of what idle ones leave" if plan.costs.idle_lent else ""),
     ]
+    lines += _rates(plan)
     if plan.provenance.left_out:
         why = "left out" if plan.is_pinned("devices") else "not worth using, left out"
         lines.insert(1, f"{why}: {plan.provenance.left_out}")
     return Text(f"{plan.model_name} on {plan.provenance.cluster}", style="bold").append(
         "".join(f"\n  {line}" for line in lines), style="not bold"
     )
+
+
+def _rates(plan: Plan) -> list[str]:
+    """Samples, tokens and FLOPs per second, as far as they are known."""
+    found, work = plan.throughput, plan.work
+    rates = [f"{_rate(found.samples_per_s)} samples/s"]
+    if found.tokens_per_s is not None:
+        each = found.tokens_per_s / plan.mesh.size
+        rates.append(f"{_rate(found.tokens_per_s)} tokens/s ({_rate(each)} a device; entries of {work.tokens_of})")
+    if work.unknown:
+        return [", ".join(rates), f"FLOPs are not told, as those of {', '.join(work.unknown[:3])} are not known"]
+    if found.flops_per_s is None or found.hardware_flops_per_s is None:
+        return [", ".join(rates)]
+    flops = [f"{_rate(found.flops_per_s / 1e12)} TFLOP/s a device"]
+    flops += [f"MFU {found.mfu:.1%}"] if found.mfu is not None else []
+    flops.append("of the model's products, attention whole")
+    if work.recomputed_flops:
+        flops.append(f"{_rate(found.hardware_flops_per_s / 1e12)} TFLOP/s with what is computed again")
+    return [", ".join(rates), ", ".join(flops)]
+
+
+def _rate(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _precision_text(plan: Plan) -> str:

@@ -1,10 +1,11 @@
 """The FLOPs of a model's matrix products in one training step: forward and backward, without what is recomputed."""
 
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from shardwright.core.cost.opaque_flops import most_flops
 from shardwright.core.cost.unit_work import PRODUCT_KINDS, WorkCounter, contraction_flops
-from shardwright.core.model.graph import Graph
+from shardwright.core.model.graph import Graph, Op
 
 PRECISION_OF = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 """The precision of products, by the name of their operands' dtype."""
@@ -20,21 +21,44 @@ class TrainingFlops:
     unknown: tuple[str, ...]
 
 
-def training_flops(graph: Graph, batch: int) -> TrainingFlops:
+def training_flops(
+    graph: Graph, batch: int, precision: str | None = None, in_fp8: Collection[int] = ()
+) -> TrainingFlops:
     """The FLOPs of a batch of ``batch`` samples. A product runs once more for every operand that needs a gradient; an
-    attention that trains runs twice more, without the scores that its kernel computes again."""
+    attention that trains runs twice more, without the scores that its kernel computes again. Attention counts whole,
+    where a mask hides half of it too.
+
+    Args:
+        precision: the precision of the steps of a plan; None: products run in the dtypes of the graph.
+        in_fp8: the ops that such steps compute in fp8.
+    """
     counter = WorkCounter(graph)
     found: dict[str, int] = {}
     opaque: dict[str, int] = {}
-    for op in graph.ops:
+    for number, op in enumerate(graph.ops):
         if op.kind == "opaque":
             opaque[op.name] = opaque.get(op.name, 0) + most_flops(graph, op, batch)
         if op.kind not in PRODUCT_KINDS:
             continue
         product = counter.product(op, batch, {}, 0)
         again = min(2.0, product.backward_input + product.backward_weight)
-        dtype = graph.tensors[op.inputs[0]].dtype
-        precision = PRECISION_OF.get(dtype, dtype)
-        found[precision] = found.get(precision, 0) + int(contraction_flops(graph, op, batch) * (1 + again))
+        kind = "fp8" if number in in_fp8 else _precision_of(graph, op, precision)
+        found[kind] = found.get(kind, 0) + int(contraction_flops(graph, op, batch) * (1 + again))
     matters = sum(opaque.values()) > NEGLIGIBLE * max(1, sum(found.values()))
     return TrainingFlops(found, tuple(sorted(opaque)) if matters else ())
+
+
+def forward_flops(graph: Graph, ops: Iterable[int], batch: int) -> int:
+    """The FLOPs of the products among some ops, once forward, for a batch of ``batch`` samples."""
+    products = (graph.ops[op] for op in ops if graph.ops[op].kind in PRODUCT_KINDS)
+    return sum(int(contraction_flops(graph, op, batch)) for op in products)
+
+
+def _precision_of(graph: Graph, op: Op, precision: str | None) -> str:
+    first = graph.tensors[op.inputs[0]]
+    own = PRECISION_OF.get(first.dtype, first.dtype)
+    if precision is None or own not in ("fp32", "bf16", "fp16"):
+        return own
+    if any(graph.tensors[t].stays_wide for t in (*op.inputs, *op.outputs)):
+        return "fp32"
+    return "bf16" if precision == "fp8" else precision

@@ -23,6 +23,7 @@ from shardwright.core.plan import file
 from shardwright.core.plan.decision import summarize
 from shardwright.core.plan.realised_layouts import program_for
 from shardwright.core.plan.record import PlanRecord
+from shardwright.core.plan.throughput import Throughput, throughput
 from shardwright.core.schedule import Schedule, StageCosts
 from shardwright.core.tables.memory import unit_recompute
 from shardwright.core.values.amounts import bytes_text, seconds_text
@@ -241,6 +242,17 @@ class Plan(PlanRecord):
         if plan.is_stale:
             warnings.warn(f"{source}: {STALE}", PlanWarning, stacklevel=3)
         return plan
+
+    @property
+    def throughput(self) -> Throughput:
+        """Samples, tokens and FLOPs per second by the predicted step, and MFU."""
+        return throughput(
+            self.work,
+            self.decision.batch,
+            self.predicted.step_time_s,
+            self.mesh.size,
+            dict(self.provenance.peak_flops_per_s),
+        )
 
     def summary(self) -> str:
         """The degrees in one line."""

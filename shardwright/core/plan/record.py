@@ -9,6 +9,7 @@ from shardwright.core.layout.mesh import Mesh
 from shardwright.core.model.structure import Binding, Structure
 from shardwright.core.plan.decision import Decision
 from shardwright.core.plan.program import Program
+from shardwright.core.plan.throughput import StepWork
 from shardwright.core.solver.op_layouts import Rates, SlotAlternatives
 from shardwright.core.tables.memory import MemoryUse
 from shardwright.core.values.fields import Amount, Count, Rate, Seconds, Share
@@ -139,6 +140,8 @@ class PlanRecord:
     bindings: tuple[tuple[str, Binding], ...]
     costs: Costs
     predicted: Predicted
+    work: StepWork
+    """What a step does, on all devices together."""
     alternatives: tuple[Alternative, ...]
     unsplit: tuple[tuple[str, str], ...]
     """The ``class/role`` of the matrices that stay whole on the tensor axis, and the reason."""

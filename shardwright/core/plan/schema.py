@@ -10,10 +10,11 @@ from shardwright.core.plan.decision import Decision
 from shardwright.core.plan.program import Program
 from shardwright.core.plan.record import Alternative, Costs, PlanRecord, Predicted, Provenance, StepFigures
 from shardwright.core.plan.sections import section_of
+from shardwright.core.plan.throughput import StepWork
 from shardwright.core.solver.op_layouts import SlotAlternatives
 from shardwright.core.values.fields import Amount, Count
 
-VERSION = 14
+VERSION = 15
 PlanT = TypeVar("PlanT", bound=PlanRecord)
 
 
@@ -31,8 +32,10 @@ class ModelSection:
 
 @dataclass(frozen=True, slots=True)
 class PredictedSection(StepFigures):
-    """The predicted figures of one step, and the digest of the decision, model and costs that they were counted for."""
+    """The predicted figures of one step, the work in it, and the digest of the decision, model and costs that they were
+    counted for."""
 
+    work: StepWork
     counted_for: str
 
 
@@ -76,7 +79,7 @@ class PlanDocument:
             plan.bindings,
             plan.programs,
             plan.costs,
-            PredictedSection(**_figures(plan.predicted), counted_for=plan.counted_for),
+            PredictedSection(**_figures(plan.predicted), work=plan.work, counted_for=plan.counted_for),
             AlternativesSection(plan.alternatives, plan.unsplit, plan.not_in_fp8, plan.layout_alternatives),
             plan.provenance,
         )
@@ -101,6 +104,7 @@ class PlanDocument:
             not_in_fp8=self.alternatives.not_in_fp8,
             layout_alternatives=self.alternatives.layouts,
             provenance=self.provenance,
+            work=self.predicted.work,
             counted_for=self.predicted.counted_for,
         )
 

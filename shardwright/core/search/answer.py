@@ -13,6 +13,7 @@ from shardwright.core.plan.record import Alternative, ClassCost, Costs, Predicte
 from shardwright.core.search.defaults import Default
 from shardwright.core.search.request import Request
 from shardwright.core.search.scoring import Scored, Scorer
+from shardwright.core.search.step_work import step_work
 from shardwright.core.tables.cost_tables import HOST_LINK_EFFICIENCY, Place, is_one_stage
 from shardwright.core.tables.memory import Mode, collectives_s, kept_bytes, recomputed_s, unit_recompute
 from shardwright.core.values.version import own_version
@@ -71,6 +72,7 @@ def as_plan(
         unsplit=tables.unsplit(decision.tp) if decision.tp > 1 else (),
         layout_alternatives=tables.layout_alternatives(decision.tp),
         not_in_fp8=tables.fp8_products.others,
+        work=step_work(tables, decision),
         provenance=Provenance(
             shardwright=own_version(),
             captured_from=graph.framework,

@@ -1,0 +1,45 @@
+"""The work in one step of a plan: its tokens, and its FLOPs with and without what recompute repeats."""
+
+from collections.abc import Collection
+
+from shardwright.core.cost.training_flops import forward_flops, training_flops
+from shardwright.core.model.graph import Graph
+from shardwright.core.plan.decision import Decision
+from shardwright.core.plan.throughput import StepWork
+from shardwright.core.tables.cost_tables import CostTables
+from shardwright.core.tables.memory import unit_recompute
+from shardwright.core.values.step_line import Argument, tokens_in
+
+
+def step_work(tables: CostTables, decision: Decision) -> StepWork:
+    """What a step of the decision does, on all devices together."""
+    graph, batch = tables.graph, decision.batch
+    counted = training_flops(graph, batch, decision.precision, tables.fp8_products.ops)
+    tokens = tokens_in(_argument(graph, tensor) for tensor in graph.inputs)
+    return StepWork(
+        tokens_of=tokens.name if tokens else "",
+        tokens=tokens.shape[0] * tokens.shape[1] * batch // graph.sample_batch if tokens else 0,
+        flops=tuple(sorted(counted.by_precision.items())),
+        recomputed_flops=forward_flops(graph, _recomputed(tables, decision), batch),
+        unknown=counted.unknown,
+    )
+
+
+def _argument(graph: Graph, tensor: int) -> Argument:
+    held = graph.tensors[tensor]
+    dims = [dim for dim, slope in enumerate(held.per_sample) if slope]
+    is_integer = not (held.carries_gradients or held.dtype == "bool")
+    return Argument(held.name, held.shape(graph.sample_batch), is_integer, dims[0] if dims else None)
+
+
+def _recomputed(tables: CostTables, decision: Decision) -> Collection[int]:
+    """The ops that run forward once more."""
+    if decision.recompute == "selective":
+        return tables.counter.kept.computed_again
+    kept = {*decision.kept_units, *decision.offloaded_units}
+    return [
+        op
+        for unit, repeated in zip(tables.folded.units, tables.repeated, strict=True)
+        if unit.index not in kept and unit_recompute(decision.recompute, repeated) == "full"
+        for op in range(unit.first_op, unit.end_op)
+    ]
