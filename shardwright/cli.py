@@ -1,4 +1,5 @@
-"""The command line: `shardwright plan | partition | show | compare | simulate | explain | schedule | doctor`.
+"""The command line: `shardwright plan | partition | show | compare | simulate | explain | schedule | profile |
+hardware | doctor`.
 
 Neither framework is imported before a model file asks for one.
 """
@@ -12,6 +13,7 @@ from typer.core import TyperGroup
 from shardwright.commands.compare import compare_command
 from shardwright.commands.doctor import doctor_command
 from shardwright.commands.explain import explain_command
+from shardwright.commands.hardware import hardware_command
 from shardwright.commands.output import USER_ERROR, print_error
 from shardwright.commands.partition import partition_command
 from shardwright.commands.plan import plan_command
@@ -80,6 +82,7 @@ app.command("simulate")(simulate_command)
 app.command("explain")(explain_command)
 app.command("schedule")(schedule_command)
 app.command("profile")(profile_command)
+app.command("hardware")(hardware_command)
 app.command("doctor")(doctor_command)
 
 

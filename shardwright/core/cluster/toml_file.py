@@ -15,7 +15,7 @@ def write(path: Path, contents: dict[str, Any]) -> None:
 
 def _toml_lines(table: dict[str, Any], path: tuple[str, ...]) -> list[str]:
     """``table`` as lines of TOML: plain keys first, as they must come before the sub-tables."""
-    lines = [f"{key} = {_toml_value(value)}" for key, value in table.items() if not _is_section(value)]
+    lines = [f"{key} = {toml_value(value)}" for key, value in table.items() if not _is_section(value)]
     for key, value in table.items():
         if isinstance(value, list):
             for entry in value:
@@ -30,9 +30,12 @@ def _is_section(value: Any) -> bool:
     return isinstance(value, list) or (isinstance(value, dict) and set(value) != {"value", "origin"})
 
 
-def _toml_value(value: Any) -> str:
+def toml_value(value: Any) -> str:
+    """A text, a number, a truth value or a constant with its origin, as TOML has it."""
     if isinstance(value, dict):
-        return "{ " + ", ".join(f"{key} = {_toml_value(entry)}" for key, entry in value.items()) + " }"
+        return "{ " + ", ".join(f"{key} = {toml_value(entry)}" for key, entry in value.items()) + " }"
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, float) and abs(value) >= 1e6 and float(f"{value:.6g}") == value:
+        return f"{value:.6g}".replace("e+", "e")
     return json.dumps(value) if isinstance(value, bool) else repr(value)

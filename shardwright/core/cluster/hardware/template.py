@@ -1,0 +1,82 @@
+"""A hardware file to start from: the constants of a known device, each under a line that says what it is."""
+
+from shardwright.core.cluster.hardware.catalogue import load_profile
+from shardwright.core.cluster.hardware.profile_fields import FORMAT, DeviceTable, device_document, link_document
+from shardwright.core.cluster.toml_file import toml_value
+
+MEANINGS = {
+    "name": "The name of the device, as plans show it.",
+    "kind": "What it is: gpu, tpu, cpu or other.",
+    "summary": "A line for people.",
+    "memory_bytes": "Bytes of its whole memory.",
+    "reserved_memory_bytes": "Bytes of it that driver, runtime and communication library take before a model has any.",
+    "memory_bandwidth_bytes_per_s": "Bytes per second of its own memory, by data sheet.",
+    "kernel_launch_s": "Seconds that one op costs at least, however small.",
+    "matmul_efficiency": "The share of the peak that large matrix products reach, up to 1.",
+    "memory_efficiency": "The share of the memory bandwidth that large copies reach, up to 1.",
+    "host_link_bandwidth_bytes_per_s": "Bytes per second between it and the host's memory, in one direction.",
+    "compute_units": "Multiprocessors that share out the tiles of a matrix product. Without it: no such rounding.",
+    "tile_depth": "Contracted entries that a tile's start and end cost beside its own. Without it: none.",
+    "vector_efficiency": "The share of that which everything but products reaches. Without it: memory_efficiency.",
+    "dispatch_s": "Seconds of the host to issue a product or a chain of elementwise ops. Without it: kernel_launch_s.",
+    "optimizer_efficiency": "The share of that which an optimizer's step reaches. Without it: memory_efficiency.",
+    "price_usd_per_hour": "US dollars per hour of one device. Without it: not known.",
+    "peak_flops_per_s": "Multiplications and additions per second of dense products, in each precision that it has.",
+    "sharing": 'Whose the bandwidth is: each "device" has such a port, or the "node" has one that all share.',
+    "bandwidth_bytes_per_s": "Bytes per second in one direction, by data sheet (100 Gb/s are 12.5e9).",
+    "latency_s": "Seconds from the start of a message until its first byte arrives.",
+    "efficiency": "The share of the bandwidth that large messages reach, up to 1.",
+}  # fmt: skip
+"""What every constant of a hardware file is."""
+_HEAD = """\
+# A device of one's own, and the links of its usual node: every constant with its origin. Change what differs, and its
+# origin with it: "KIND: which one", of kind data sheet, measured, fitted, derived, prior, price list or user.
+# Then: shardwright plan FILE.py:FUNCTION --cluster {place} --nodes 2 --devices-per-node 8 --batch 64
+# `shardwright profile {place}` writes such a file from measurements on this machine.
+"""
+
+
+def template(like: str, place: str) -> str:
+    """The text of a hardware file with the constants of a known device and of its links.
+
+    Args:
+        like: the name of the device.
+        place: where the file is to be, as its comments say.
+
+    Raises ClusterError for an unknown name, with the nearest.
+    """
+    profile = load_profile(like)
+    known = device_document(profile.device)
+    peaks = known.pop("peak_flops_per_s")
+    known |= {"name": f"my-{like}", "summary": f"like {like}"}
+    lines = [_HEAD.format(place=place), f"format = {FORMAT}"]
+    lines += _entries(known, like)
+    lacking = (
+        name for name, field in DeviceTable.model_fields.items() if not field.is_required() and name not in known
+    )
+    for name in lacking:
+        lines += ["", f"# {MEANINGS[name]}", f"# {name} ="]
+    lines += ["", f"# {MEANINGS['peak_flops_per_s']}", "[peak_flops_per_s]"]
+    lines += [f"{precision} = {toml_value(_taken(peak, like))}" for precision, peak in peaks.items()]
+    for where, link in (("intra_node", profile.intra_node), ("inter_node", profile.inter_node)):
+        lines += ["", f"# {_LINKS[where]} A name (`shardwright hardware`) may stand in its place.", f"[links.{where}]"]
+        lines += _entries(link_document(link) | {"name": f"my-{link.name}"}, link.name)
+    return "\n".join(lines) + "\n"
+
+
+_LINKS = {
+    "intra_node": "The link between the devices of one node.",
+    "inter_node": "The link between nodes.",
+}
+
+
+def _entries(document: dict[str, object], like: str) -> list[str]:
+    lines = []
+    for name, value in document.items():
+        lines += ["", f"# {MEANINGS[name]}", f"{name} = {toml_value(_taken(value, like))}"]
+    return lines
+
+
+def _taken(value: object, like: str) -> object:
+    """A constant with the origin that it has in the file of another device."""
+    return value | {"origin": f"derived: taken from {like}"} if isinstance(value, dict) else value
