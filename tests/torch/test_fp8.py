@@ -267,7 +267,8 @@ def require_same(folder: Path, cases: dict[int, tuple[str, ...]], timeout_s: flo
 
 
 def test_two_ranks_train_as_one_does(tmp_path: Path) -> None:
-    """Pipelines, replicas and sharded state by the same bits; on a tensor axis within the rounding to 8 bits."""
+    """Pipelines, replicas and sharded state by the same bits; on a tensor axis, and where stages share a table, within
+    the rounding to 8 bits."""
     require_same(tmp_path, CASES, 120)
 
 
