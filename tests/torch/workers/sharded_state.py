@@ -559,6 +559,73 @@ def freed(level: int) -> dict[str, Any]:
     return {"same": report, "layers": most, "tables": tables / (STEPS * MICROBATCHES)}
 
 
+NEAR = {"relative": 0.0, "absolute": 1e-5}
+
+
+class Watched(Cached):
+    """Hooks on results and on parameters read these parameters in the backward pass; a layer gives its weight away."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for module, weight in ((self.embedding, self.embedding.weight), (self.layers[3], self.layers[3].inner.weight)):
+            module.register_forward_hook(lambda _, given, made, w=weight: self.watch(made, w))
+            weight.register_hook(lambda g, w=weight: g + 0.01 * w.detach())
+        self.given = Giving()
+
+    @staticmethod
+    def watch(made: torch.Tensor, weight: torch.Tensor) -> None:
+        if made.requires_grad:
+            made.register_hook(lambda gradient: gradient * (1 + weight.detach().square().mean()))
+
+    def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        rows, bias = self.given()
+        return super().forward(tokens) + bias.square().mean(), rows
+
+
+class Giving(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(60, 100)), nn.Parameter(torch.randn(30))
+
+    def forward(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.weight[3:5], self.bias
+
+
+@sw.step
+def watched_step(model, tokens):
+    loss, rows = model(tokens)
+    model.backward(loss, reduction="mean")
+    return loss, rows, model.module.given.weight
+
+
+def seeded(make: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(3)
+    return make()
+
+
+def watched(level: int) -> dict[str, Any]:
+    """Whatever reads parameters in a backward pass, or takes them out of a step, has them whole."""
+    plain, split = (seeded(Watched) for _ in range(2))
+    limit = {"sdp_param_persistence_threshold": 0} if level == 3 else {}
+    model, optimizer = start(split, OPTIMIZERS["sgd"], shard=level, **limit)
+    alone = OPTIMIZERS["sgd"](list(plain.parameters()))
+    same = Comparison("watched")
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss, rows, weight = watched_step(model, tokens(step).chunk(2)[sw.rdp_rank()])
+        alone.zero_grad()
+        parts = [plain(part)[0] / (2 * MICROBATCHES) for part in tokens(step).chunk(2 * MICROBATCHES)]
+        for part in parts:
+            part.backward()
+        same.losses([float(loss.all_reduce_mean())], [float(sum(parts))])
+        given = plain.given.weight.detach()
+        same.values([*rows.outputs, *weight.outputs], [given[3:5], given[3:5], given, given], **NEAR, what="given")
+        optimizer.step()
+        alone.step()
+    same.values(model.state_dict(), plain.state_dict(), **NEAR, what="weights")
+    return {"same": same.report()}
+
+
 def refused(what: str) -> dict[str, Any]:
     try:
         if what == "coupled":
