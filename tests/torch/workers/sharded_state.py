@@ -3,7 +3,9 @@
 Usage: sharded_state.py OUT.json CASE...
 """
 
+import atexit
 import copy
+import os
 import sys
 import warnings
 from collections.abc import Callable
@@ -478,7 +480,8 @@ def exact(level: int) -> dict[str, Any]:
 
 
 def evaluated(level: int) -> dict[str, Any]:
-    """The forward pass outside of steps, between two of them, and steps without gradients."""
+    """The forward pass outside of steps, between two of them, and steps without gradients; a fork that ends by itself,
+    which has the connections of its parent."""
     model, optimizer = start(build(), OPTIMIZERS["adamw"], shard=level)
     plain = build()
     train(model, optimizer, 0, 1)
@@ -488,6 +491,11 @@ def evaluated(level: int) -> dict[str, Any]:
             [float(model(tokens(9)))], [float(plain(tokens(9)))]
         )
     expected = whole_run(build(), OPTIMIZERS["adamw"])
+    process = os.fork()
+    if process == 0:
+        atexit._run_exitfuncs()
+        os._exit(0)
+    assert os.waitpid(process, 0)[1] == 0
     found = train(model, optimizer, 1, STEPS)
     comparison.losses(found["losses"], expected["losses"][1:], what="losses after")
     return {"same": comparison.report()}
