@@ -218,6 +218,12 @@ def _read(given: Mapping[str, Any], plan: "Plan | str | Path | None", world_size
     for name in OF_DIVIDED_PARAMETERS if level < 3 else ():
         if getattr(settings, name) is not None:
             warnings.warn(f"{name} has no effect under shard={level}, where parameters stay whole", stacklevel=4)
+    if chosen is not None and chosen.decision.gathered_stages and settings.sdp_max_live_parameters is not None:
+        raise ShardwrightError(
+            f"init was given sdp_max_live_parameters={settings.sdp_max_live_parameters} and a plan with "
+            f"gathered_stages={chosen.decision.gathered_stages}: what is whole follows from the number of stages; "
+            f"leave out the limit"
+        )
     planned_scope = None if chosen is None else chosen.decision.loss_scope or "replica"
     if chosen is not None and settings.loss_scope not in (None, planned_scope):
         raise ShardwrightError(
