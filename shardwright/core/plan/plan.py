@@ -10,6 +10,7 @@ from shardwright.core.errors import PlanError, PlanFileError, PlanWarning, neare
 from shardwright.core.layout.mesh import Mesh
 from shardwright.core.layout.placements import Layout, Split
 from shardwright.core.model.fold import CallRef, fold
+from shardwright.core.model.fp8_products import require_fp8
 from shardwright.core.model.graph import Graph
 from shardwright.core.model.structure import (
     Binding,
@@ -211,13 +212,16 @@ class Plan(PlanRecord):
         """
         graph.capabilities.require_precision(self.decision.precision)
         graph = graph.for_precision(self.decision.precision)
-        structure, binding = structure_of(fold(graph))
+        folded = fold(graph)
+        structure, binding = structure_of(folded)
         difference = self.model.difference(structure)
         if difference is not None:
             raise PlanError(
                 f"this plan is for {self.model_name}, which {graph.model_name} in {graph.framework} does not match: "
                 f"{difference} (plan against model)"
             )
+        if self.decision.fp8_weights:
+            require_fp8(self.decision.fp8_weights, folded, structure)
         name, programs = graph.framework, dict(self.programs)
         if self.decision.tp > 1:
             programs[name] = program_for(graph, structure, self.decision, self.costs.rates)
