@@ -94,19 +94,32 @@ def _slots_of(folded: Folded, structure: Structure) -> dict[int, tuple[str, ...]
 
 
 def uses_of_parameters(graph: Graph) -> dict[int, list[tuple[int, int]]]:
-    """The (op, position) of every use of each parameter, by tensor, behind casts too, and behind transpositions where
-    any product may be computed in fp8."""
-    same = _CASTS if graph.capabilities.fp8_by_module else _CASTS | _TURNS
+    """The (op, position) of every use of each parameter, by tensor, behind casts too; where any product may be computed
+    in fp8, behind transpositions, and of each row of a stack of matrices."""
     root = {parameter.tensor: parameter.tensor for parameter in graph.parameters}
     found: dict[int, list[tuple[int, int]]] = {}
     for index, op in enumerate(graph.ops):
         held = [(position, root[t]) for position, t in enumerate(op.inputs) if t in root]
-        if held and op.base_name in same and len(op.inputs) == 1:
+        if held and len(op.inputs) == 1 and _is_same(graph, op):
             root.update(dict.fromkeys(op.outputs, held[0][1]))
             continue
         for position, tensor in held:
             found.setdefault(tensor, []).append((index, position))
     return found
+
+
+def _is_same(graph: Graph, op: Op) -> bool:
+    """Whether an op on a matrix, or on a stack of them, gives that matrix, a row of the stack, or part of the way
+    there."""
+    if op.base_name in _CASTS:
+        return True
+    if graph.capabilities.fp8_by_module:
+        return False
+    before, after = (graph.tensors[t].fixed for t in (op.inputs[0], op.outputs[0]))
+    if op.base_name in _TURNS:
+        return len(before) == 2
+    is_row = op.base_name == "slice" and len(before) == 3 and after == (1, *before[1:])
+    return is_row or (op.base_name == "squeeze" and before == (1, *after))
 
 
 def _last_products(graph: Graph, uses: dict[int, list[tuple[int, int]]]) -> set[int]:
@@ -128,6 +141,9 @@ def _last_products(graph: Graph, uses: dict[int, list[tuple[int, int]]]) -> set[
 def _refusal(graph: Graph, tensor: int, uses: list[tuple[int, int]]) -> str:
     """The reason why a matrix is not multiplied in fp8; empty where it may be."""
     shape = graph.tensors[tensor].fixed
+    read = {len(graph.tensors[graph.ops[op].inputs[position]].fixed) for op, position in uses}
+    if len(shape) == 3 and read == {2}:
+        shape = shape[1:]  # rows of a stack
     if len(shape) != 2:
         return f"it has {len(shape)} dims, and a product in fp8 is with one matrix"
     if not uses:

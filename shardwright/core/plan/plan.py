@@ -56,8 +56,9 @@ class Plan(PlanRecord):
                 raise PlanError(f"a layout is given for {slot!r}, which the model lacks: {nearest(slot, shapes)}")
             _require_tensor_axis(slot, layout)
             layout.check(shapes[slot], self.mesh)
+        matrices = {slot for slot, shape in shapes.items() if len(shape) == 2} | self._stacks()
         for slot in self.decision.fp8_weights:
-            if len(dict.get(shapes, slot, ())) != 2 or slot.startswith("@"):
+            if slot not in matrices or slot.startswith("@"):
                 raise PlanError(f"fp8_weights name {slot!r}, which is no matrix of the model: {nearest(slot, shapes)}")
         for framework, _ in self.bindings:
             self.parameter_layouts(framework)
@@ -181,6 +182,16 @@ class Plan(PlanRecord):
                         f"change {first}"
                     )
         return {name: layout for name, (_, layout) in found.items()}
+
+    def _stacks(self) -> set[str]:
+        """The slots that are several matrices in one array, in some framework: a row of it for each unit."""
+        return {
+            f"{c}/{role}"
+            for _, bound in self.bindings
+            for unit, c in zip(bound.units, self.model.unit_classes, strict=True)
+            for role, _, dims in unit.parameters
+            if len(dims) == 1 and len(dims[0]) == 3
+        }
 
     def fp8_parameters(self, framework: str) -> frozenset[str]:
         """The first names of the weights whose products are computed in fp8."""

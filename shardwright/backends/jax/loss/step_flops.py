@@ -12,8 +12,10 @@ from shardwright.core.cost.training_flops import TrainingFlops, training_flops
 
 
 def step_flops(loss: LossFunction, parts: Parts, given: FlatBatch, fp8: Collection[str]) -> TrainingFlops:
-    """The FLOPs of a global batch of this form. ``fp8``: the names of the weights whose products are in fp8. Raises CaptureError where the function's traces at two batch sizes do
-    not hold the same ops."""
+    """The FLOPs of a global batch of this form. ``fp8``: the names of the weights whose products are in fp8.
+
+    Raises CaptureError where the function's traces at two batch sizes do not hold the same ops.
+    """
     arrays = jax.tree.map(abstract, parts)
     beside = len(jax.tree.leaves((arrays.random, arrays.other)))
     names = (*arrays.names, *(f"beside {number}" for number in range(beside)))
