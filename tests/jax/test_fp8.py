@@ -4,6 +4,7 @@ train as a loop by hand does, in every form of training."""
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -19,7 +20,9 @@ from hypothesis.extra import numpy as arrays
 from jax.sharding import NamedSharding, PartitionSpec
 
 import shardwright.jax as sw
+from shardwright.backends.jax.pipeline.stage_functions import stage_functions
 from shardwright.backends.jax.program.fp8_products import FORWARD, GRADIENT, LARGEST, product, scale_for
+from shardwright.backends.jax.training.arguments import require_fp8
 from shardwright.core.errors import MissingCapabilityError, PlanError, PlanWarning
 from shardwright.core.model.graph import Graph
 from tests import fp8_by_hand as by_hand
@@ -390,6 +393,19 @@ def test_the_matrices_that_the_plan_names_are_multiplied_in_fp8_and_only_they(ki
     assert "products in bf16" in sw.explain(plan)
 
 
+def test_the_half_of_a_backward_that_makes_gradients_of_weights_casts_to_eight_bits_by_itself() -> None:
+    """An fp8 product is one to XLA where the program that multiplies casts too; so no cast is handed on in bf16."""
+    train = sw.train_step(plain_loss, optax.sgd(0.1), plan_of("function", pp=2), devices=jax.devices()[:2], log_every=0)
+    train(train.init(plain_params()), steps()[0])
+    micro = train.pipeline.micro
+    halves = stage_functions(micro.cut, 1, micro.operands)
+    for half, products, in_fp8 in ((halves.input_grad, 3, 2), (halves.weight_grad, 3, 2)):
+        assert half is not None
+        program = str(jax.make_jaxpr(half.function)(*half.avals))
+        assert (program.count("dot_general["), program.count(":f8_e5m2")) == (products, in_fp8)
+        assert program.count(":f8_e4m3fn") == in_fp8
+
+
 def small(loss: Callable[..., Any], params: Any, **pins: Any) -> tuple[sw.TrainStep, dict[str, Any], float]:
     """A step of a plan in fp8, the parameters after one update, and the loss before it."""
     pins = {"pp": 1, "dp": 1, "tp": 1, "shard": 0, "recompute": "none", "microbatch": 8} | pins
@@ -492,6 +508,18 @@ def test_another_function_than_the_one_that_was_planned_is_refused() -> None:
         train(train.init(MATRICES), batch)
     with pytest.raises(MissingCapabilityError, match=r"other in jax does not: it is read by abs; plan from this model"):
         plan.rebind(sw.capture(other, (MATRICES, batch)))
+
+
+def test_a_gpu_without_such_products_is_refused() -> None:
+    plan = plan_of("function")
+
+    def gpu(capability: str) -> Any:
+        return SimpleNamespace(platform="gpu", device_kind="NVIDIA A100", compute_capability=capability)
+
+    with pytest.raises(MissingCapabilityError, match=r"NVIDIA A100 has none \(compute capability 8.0, and 8.9 is"):
+        require_fp8(plan, [gpu("9.0"), gpu("8.0")])
+    require_fp8(plan, [gpu("8.9"), gpu("10.0"), gpu("gfx942"), *jax.devices()[:1]])
+    require_fp8(plan_of("function", "bf16"), [gpu("8.0")])
 
 
 @pytest.mark.gpu
