@@ -142,7 +142,7 @@ def test_replicas_have_scales_of_their_own() -> None:
 
 # Trained ------------------------------------------------------------------------------------------------------------
 
-WIDTH, VOCABULARY, LENGTH, BATCH, MICROBATCH = 16, 32, 4, 16, 2
+WIDTH, VOCABULARY, LENGTH, BATCH, MICROBATCH = 16, 32, 4, 16, 4
 Dot = Callable[..., jax.Array]
 
 
@@ -195,7 +195,7 @@ class Model(nnx.Module):
 
     def __init__(self, rngs: nnx.Rngs, dot: Dot = jax.lax.dot_general):
         self.embed = nnx.Embed(VOCABULARY, WIDTH, rngs=rngs)
-        self.blocks = nnx.List([Block(rngs, dot) for _ in range(4)])
+        self.blocks = nnx.List([Block(rngs, dot) for _ in range(2)])
         self.head = nnx.Linear(WIDTH, VOCABULARY, rngs=rngs)
 
     def __call__(self, ids: jax.Array) -> jax.Array:
@@ -279,7 +279,7 @@ def reference(kind: str, *, is_narrow: bool) -> Run:
     dot = multiplied_by_hand if is_narrow else jax.lax.dot_general
     if kind != "nnx":
         loss, make = LOSSES[kind]
-        return trained_by_hand(partial(loss, dot=dot), make(), steps(), "bf16", 1.0)
+        return trained_by_hand(partial(loss, dot=dot), make(), steps(), "bf16", 1.0, MICROBATCH)
     model = Model(nnx.Rngs(1), dot)
     model.embed.dtype = jnp.bfloat16  # that of its results, which is its table's unless it is said
     graphdef, params, rest = nnx.split(model, nnx.Param, ...)
@@ -287,7 +287,7 @@ def reference(kind: str, *, is_narrow: bool) -> Run:
     def module(params: Any, batch: Any) -> jax.Array:
         return module_loss(nnx.merge(graphdef, params, jax.tree.map(lambda leaf: leaf, rest)), batch)
 
-    return trained_by_hand(module, params, steps(), "bf16", 1.0)
+    return trained_by_hand(module, params, steps(), "bf16", 1.0, MICROBATCH)
 
 
 def trained(kind: str, plan: sw.Plan, **options: Any) -> tuple[list[float], dict[str, np.ndarray]]:
@@ -322,7 +322,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "linen, pp 2": ("linen", {"pp": 2}, {}),
     "function, recompute": ("function", {"recompute": "full"}, {}),
 }
-FAST = list(CASES)[:4]
+FAST = list(CASES)[:3]
 
 
 @pytest.mark.parametrize("case", [pytest.param(n, marks=() if n in FAST else pytest.mark.slow) for n in CASES])
@@ -377,7 +377,7 @@ def casts_in(kind: str, plan: sw.Plan) -> tuple[int, int]:
     return sum("f8E4M3FN>" in each for each in made), sum("f8E5M2>" in each for each in made)
 
 
-@pytest.mark.parametrize(("kind", "count"), [("nnx", 8), ("linen", 4), ("function", 4)])
+@pytest.mark.parametrize(("kind", "count"), [("nnx", 4), ("linen", 4), ("function", 4)])
 def test_the_matrices_that_the_plan_names_are_multiplied_in_fp8_and_only_they(kind: str, count: int) -> None:
     plan = plan_of(kind)
     parameters = plan.fp8_parameters("jax")
@@ -385,12 +385,16 @@ def test_the_matrices_that_the_plan_names_are_multiplied_in_fp8_and_only_they(ki
     assert not any("embed" in name.lower() or "head" in name or "Dense_4" in name for name in parameters)
     # Each is cast for the product, and once more for the gradients; the gradient is cast once for both.
     assert casts_in(kind, plan) == (4 * count, count)
-    assert casts_in(kind, plan_of(kind, "bf16")) == (0, 0)
-    slots = plan.decision.fp8_weights
-    fewer = replace(plan, decision=replace(plan.decision, fp8_weights=slots[:1]))
-    kept = len(fewer.fp8_parameters("jax"))
-    assert casts_in(kind, fewer) == (4 * kept, kept)
     assert "products in bf16" in sw.explain(plan)
+
+
+def test_a_plan_that_names_fewer_matrices_computes_fewer_in_fp8() -> None:
+    plan = plan_of("nnx")
+    for slots in (plan.decision.fp8_weights[:1], ()):
+        fewer = replace(plan, decision=replace(plan.decision, fp8_weights=slots))
+        count = len(fewer.fp8_parameters("jax"))
+        assert count == 2 * len(slots)
+        assert casts_in("nnx", fewer) == (4 * count, count)
 
 
 def test_the_gradients_of_products_pass_between_the_halves_of_a_backward_in_eight_bits() -> None:
