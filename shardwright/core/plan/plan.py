@@ -56,7 +56,8 @@ class Plan(PlanRecord):
                 raise PlanError(f"a layout is given for {slot!r}, which the model lacks: {nearest(slot, shapes)}")
             _require_tensor_axis(slot, layout)
             layout.check(shapes[slot], self.mesh)
-        matrices = {slot for slot, shape in shapes.items() if len(shape) == 2} | self._stacks()
+        matrices = {slot for slot, shape in shapes.items() if len(shape) == 2}
+        matrices |= self._stacks() if self.decision.fp8_weights else set()
         for slot in self.decision.fp8_weights:
             if slot not in matrices or slot.startswith("@"):
                 raise PlanError(f"fp8_weights name {slot!r}, which is no matrix of the model: {nearest(slot, shapes)}")
