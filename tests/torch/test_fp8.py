@@ -21,8 +21,8 @@ from shardwright.backends.torch.memory.weight_gradients import collecting, defer
 from shardwright.backends.torch.pipeline.compiling import _require_seen
 from shardwright.core.errors import MissingCapabilityError, ShardwrightError
 from shardwright.torch.config import read_config
+from tests import fp8_by_hand as by_hand
 from tests.comparison import Comparison
-from tests.torch import fp8_by_hand as by_hand
 from tests.torch.launch import beside_unsplit, single
 
 BF16 = torch.bfloat16

@@ -1,9 +1,11 @@
 """The FLOPs of a model's matrix products in one training step: forward and backward, without what is recomputed."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from shardwright.core.cost.opaque_flops import most_flops
 from shardwright.core.cost.unit_work import PRODUCT_KINDS, WorkCounter, contraction_flops
+from shardwright.core.model.fp8_products import uses_of_parameters
 from shardwright.core.model.graph import Graph
 
 PRECISION_OF = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
@@ -20,13 +22,16 @@ class TrainingFlops:
     unknown: tuple[str, ...]
 
 
-def training_flops(graph: Graph, batch: int) -> TrainingFlops:
+def training_flops(graph: Graph, batch: int, fp8: Collection[str] = ()) -> TrainingFlops:
     """The FLOPs of a batch of ``batch`` samples. A product runs once more for every operand that needs a gradient; an
-    attention that trains runs twice more, without the scores that its kernel computes again."""
+    attention that trains runs twice more, without the scores that its kernel computes again. ``fp8``: the names of the
+    weights whose products are in fp8."""
     counter = WorkCounter(graph)
+    uses = uses_of_parameters(graph) if fp8 else {}
+    narrow = {op for p in graph.parameters if p.name in fp8 for op, _ in uses.get(p.tensor, ())}
     found: dict[str, int] = {}
     opaque: dict[str, int] = {}
-    for op in graph.ops:
+    for index, op in enumerate(graph.ops):
         if op.kind == "opaque":
             opaque[op.name] = opaque.get(op.name, 0) + most_flops(graph, op, batch)
         if op.kind not in PRODUCT_KINDS:
@@ -34,7 +39,7 @@ def training_flops(graph: Graph, batch: int) -> TrainingFlops:
         product = counter.product(op, batch, {}, 0)
         again = min(2.0, product.backward_input + product.backward_weight)
         dtype = graph.tensors[op.inputs[0]].dtype
-        precision = PRECISION_OF.get(dtype, dtype)
+        precision = "fp8" if index in narrow else PRECISION_OF.get(dtype, dtype)
         found[precision] = found.get(precision, 0) + int(contraction_flops(graph, op, batch) * (1 + again))
     matters = sum(opaque.values()) > NEGLIGIBLE * max(1, sum(found.values()))
     return TrainingFlops(found, tuple(sorted(opaque)) if matters else ())
