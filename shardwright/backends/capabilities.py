@@ -41,5 +41,6 @@ JAX = Capabilities(
     point_to_point=True,
     single_controller=True,
     reduce_ops=("sum", "max", "min"),
+    fp8=True,
 )
 JAX_MEMORY = MemoryTraits(ties_have_one_home=True, stages_are_programs=True, gradients_in_fp32=True)

@@ -3,6 +3,7 @@ model."""
 
 import atexit
 import gc
+import os
 import sys
 import warnings
 import weakref
@@ -124,6 +125,8 @@ class Session:
 
 
 _session: Session | None = None
+_process = 0
+"""The process that began the session: forks of it have a copy."""
 
 
 def current() -> Session:
@@ -159,7 +162,7 @@ def init(
         MissingCapabilityError: the plan or a key asks for something that this version's runtime does not do.
         DisagreementError: ranks were given different configurations or plans, or another rank has failed.
     """
-    global _session
+    global _session, _process
     if _session is not None:
         raise ShardwrightError("init was called twice: call sw.shutdown() in between")
     given = {**(config or {}), **keys}
@@ -192,6 +195,7 @@ def init(
         _tell_of_uncaught_errors()
     agreement = Agreement(bound, watchdog)
     _session = Session(settings, asked.plan, bound, watchdog, agreement, owns_group)
+    _process = os.getpid()
     atexit.register(_leave_at_exit)
 
 
@@ -214,6 +218,12 @@ def _read(given: Mapping[str, Any], plan: "Plan | str | Path | None", world_size
     for name in OF_DIVIDED_PARAMETERS if level < 3 else ():
         if getattr(settings, name) is not None:
             warnings.warn(f"{name} has no effect under shard={level}, where parameters stay whole", stacklevel=4)
+    if chosen is not None and chosen.decision.gathered_stages and settings.sdp_max_live_parameters is not None:
+        raise ShardwrightError(
+            f"init was given sdp_max_live_parameters={settings.sdp_max_live_parameters} and a plan with "
+            f"gathered_stages={chosen.decision.gathered_stages}: what is whole follows from the number of stages; "
+            f"leave out the limit"
+        )
     planned_scope = None if chosen is None else chosen.decision.loss_scope or "replica"
     if chosen is not None and settings.loss_scope not in (None, planned_scope):
         raise ShardwrightError(
@@ -264,8 +274,11 @@ def _leave_at_exit() -> None:
     """Leave the group of a script that ends without `shutdown`, while the interpreter is still whole.
 
     A thread of Gloo's that outlives the interpreter can abort the process, and the launcher calls a finished run
-    failed. After an uncaught error peers may be gone, and nothing is waited for.
+    failed. After an uncaught error peers may be gone, and nothing is waited for. A fork of this process leaves nothing:
+    it shares the connections to the peers, which would end.
     """
+    if os.getpid() != _process:
+        return
     error = getattr(sys, "last_value", None)
     if error is None:
         shutdown()
@@ -274,8 +287,8 @@ def _leave_at_exit() -> None:
 
 
 def _tell(error: BaseException) -> None:
-    """Tell the other ranks that this one ends, and why."""
-    if _session is not None:
+    """Tell the other ranks that this one ends, and why; a fork of it is none of theirs."""
+    if _session is not None and os.getpid() == _process:
         _session.agreement.leave(f"its script ended with {type(error).__name__}: {error}")
         if _session.watchdog.pulse is not None:
             _session.watchdog.pulse.stop(_session.watchdog.fault_of(error))

@@ -14,6 +14,7 @@ import pytest
 import shardwright as sw
 from shardwright.backends.capabilities import JAX, JAX_MEMORY, TORCH, TORCH_MEMORY
 from shardwright.core.layout.placements import Layout, Replicate
+from shardwright.core.plan.schema import VERSION
 from shardwright.core.schedule.files import from_csv
 from shardwright.core.values.amounts import bytes_text, count_text, seconds_text
 from tests.cli.conftest import run
@@ -140,7 +141,7 @@ BAD_FILES = {
     "newer": (edited(lambda d: d.update(version=99)), "version 99 is newer than this Shardwright reads"),
     "older": (
         edited(lambda d: d.update(version=6)),
-        "version 6 is older than this Shardwright reads (13): plan again",
+        f"version 6 is older than this Shardwright reads ({VERSION}): plan again",
     ),
     "a class of memory taken out": (
         edited(lambda d: d["predicted"]["memory_by_stage_rank"][0].pop("batch_bytes")),

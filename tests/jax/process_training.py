@@ -133,7 +133,8 @@ def plan_of(case: Case) -> sw.Plan:
     sample = {key: jax.ShapeDtypeStruct(a.shape, a.dtype) for key, a in batches(1)[0].items()}
     plain = (lambda model, batch: loss(model, batch)[0]) if case.model == "metrics" else loss
     graph = sw.capture(nnx.eval_shape(create), sample, plain)
-    cluster = sw.Cluster("cpu", nodes=1, devices_per_node=case.pp * case.dp * case.tp)
+    device = "h100" if case.precision == "fp8" else "cpu"  # plans in fp8 are for devices that have it
+    cluster = sw.Cluster(device, nodes=1, devices_per_node=case.pp * case.dp * case.tp)
     size = len(next(iter(sample.values())).shape) and next(iter(sample.values())).shape[0]
     return sw.plan(
         graph, cluster, batch=size, pp=case.pp, dp=case.dp, tp=case.tp, microbatch=case.microbatch,

@@ -24,8 +24,9 @@ STEPS, MICROBATCH, LEARNING_RATE = 20, 2, 1e-2
 
 
 def by_hand(
-    loss: Callable[[Any, Any], jax.Array], params: Any, steps: Sequence[dict[str, np.ndarray]], kind: str, scale: float
-) -> Run:
+    loss: Callable[[Any, Any], jax.Array], params: Any, steps: Sequence[dict[str, np.ndarray]], kind: str, scale: float,
+    microbatch: int = MICROBATCH,
+) -> Run:  # fmt: skip
     """20 AdamW steps of a plain loop: parameters cast to 16 bits, gradients of microbatches added up in float32,
     parameters updated in float32. ``loss(params, batch)``."""
     optimizer = optax.adamw(LEARNING_RATE)
@@ -38,9 +39,9 @@ def by_hand(
     state, losses, first = optimizer.init(params), [], None
     for batch in steps:
         size = len(next(iter(batch.values())))
-        summed, total, count = jax.tree.map(jnp.zeros_like, params), 0.0, size // MICROBATCH
-        for start in range(0, size, MICROBATCH):
-            found, value = gradient(params, {k: v[start : start + MICROBATCH] for k, v in batch.items()})
+        summed, total, count = jax.tree.map(jnp.zeros_like, params), 0.0, size // microbatch
+        for start in range(0, size, microbatch):
+            found, value = gradient(params, {k: v[start : start + microbatch] for k, v in batch.items()})
             summed, total = jax.tree.map(jnp.add, summed, found), total + float(value)
         mean = jax.tree.map(lambda g: g / (count * scale), summed)  # noqa: B023
         first = first or named(mean)

@@ -44,6 +44,8 @@ TWO_SLOW = [
     Case("chain", 2, 2, schedule="zbv", virtual_stages=2),
     Case("chain", 2, 2, precision="bf16"),
     *(Case("chain", 2, 2, shard=shard, precision="bf16", spans=True) for shard in (1, 2, 3)),
+    Case("gpt2", 2, 2, shard=2, precision="fp8", schedule="zb-h1"),
+    Case("gpt2", 2, 2, shard=3, precision="fp8", spans=True),
     Case("overflow", 2, 2, precision="fp16"),
     Case("overflow", 2, 2, shard=1, precision="fp16", schedule="zb-h1"),
     Case("overflow", 2, 2, shard=3, precision="fp16", spans=True),

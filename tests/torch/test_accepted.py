@@ -28,5 +28,8 @@ def test_hooks_that_are_given_something_else_than_a_gradient_are_refused() -> No
         require_whole_gradients(waiting, microbatches=4, ranks=1, tensor_ranks=1)
     with pytest.raises(CaptureError, match=r"hook on bias by register_hook.*axis of 2 ranks"):
         require_whole_gradients(changing, microbatches=1, ranks=2, tensor_ranks=2)
+    with pytest.raises(CaptureError, match=r"hook on bias by register_hook: several pipeline stages use"):
+        require_whole_gradients(changing, microbatches=1, ranks=2, tensor_ranks=1, shared={"weight", "bias"})
+    require_whole_gradients(changing, microbatches=1, ranks=2, tensor_ranks=1, shared={"weight"})
     require_whole_gradients(waiting, microbatches=1, ranks=1, tensor_ranks=1)
     require_whole_gradients(changing, microbatches=4, ranks=4, tensor_ranks=1)

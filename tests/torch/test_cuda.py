@@ -16,8 +16,8 @@ from shardwright.backends.registry import load
 from shardwright.backends.torch.machine.profile import profile
 from shardwright.backends.torch.memory.fp8_linear import CAPABILITY, linear
 from shardwright.measure import measure_units
+from tests import fp8_by_hand as by_hand
 from tests.comparison import Comparison
-from tests.torch import fp8_by_hand as by_hand
 from tests.torch.launch import torchrun
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Module is None")]

@@ -21,8 +21,8 @@ from shardwright.backends.torch.memory.weight_gradients import collecting, defer
 from shardwright.backends.torch.pipeline.compiling import _require_seen
 from shardwright.core.errors import MissingCapabilityError, ShardwrightError
 from shardwright.torch.config import read_config
+from tests import fp8_by_hand as by_hand
 from tests.comparison import Comparison
-from tests.torch import fp8_by_hand as by_hand
 from tests.torch.launch import beside_unsplit, single
 
 BF16 = torch.bfloat16
@@ -267,7 +267,8 @@ def require_same(folder: Path, cases: dict[int, tuple[str, ...]], timeout_s: flo
 
 
 def test_two_ranks_train_as_one_does(tmp_path: Path) -> None:
-    """Pipelines, replicas and sharded state by the same bits; on a tensor axis within the rounding to 8 bits."""
+    """Pipelines, replicas and sharded state by the same bits; on a tensor axis, and where stages share a table, within
+    the rounding to 8 bits."""
     require_same(tmp_path, CASES, 120)
 
 

@@ -5,8 +5,10 @@ import sys
 
 import pytest
 import torch
+from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+import shardwright
 import shardwright.torch as sw
 from shardwright.backends.torch.machine import process
 from shardwright.backends.torch.machine.mesh import bind
@@ -261,3 +263,14 @@ def test_settings_of_other_kinds_are_named(given: dict[str, object], said: str) 
 def test_what_a_plan_decides_is_not_asked_beside_it(key: str, value: object) -> None:
     with pytest.raises(ShardwrightError, match=f"init was given a plan and {key}: the plan decides that"):
         sw.init({key: value}, plan="plan.json")
+
+
+def test_a_limit_on_what_is_whole_is_not_asked_beside_a_plan_that_gathers_stages() -> None:
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    graph = shardwright.capture(model, torch.ones(2, 4), lambda out: out.square().mean())
+    plan = shardwright.plan(
+        graph, shardwright.Cluster("cpu", devices_per_node=4), batch=8, pp=2, dp=2, microbatch=1, shard=3,
+        virtual_stages=2, schedule="interleaved-1f1b", gathered_stages=1,
+    )  # fmt: skip
+    with pytest.raises(ShardwrightError, match=r"sdp_max_live_parameters=5 and a plan with gathered_stages=1"):
+        sw.init({"ddp": True, "sdp_max_live_parameters": 5}, plan=plan)

@@ -34,7 +34,7 @@ SMALL = (
     "same:adamw:1", "same:adamw:3", "same:sgd:2", "same:adafactor:1", "same:lamb:3", "frozen:1", "frozen:3",
     "same:adamw:0:gloo", "same:adamw:1:gloo", "same:adamw:3:gloo",
     "moved:3:1", "moved:0:2", "moved:1:3", "evaluated:1", "evaluated:3",
-    "assigned:0", "assigned:1", "assigned:3", "exact:0", "exact:3", "freed:3",
+    "assigned:0", "assigned:1", "assigned:3", "exact:0", "exact:3", "freed:3", "watched:0", "watched:3",
     "muon:1:adamw", "muon:2:frozen", "muon:3:adamw",
     "limited:free", "limited:live", "limited:buckets", "limited:whole",
     "clipped:shard 3", "clipped:two optimizers", "clipped:scaler", "dropped:2",

@@ -107,3 +107,15 @@ def test_one_plan_serves_both(graphs: tuple[Graph, Graph], degrees: dict[str, in
     bound = plans[0].rebind(graphs[1])
     assert bound.decision == plans[1].decision
     assert bound.parameter_layouts("jax") == plans[1].parameter_layouts("jax")
+
+
+def test_both_compute_the_same_matrices_in_fp8(graphs: tuple[Graph, Graph]) -> None:
+    pins = {"batch": 64, "microbatch": 2, "pp": 1, "dp": 8, "tp": 1, "precision": "fp8"}
+    cluster = sw.Cluster("h100", nodes=1, devices_per_node=8)
+    plans = [sw.plan(graph, cluster, frameworks=["torch", "jax"], **pins) for graph in graphs]
+    assert plans[0].decision == plans[1].decision
+    assert plans[0].not_in_fp8 == plans[1].not_in_fp8
+    bound = plans[0].rebind(graphs[1])
+    of_torch, of_jax = (bound.fp8_parameters(name) for name in ("torch", "jax"))
+    assert len(of_torch) == len(of_jax) == 4 * CONFIG.n_layer
+    assert {name.split(".")[-2] for name in of_torch} == {"c_attn", "c_proj", "c_fc"}

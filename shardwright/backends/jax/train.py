@@ -28,6 +28,7 @@ from shardwright.backends.jax.state.trainable import Trained
 from shardwright.backends.jax.training.agreement import StepAgreement
 from shardwright.backends.jax.training.arguments import (
     loss_scale_rule,
+    require_fp8,
     require_functions,
     require_size,
     require_supported,
@@ -165,6 +166,7 @@ class TrainStep:
         self._grad_norm: jax.Array | None = None
         self._devices, self._one_program, self._nonfinite = require_devices(devices), one_program, nonfinite
         self._trainings: dict[Form, Training] = {}
+        require_fp8(plan, self._devices[: plan.mesh.size])
         in_stages = isinstance(self._training(is_module=True), PipelinedTraining)
         held = self._devices[: plan.mesh.size]
         self._agreement = StepAgreement(held, plan, self._loss, self._rule, in_stages=in_stages)

@@ -4,7 +4,7 @@ The names are those of torch 2.6 to 2.13. Capture and recording need the importe
 refused by name. A function here falls back on something slower where it can.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -72,6 +72,7 @@ __all__ = [
     "dispatch_depth",
     "functional_collectives",
     "has_memory_of_its_own",
+    "hook_before_others",
     "in_kernel_invocation_manager",
     "keeps_current_graph",
     "mkldnn_enabled",
@@ -119,6 +120,17 @@ def dispatch_depth() -> int:
 def accumulation_hooks(parameter: torch.Tensor) -> list[Any]:
     """The hooks by ``register_post_accumulate_grad_hook``."""
     return list((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values())
+
+
+def hook_before_others(tensor: torch.Tensor, hook: Callable[[torch.Tensor], Any]) -> None:
+    """Register a hook of a tensor's gradient that runs before those which are there; behind them where torch keeps them
+    elsewhere."""
+    handle = tensor.register_hook(hook)
+    hooks = getattr(tensor, "_backward_hooks", None)
+    if hooks and len(hooks) > 1 and handle.id in hooks:  # which torch runs in the order of their insertion
+        others = {number: other for number, other in hooks.items() if number != handle.id}
+        hooks.clear()
+        hooks.update({handle.id: hook} | others)
 
 
 def has_memory_of_its_own(tensor: torch.Tensor) -> bool:

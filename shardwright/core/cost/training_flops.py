@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from shardwright.core.cost.opaque_flops import most_flops
 from shardwright.core.cost.unit_work import PRODUCT_KINDS, WorkCounter, contraction_flops
+from shardwright.core.model.fp8_products import uses_of_parameters
 from shardwright.core.model.graph import Graph, Op
 
 PRECISION_OF = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
@@ -21,18 +22,18 @@ class TrainingFlops:
     unknown: tuple[str, ...]
 
 
-def training_flops(
-    graph: Graph, batch: int, precision: str | None = None, in_fp8: Collection[int] = ()
-) -> TrainingFlops:
+def training_flops(graph: Graph, batch: int, precision: str | None = None, fp8: Collection[str] = ()) -> TrainingFlops:
     """The FLOPs of a batch of ``batch`` samples. A product runs once more for every operand that needs a gradient; an
     attention that trains runs twice more, without the scores that its kernel computes again. Attention counts whole,
     where a mask hides half of it too.
 
     Args:
         precision: the precision of the steps of a plan; None: products run in the dtypes of the graph.
-        in_fp8: the ops that such steps compute in fp8.
+        fp8: the names of the weights whose products are in fp8.
     """
     counter = WorkCounter(graph)
+    uses = uses_of_parameters(graph) if fp8 else {}
+    narrow = {op for p in graph.parameters if p.name in fp8 for op, _ in uses.get(p.tensor, ())}
     found: dict[str, int] = {}
     opaque: dict[str, int] = {}
     for number, op in enumerate(graph.ops):
@@ -42,7 +43,7 @@ def training_flops(
             continue
         product = counter.product(op, batch, {}, 0)
         again = min(2.0, product.backward_input + product.backward_weight)
-        kind = "fp8" if number in in_fp8 else _precision_of(graph, op, precision)
+        kind = "fp8" if number in narrow else _precision_of(graph, op, precision)
         found[kind] = found.get(kind, 0) + int(contraction_flops(graph, op, batch) * (1 + again))
     matters = sum(opaque.values()) > NEGLIGIBLE * max(1, sum(found.values()))
     return TrainingFlops(found, tuple(sorted(opaque)) if matters else ())

@@ -6,8 +6,10 @@ of rows with a matrix of the model whose sizes are multiples of 16, but for the 
 Look-ups, and products of activations with each other (attention), stay in 16 bits.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from shardwright.core.errors import MissingCapabilityError
 from shardwright.core.model.fold import Folded
 from shardwright.core.model.graph import Graph, Op
 from shardwright.core.model.structure import Structure, unit_slots
@@ -17,6 +19,8 @@ MULTIPLE = 16
 BY_MODULES = frozenset({"linear", "addmm"})
 """The ops of linear layers where a runtime computes the products of modules in fp8."""
 _CASTS = frozenset({"_to_copy", "convert_element_type"})
+_TURNS = frozenset({"t", "transpose"})
+"""The ops that give a matrix with its dims in the other order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +41,7 @@ class Fp8Products:
 def fp8_products(folded: Folded, structure: Structure) -> Fp8Products:
     """The products of a folded graph that a plan in fp8 computes in 8 bits: the same in all units of one class."""
     graph = folded.graph
-    uses = _uses(graph)
+    uses = uses_of_parameters(graph)
     last = _last_products(graph, uses)
     slots_of = _slots_of(folded, structure)
     refused: dict[str, str] = {}
@@ -64,29 +68,58 @@ def fp8_products(folded: Folded, structure: Structure) -> Fp8Products:
     )
 
 
+def require_fp8(slots: Sequence[str], folded: Folded, structure: Structure) -> None:
+    """Raise MissingCapabilityError for the slot of a weight whose products are not computed in fp8 in this graph."""
+    found = fp8_products(folded, structure)
+    for slot in slots:
+        if slot not in found.slots:
+            why = dict(found.others).get(slot, "it is no matrix")
+            raise MissingCapabilityError(
+                f"the plan computes the products with {slot} in fp8, which {folded.graph.model_name} in "
+                f"{folded.graph.framework} does not: {why}; plan from this model, or for 'bf16'"
+            )
+
+
 def _slots_of(folded: Folded, structure: Structure) -> dict[int, tuple[str, ...]]:
-    """Every matrix of the model, by tensor, with the ``class/role`` of its place in each unit that uses it."""
+    """Every matrix of the model, and every array of several, by tensor, with the ``class/role`` of its place in each
+    unit that uses it."""
     found: dict[int, dict[str, None]] = {}
     for unit, of_class in zip(folded.units, structure.unit_classes, strict=True):
         for slot in unit_slots(folded.graph, unit):
-            if len(slot.shape) > 1:
-                tensor = folded.graph.parameters[slot.parameter].tensor
+            tensor = folded.graph.parameters[slot.parameter].tensor
+            dims = [size for size in folded.graph.tensors[tensor].fixed if size != 1]
+            if len(slot.shape) > 1 or len(dims) > 2:
                 found.setdefault(tensor, {})[f"{of_class}/{slot.role}"] = None
     return {tensor: tuple(slots) for tensor, slots in found.items()}
 
 
-def _uses(graph: Graph) -> dict[int, list[tuple[int, int]]]:
-    """The (op, position) of every use of each parameter, behind its casts too."""
+def uses_of_parameters(graph: Graph) -> dict[int, list[tuple[int, int]]]:
+    """The (op, position) of every use of each parameter, by tensor, behind casts too; where any product may be computed
+    in fp8, behind transpositions, and of each row of a stack of matrices."""
     root = {parameter.tensor: parameter.tensor for parameter in graph.parameters}
     found: dict[int, list[tuple[int, int]]] = {}
     for index, op in enumerate(graph.ops):
         held = [(position, root[t]) for position, t in enumerate(op.inputs) if t in root]
-        if held and op.base_name in _CASTS and len(op.inputs) == 1:
+        if held and len(op.inputs) == 1 and _is_same(graph, op):
             root.update(dict.fromkeys(op.outputs, held[0][1]))
             continue
         for position, tensor in held:
             found.setdefault(tensor, []).append((index, position))
     return found
+
+
+def _is_same(graph: Graph, op: Op) -> bool:
+    """Whether an op on a matrix, or on a stack of them, gives that matrix, a row of the stack, or part of the way
+    there."""
+    if op.base_name in _CASTS:
+        return True
+    if graph.capabilities.fp8_by_module:
+        return False
+    before, after = (graph.tensors[t].fixed for t in (op.inputs[0], op.outputs[0]))
+    if op.base_name in _TURNS:
+        return len(before) == 2
+    is_row = op.base_name == "slice" and len(before) == 3 and after == (1, *before[1:])
+    return is_row or (op.base_name == "squeeze" and before == (1, *after))
 
 
 def _last_products(graph: Graph, uses: dict[int, list[tuple[int, int]]]) -> set[int]:
@@ -108,8 +141,11 @@ def _last_products(graph: Graph, uses: dict[int, list[tuple[int, int]]]) -> set[
 def _refusal(graph: Graph, tensor: int, uses: list[tuple[int, int]]) -> str:
     """The reason why a matrix is not multiplied in fp8; empty where it may be."""
     shape = graph.tensors[tensor].fixed
+    read = {len(graph.tensors[graph.ops[op].inputs[position]].fixed) for op, position in uses}
+    if len(shape) == 3 and read == {2}:
+        shape = shape[1:]  # rows of a stack
     if len(shape) != 2:
-        return f"it has {len(shape)} dims"
+        return f"it has {len(shape)} dims, and a product in fp8 is with one matrix"
     if not uses:
         return "it is in no product"
     names = next(parameter.names for parameter in graph.parameters if parameter.tensor == tensor)

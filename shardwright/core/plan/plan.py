@@ -10,6 +10,7 @@ from shardwright.core.errors import PlanError, PlanFileError, PlanWarning, neare
 from shardwright.core.layout.mesh import Mesh
 from shardwright.core.layout.placements import Layout, Split
 from shardwright.core.model.fold import CallRef, fold
+from shardwright.core.model.fp8_products import require_fp8
 from shardwright.core.model.graph import Graph
 from shardwright.core.model.structure import (
     Binding,
@@ -56,8 +57,10 @@ class Plan(PlanRecord):
                 raise PlanError(f"a layout is given for {slot!r}, which the model lacks: {nearest(slot, shapes)}")
             _require_tensor_axis(slot, layout)
             layout.check(shapes[slot], self.mesh)
+        matrices = {slot for slot, shape in shapes.items() if len(shape) == 2}
+        matrices |= self._stacks() if self.decision.fp8_weights else set()
         for slot in self.decision.fp8_weights:
-            if len(dict.get(shapes, slot, ())) != 2 or slot.startswith("@"):
+            if slot not in matrices or slot.startswith("@"):
                 raise PlanError(f"fp8_weights name {slot!r}, which is no matrix of the model: {nearest(slot, shapes)}")
         for framework, _ in self.bindings:
             self.parameter_layouts(framework)
@@ -182,6 +185,16 @@ class Plan(PlanRecord):
                     )
         return {name: layout for name, (_, layout) in found.items()}
 
+    def _stacks(self) -> set[str]:
+        """The slots that are several matrices in one array, in some framework: a row of it for each unit."""
+        return {
+            f"{c}/{role}"
+            for _, bound in self.bindings
+            for unit, c in zip(bound.units, self.model.unit_classes, strict=True)
+            for role, _, dims in unit.parameters
+            if len(dims) == 1 and len(dims[0]) == 3
+        }
+
     def fp8_parameters(self, framework: str) -> frozenset[str]:
         """The first names of the weights whose products are computed in fp8."""
         units = zip(self.binding(framework).units, self.model.unit_classes, strict=True)
@@ -212,13 +225,16 @@ class Plan(PlanRecord):
         """
         graph.capabilities.require_precision(self.decision.precision)
         graph = graph.for_precision(self.decision.precision)
-        structure, binding = structure_of(fold(graph))
+        folded = fold(graph)
+        structure, binding = structure_of(folded)
         difference = self.model.difference(structure)
         if difference is not None:
             raise PlanError(
                 f"this plan is for {self.model_name}, which {graph.model_name} in {graph.framework} does not match: "
                 f"{difference} (plan against model)"
             )
+        if self.decision.fp8_weights:
+            require_fp8(self.decision.fp8_weights, folded, structure)
         name, programs = graph.framework, dict(self.programs)
         if self.decision.tp > 1:
             programs[name] = program_for(graph, structure, self.decision, self.costs.rates)

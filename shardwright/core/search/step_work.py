@@ -14,7 +14,9 @@ from shardwright.core.values.step_line import Argument, tokens_in
 def step_work(tables: CostTables, decision: Decision) -> StepWork:
     """What a step of the decision does, on all devices together."""
     graph, batch = tables.graph, decision.batch
-    counted = training_flops(graph, batch, decision.precision, tables.fp8_products.ops)
+    units = zip(tables.binding.units, tables.structure.unit_classes, strict=True)
+    in_fp8 = {name for unit, c in units for role, name, _ in unit.parameters if f"{c}/{role}" in decision.fp8_weights}
+    counted = training_flops(graph, batch, decision.precision, in_fp8)
     tokens = tokens_in(_argument(graph, tensor) for tensor in graph.inputs)
     return StepWork(
         tokens_of=tokens.name if tokens else "",

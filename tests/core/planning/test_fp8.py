@@ -3,6 +3,7 @@
 import io
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -17,6 +18,7 @@ from shardwright.core.cost.fp8_casts import (
     casts,
 )
 from shardwright.core.cost.matrix_products import product_s
+from shardwright.core.cost.training_flops import training_flops
 from shardwright.core.cost.unit_seconds import unit_cost
 from shardwright.core.cost.unit_work import WorkCounter
 from shardwright.core.errors import MissingCapabilityError, PlanError
@@ -90,6 +92,65 @@ def test_the_last_of_layers_that_are_alike_is_no_head() -> None:
 def test_products_that_are_no_modules_stay_in_bf16_where_a_runtime_computes_modules() -> None:
     found = WorkCounter(able(chain(32, 48, 64), fp8_by_module=True)).fp8
     assert {why for _, why in found.others} == {"it is not the weight of a linear layer"}
+
+
+def stacked(*, turned: bool = False) -> Graph:
+    """Layers that are rows of one array, each a unit, between two matrices, of which the first may be turned."""
+    b, wide, inner = Builder(), 48, 32
+    x = b.input("x", -1, SEQUENCE, wide, dtype="float32")
+    first = b.parameter("first", inner, wide) if turned else b.parameter("first", wide, inner)
+    if turned:
+        first = b.op("view", "transpose", [first], (wide, inner), rules.transpose((1, 0)))
+    x = b.linear(x, first, None, inner)
+    layers = b.parameter("layers", 3, inner, inner)
+    for number in range(3):
+        outer = b.enter(f"layers.{number}")
+        row = b.op(
+            "slice", "slice", [layers], (1, inner, inner),
+            rules.strided((3, inner, inner), 0, number, 1, (1, inner, inner)),
+        )  # fmt: skip
+        row = b.op("view", "squeeze", [row], (inner, inner), rules.reshape((1, inner, inner), (inner, inner)))
+        x = b.linear(x, row, None, inner)
+        b.leave(outer)
+    x = b.linear(x, b.parameter("last", inner, wide), None, wide)
+    return able(b.build(b.elementwise("square", x)))
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_rows_of_a_stack_and_turned_matrices_are_matrices(turned: bool, tmp_path: Path) -> None:
+    plan = planned(stacked(turned=turned))
+    assert plan.fp8_parameters("toy") == {"first", "layers"}
+    assert [why for _, why in plan.not_in_fp8] == ["its product is the last one before the loss"]
+    assert len(WorkCounter(stacked(turned=turned)).fp8.ops) == 4
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == plan
+
+
+def test_a_stack_that_is_read_whole_stays_in_bf16() -> None:
+    b = Builder()
+    x = b.input("x", -1, SEQUENCE, 32, dtype="float32")
+    x = b.linear(x, b.parameter("first", 32, 48), None, 48)
+    b.elementwise("square", b.parameter("layers", 3, 32, 32))
+    x = b.linear(x, b.parameter("second", 48, 32), None, 32)
+    found = dict(WorkCounter(able(b.build(b.elementwise("square", x)))).fp8.others)
+    assert "it has 3 dims, and a product in fp8 is with one matrix" in found.values()
+
+
+def test_flops_in_fp8_are_those_of_the_products_with_its_weights() -> None:
+    graph = chain(32, 48, 64, 32)
+    names = planned(graph).fp8_parameters("toy")
+    plain, narrow = training_flops(graph, 4).by_precision, training_flops(graph, 4, fp8=names).by_precision
+    assert narrow["fp8"] + narrow["fp32"] == plain["fp32"]
+    sizes = {"layers.0.weight": 2 * 32 * 48, "layers.1.weight": 3 * 48 * 64}
+    assert set(sizes) == names
+    assert narrow["fp8"] == 4 * SEQUENCE * 2 * sum(sizes.values())
+
+
+def test_a_twin_that_computes_other_products_so_is_refused_with_the_matrix() -> None:
+    plan, twin = planned(chain(32, 48, 64, 32)), chain(32, 48, 64, 32)
+    assert plan.rebind(twin).decision == plan.decision
+    with pytest.raises(MissingCapabilityError, match=r"0/w0 in fp8, which Chain in toy does not: it is not the weight"):
+        plan.rebind(able(twin, fp8_by_module=True))
 
 
 def test_a_matrix_that_is_looked_up_elsewhere_too_stays_in_bf16() -> None:

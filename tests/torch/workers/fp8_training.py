@@ -15,7 +15,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 import shardwright.torch as sw
-from tests.torch import fp8_by_hand as by_hand
+from tests import fp8_by_hand as by_hand
 
 STEPS, MICROBATCHES = 20, 2
 

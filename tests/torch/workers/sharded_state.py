@@ -3,7 +3,9 @@
 Usage: sharded_state.py OUT.json CASE...
 """
 
+import atexit
 import copy
+import os
 import sys
 import warnings
 from collections.abc import Callable
@@ -478,7 +480,8 @@ def exact(level: int) -> dict[str, Any]:
 
 
 def evaluated(level: int) -> dict[str, Any]:
-    """The forward pass outside of steps, between two of them, and steps without gradients."""
+    """The forward pass outside of steps, between two of them, and steps without gradients; a fork that ends by itself,
+    which has the connections of its parent."""
     model, optimizer = start(build(), OPTIMIZERS["adamw"], shard=level)
     plain = build()
     train(model, optimizer, 0, 1)
@@ -488,6 +491,11 @@ def evaluated(level: int) -> dict[str, Any]:
             [float(model(tokens(9)))], [float(plain(tokens(9)))]
         )
     expected = whole_run(build(), OPTIMIZERS["adamw"])
+    process = os.fork()
+    if process == 0:
+        atexit._run_exitfuncs()
+        os._exit(0)
+    assert os.waitpid(process, 0)[1] == 0
     found = train(model, optimizer, 1, STEPS)
     comparison.losses(found["losses"], expected["losses"][1:], what="losses after")
     return {"same": comparison.report()}
@@ -557,6 +565,73 @@ def freed(level: int) -> dict[str, Any]:
         FlatGroup.begin_gather = before  # type: ignore[method-assign]
     report = compare("freed", model, optimizer, found, expected)
     return {"same": report, "layers": most, "tables": tables / (STEPS * MICROBATCHES)}
+
+
+NEAR = {"relative": 0.0, "absolute": 1e-5}
+
+
+class Watched(Cached):
+    """Hooks on results and on parameters read these parameters in the backward pass; a layer gives its weight away."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for module, weight in ((self.embedding, self.embedding.weight), (self.layers[3], self.layers[3].inner.weight)):
+            module.register_forward_hook(lambda _, given, made, w=weight: self.watch(made, w))
+            weight.register_hook(lambda g, w=weight: g + 0.01 * w.detach())
+        self.given = Giving()
+
+    @staticmethod
+    def watch(made: torch.Tensor, weight: torch.Tensor) -> None:
+        if made.requires_grad:
+            made.register_hook(lambda gradient: gradient * (1 + weight.detach().square().mean()))
+
+    def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        rows, bias = self.given()
+        return super().forward(tokens) + bias.square().mean(), rows
+
+
+class Giving(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(60, 100)), nn.Parameter(torch.randn(30))
+
+    def forward(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.weight[3:5], self.bias
+
+
+@sw.step
+def watched_step(model, tokens):
+    loss, rows = model(tokens)
+    model.backward(loss, reduction="mean")
+    return loss, rows, model.module.given.weight
+
+
+def seeded(make: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(3)
+    return make()
+
+
+def watched(level: int) -> dict[str, Any]:
+    """Whatever reads parameters in a backward pass, or takes them out of a step, has them whole."""
+    plain, split = (seeded(Watched) for _ in range(2))
+    limit = {"sdp_param_persistence_threshold": 0} if level == 3 else {}
+    model, optimizer = start(split, OPTIMIZERS["sgd"], shard=level, **limit)
+    alone = OPTIMIZERS["sgd"](list(plain.parameters()))
+    same = Comparison("watched")
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss, rows, weight = watched_step(model, tokens(step).chunk(2)[sw.rdp_rank()])
+        alone.zero_grad()
+        parts = [plain(part)[0] / (2 * MICROBATCHES) for part in tokens(step).chunk(2 * MICROBATCHES)]
+        for part in parts:
+            part.backward()
+        same.losses([float(loss.all_reduce_mean())], [float(sum(parts))])
+        given = plain.given.weight.detach()
+        same.values([*rows.outputs, *weight.outputs], [given[3:5], given[3:5], given, given], **NEAR, what="given")
+        optimizer.step()
+        alone.step()
+    same.values(model.state_dict(), plain.state_dict(), **NEAR, what="weights")
+    return {"same": same.report()}
 
 
 def refused(what: str) -> dict[str, Any]:

@@ -207,7 +207,9 @@ def held_bytes(model: sw.DistributedModel, optimizer: Any) -> dict[str, tuple[in
 
 
 def compare(case: str, found: dict[str, Any], expected: dict[str, Any]) -> dict[str, Any]:
-    near = NEAR_IN_FP8 if case.split(":")[3:] == ["2", "fp8"] else NEAR
+    name, pp, _, tp, *kind = case.split(":")
+    # A tied table's gradients are summed in bf16 on one rank, and in float32 between two stages.
+    near = NEAR_IN_FP8 if kind == ["fp8"] and (tp == "2" or (name == "gpt2" and pp == "2")) else NEAR
     same = Comparison(case).losses(found["losses"], expected["losses"], moving=1e-4, relative=near.loss)
     same.losses(found["norms"], expected["norms"], what="norms", relative=near.norm)
     same.gradients(found["gradients"], expected["gradients"], part=True, relative=near.gradient)

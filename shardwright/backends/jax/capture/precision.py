@@ -10,8 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-COMPUTE: Mapping[str, Any] = {"fp32": None, "bf16": jnp.dtype(jnp.bfloat16), "fp16": jnp.dtype(jnp.float16)}
-"""The dtype in which the steps of a plan of each precision compute; None: that of the parameters."""
+COMPUTE: Mapping[str, Any] = {
+    "fp32": None, "bf16": jnp.dtype(jnp.bfloat16), "fp16": jnp.dtype(jnp.float16), "fp8": jnp.dtype(jnp.bfloat16),
+}  # fmt: skip
+"""The dtype in which the steps of a plan of each precision compute; None: that of the parameters. The products in 8
+bits of a plan in fp8 have operands and results in bf16 (`program.fp8_products`)."""
 _SINGLE_AND_HALF = (jnp.dtype(jnp.float32), jnp.dtype(jnp.float16), jnp.dtype(jnp.bfloat16))
 
 

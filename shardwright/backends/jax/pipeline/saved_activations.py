@@ -1,9 +1,10 @@
 """The values that a stage keeps from forward to backward. The core decides (`core.cost.remade_values`)."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from shardwright.backends.jax.program.equations import Equation, FlatProgram
+from shardwright.backends.jax.program.fp8_products import FORWARD, GRADIENT
 from shardwright.core.cost.remade_values import ForwardOp, kept_values
 
 CHEAP = frozenset(
@@ -14,6 +15,7 @@ CHEAP = frozenset(
 """The arithmetic that fuses with what reads it. Transcendental functions, products and reductions are kept."""
 PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot", "scan", "while"})
 """The primitives that read their operands from memory."""
+EIGHT_BITS = (FORWARD, GRADIENT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +31,27 @@ def residuals(program: FlatProgram, wanted: Collection[int], passing: Collection
     """The values that a stage keeps of the ``wanted`` ones, which its derivative reads. Arguments and constants are at
     hand in the backward pass, but for the ``passing`` arguments, which will have changed by then (the model's state).
     """
+    maker = {value: e for e in program.equations for value in e.outputs}
     ops = [
-        ForwardOp(tuple(e.values), e.outputs, e.primitive.name in CHEAP and not e.effects, e.primitive.name in PRODUCTS)
+        ForwardOp(tuple(e.values), e.outputs, _is_cheap(program, e), _is_product(program, e, maker))
         for e in program.equations
     ]
     found = kept_values(ops, {*program.arguments, *program.constants}, wanted, program.size_bytes, passing)
     return Residuals(found.kept, tuple(program.equations[index] for index in found.remade))
+
+
+def _is_cheap(program: FlatProgram, equation: Equation) -> bool:
+    """Whether an equation is made again: not so a cast to 8 bits, whose result is the smaller one to keep."""
+    is_narrow = any(program.avals[value].dtype in EIGHT_BITS for value in equation.outputs)
+    return equation.primitive.name in CHEAP and not equation.effects and not is_narrow
+
+
+def _is_product(program: FlatProgram, equation: Equation, maker: Mapping[int, Equation]) -> bool:
+    """Whether an equation reads its operands from memory. Not so a product in fp8: it reads 8-bit numbers, and the cast
+    back and the division by a scale are a part of it (`program.fp8_products`), which have to stay beside it."""
+    if equation.primitive.name not in PRODUCTS:
+        return False
+    divided = (maker[value] for value in equation.values if value in maker)
+    wide = (maker[value] for e in divided if e.primitive.name == "mul" for value in e.values if value in maker)
+    given = (value for e in wide if e.primitive.name == "convert_element_type" for value in e.values)
+    return not any(program.avals[value].dtype in EIGHT_BITS for value in given)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -55,7 +56,10 @@ Rule = Callable[[int, JaxprEqn, Sequence[Value], Sequence[Tags]], list[Value] | 
 results. None: the rule does not know how, and the operands are given in their original order."""
 
 
-def _dot_general(ways: int, equation: JaxprEqn, given: Sequence[Value], wanted: Sequence[Tags]) -> list[Value]:
+def dot_general(
+    ways: int, equation: JaxprEqn, given: Sequence[Value], multiply: Callable[[Any, Any], jax.Array]
+) -> list[Value]:
+    """The product of operands with dims of blocks, as ``multiply`` makes it of their arrays."""
     left, right = given
     (left_sum, right_sum), (left_batch, right_batch) = equation.params["dimension_numbers"]
     pairs = [*zip(left_sum, right_sum, strict=True), *zip(left_batch, right_batch, strict=True)]
@@ -64,10 +68,15 @@ def _dot_general(ways: int, equation: JaxprEqn, given: Sequence[Value], wanted: 
         blocks = tags[0].get(i) or tags[1].get(j)
         if blocks is not None:
             tags[0][i] = tags[1][j] = blocks
-    made = bind(equation, [as_tagged(v, t, ways) for v, t in zip(given, tags, strict=True)])
+    with equation.ctx.manager:
+        made = multiply(*(as_tagged(v, t, ways) for v, t in zip(given, tags, strict=True)))
     order = free_dims(equation.params["dimension_numbers"], [rank_of(value.array) for value in given])
     found = {out: tags[side][d] for out, (side, d) in enumerate(order) if d in tags[side]}
-    return [Value(made[0].array, found)]
+    return [Value(made, found)]
+
+
+def _dot_general(ways: int, equation: JaxprEqn, given: Sequence[Value], wanted: Sequence[Tags]) -> list[Value]:
+    return dot_general(ways, equation, given, partial(equation.primitive.bind, **equation.params))
 
 
 def free_dims(numbers: Any, ranks: Sequence[int]) -> list[tuple[int, int]]:

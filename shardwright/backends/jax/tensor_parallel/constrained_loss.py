@@ -1,4 +1,5 @@
-"""A plan's tensor layouts carried out in a training step: the values of a loss function, laid out as the plan says."""
+"""A plan's tensor layouts carried out in a training step: the values of a loss function, laid out as the plan says. So
+are its products in fp8, which are those of the traced program, with layouts and without."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -14,6 +15,7 @@ from shardwright.backends.jax.capture.trace import Recorder, TracedCall
 from shardwright.backends.jax.capture.tree import Parts, abstract, flat_names, shape_key
 from shardwright.backends.jax.loss.microbatches import LossFunction, Microbatches
 from shardwright.backends.jax.machine.mesh import data_axes, mesh_of
+from shardwright.backends.jax.program.fp8_products import products_with
 from shardwright.backends.jax.state.shardings import follow_parameters
 from shardwright.backends.jax.state.train_state import TrainState
 from shardwright.backends.jax.tensor_parallel.block_rules import Value
@@ -124,9 +126,19 @@ def _left_of(tags: Tags, shape: tuple[int, ...], left: tuple[int, ...]) -> Tags:
     return {kept[0].index(d): blocks for d, blocks in tags.items() if d in kept[0]} if len(kept) == 1 else {}
 
 
+def in_fp8(batch: Microbatches, plan: Plan, mesh: jax.sharding.AbstractMesh, names: tuple[str, ...]) -> Microbatches:
+    """The microbatches of ``batch``, with the products in fp8 that the plan names, and without its layouts. ``names``
+    are those of the parameters."""
+    if not plan.decision.fp8_weights:
+        return batch
+    whole = FusedParameters(({},) * len(names), ways=1)
+    lowered = TensorParallel(plan, mesh, batch.dims, False, names, whole, lays_out=False)
+    return replace(batch, loss=replace(batch.loss, laid_out=lowered.run))
+
+
 @dataclass(slots=True, eq=False)
 class TensorParallel:
-    """A loss function's program run with the plan's layouts."""
+    """A loss function's program run with the plan's layouts and products in fp8."""
 
     plan: Plan
     mesh: jax.sharding.AbstractMesh
@@ -136,16 +148,18 @@ class TensorParallel:
     """Whether a run sees the samples of all replicas."""
     names: tuple[str, ...]
     fused: FusedParameters
+    lays_out: bool = True
+    """Whether values lie as the plan says. Else only its products in fp8 are carried out."""
     _known: dict[Any, tuple[Any, Any, Guides, tuple[TracedCall, ...]]] = field(default_factory=dict)
 
     @classmethod
     def lay_out(
         cls, batch: Microbatches, plan: Plan, mesh: jax.sharding.AbstractMesh, names: tuple[str, ...]
     ) -> Microbatches:
-        """The microbatches of ``batch``, with the loss function run as the plan lays it out; as they are where the
+        """The microbatches of ``batch``, with the loss function run as the plan lays it out; without layouts where the
         tensor axis has one rank. ``names`` are those of the parameters."""
         if plan.decision.tp == 1:
-            return batch
+            return in_fp8(batch, plan, mesh, names)
         over_replicas = not (batch.per_replica and plan.decision.dp > 1)
         lowered = cls(plan, mesh, batch.dims, over_replicas, names, FusedParameters.of(plan, names))
         return replace(batch, loss=replace(batch.loss, laid_out=lowered.run))
@@ -163,7 +177,7 @@ class TensorParallel:
         arguments = [Value(leaf, dict(tag)) for leaf, tag in zip(leaves, tags, strict=True)]
         has_replicas = self.over_replicas and self.plan.decision.dp > 1
         batch_axis = data_axes(mesh_of(self.plan).names) if has_replicas else None
-        setting = Setting(self.mesh, AXIS, self.plan.decision.tp, batch_axis)
+        setting = Setting(self.mesh, AXIS, self.fused.ways, batch_axis)
         made: Returned = jax.tree.unflatten(results, run_guided(closed, found, setting, arguments))
         return made
 
@@ -182,9 +196,13 @@ class TensorParallel:
 
         trainable = (*((True,) * len(self.names)), *((None,) * len(extra)))
         source = Source(loss.name, arrays, (*self.names, *(f"beside.{n}" for n in extra)), trainable, {}, run)
-        graph, (_, (_, captured)) = read(source, shapes, self.dims, lambda made: made[0])
+        read_twice = read(source, shapes, self.dims, lambda made: made[0]) if self.lays_out else None
         closed, running = trace(source, shapes, jax.tree.leaves, results=1)
-        # The policy of selective recompute keeps products without batch dims, which those of copies have.
-        copies = self.plan.decision.recompute != "selective"
-        found = guides(graph, realise(graph, self.plan), captured, running, with_copies=copies)
-        return closed, structures[-1], found, tuple(recorders[-1].calls)
+        found = Guides()
+        if read_twice is not None:
+            graph, (_, (_, captured)) = read_twice
+            # The policy of selective recompute keeps products without batch dims, which those of copies have.
+            copies = self.plan.decision.recompute != "selective"
+            found = guides(graph, realise(graph, self.plan), captured, running, with_copies=copies)
+        fp8 = products_with(self.plan.fp8_parameters("jax"), self.names, closed, running)
+        return closed, structures[-1], replace(found, fp8=fp8), tuple(recorders[-1].calls)

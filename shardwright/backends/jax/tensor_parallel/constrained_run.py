@@ -5,9 +5,10 @@ values are those of the program whatever it makes of them. Dims of blocks (`back
 followed through the equations that need not know the order; anything else is given the original one.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -27,12 +28,23 @@ from shardwright.backends.jax.capture.inner_programs import (
 from shardwright.backends.jax.capture.ops import ELEMENTWISE
 from shardwright.backends.jax.capture.steps import Path
 from shardwright.backends.jax.machine.mesh import DataAxes
+from shardwright.backends.jax.program.fp8_products import Numbers, product
 from shardwright.backends.jax.program.split_lookups import can_look_up, look_up
-from shardwright.backends.jax.tensor_parallel.block_rules import RULES, Value, as_tagged, bind, free_dims, rank_of
+from shardwright.backends.jax.tensor_parallel.block_rules import (
+    RULES,
+    Value,
+    as_tagged,
+    bind,
+    dot_general,
+    free_dims,
+    rank_of,
+)
 from shardwright.backends.jax.tensor_parallel.blocks import Tags, divided, hold, restore
 from shardwright.backends.jax.tensor_parallel.constraints import Guide, Guides
 from shardwright.core.layout.placements import Placement, Split
 
+Multiply = Callable[[Any, Any, Numbers], Any]
+"""A function that makes the product of two arrays, as `jax.lax.dot_general` does."""
 ENTRYWISE = ELEMENTWISE | {"stop_gradient", "copy", "copy_p", "optimization_barrier"}
 
 
@@ -167,8 +179,10 @@ class _Runner:
 
     def _equation(self, equation: JaxprEqn, given: Sequence[Value], path: Path) -> list[Value]:
         name, params = equation.primitive.name, equation.params
+        multiply = self._multiply(params, path) if name == "dot_general" else None
         if any(value.is_copies for value in given):
-            return [self._product_of_copies(equation, given, self.guides.pieces[path])]
+            assert multiply is not None
+            return [self._product_of_copies(equation, given, self.guides.pieces[path], multiply)]
         if path in self.guides.terms and (all(value.is_terms for value in given) or can_look_up(equation)):
             return [self._terms(equation, given)]
         given = [self._summed(value) if value.is_terms else value for value in given]
@@ -180,6 +194,9 @@ class _Runner:
                 return self._checkpoint(params, given, path)
             if name == "scan":
                 return self._scan(params, given, path)
+        if multiply is not None and path in self.guides.fp8:
+            numbers = params["dimension_numbers"]
+            return dot_general(self.ways, equation, given, lambda left, right: multiply(left, right, numbers))
         rule = RULES.get(name)
         if rule is not None and (tagged or any(self._wanted(path, i) for i in range(len(equation.outvars)))):
             made = rule(self.ways, equation, given, [self._wanted(path, i) for i in range(len(equation.outvars))])
@@ -189,7 +206,16 @@ class _Runner:
             return self._entrywise(equation, given)
         return bind(equation, [self.original(value) for value in given])
 
-    def _product_of_copies(self, equation: JaxprEqn, given: Sequence[Value], piece: tuple[int, int]) -> Value:
+    def _multiply(self, params: Mapping[str, Any], path: Path) -> Multiply:
+        """The function that multiplies for the product at ``path``."""
+        if path in self.guides.fp8:
+            return product
+        how = {name: params[name] for name in ("precision", "preferred_element_type")}
+        return partial(jax.lax.dot_general, **how)
+
+    def _product_of_copies(
+        self, equation: JaxprEqn, given: Sequence[Value], piece: tuple[int, int], multiply: Multiply
+    ) -> Value:
         """A product for each rank of its copy and its shard of the other operand."""
         params, (other, dim), ways = equation.params, piece, self.ways
         plain = given[other]
@@ -197,16 +223,11 @@ class _Runner:
         operands = [jnp.moveaxis(apart, dim, 0) if i == other else value.array for i, value in enumerate(given)]
         (left_sum, right_sum), (left_batch, right_batch) = params["dimension_numbers"]
         left, right = operands
-        made = jax.lax.dot_general(
-            left,
-            right,
-            (
-                ([d + 1 for d in left_sum], [d + 1 for d in right_sum]),
-                ([0, *(d + 1 for d in left_batch)], [0, *(d + 1 for d in right_batch)]),
-            ),
-            precision=params["precision"],
-            preferred_element_type=params["preferred_element_type"],
+        numbers = (
+            (tuple(d + 1 for d in left_sum), tuple(d + 1 for d in right_sum)),
+            ((0, *(d + 1 for d in left_batch)), (0, *(d + 1 for d in right_batch))),
         )
+        made = multiply(left, right, numbers)
         order = free_dims(params["dimension_numbers"], [rank_of(v.array) - v.is_copies for v in given])
         at = order.index((other, dim))
         result = jnp.moveaxis(made, 0, at).reshape(aval(equation.outvars[0]).shape)

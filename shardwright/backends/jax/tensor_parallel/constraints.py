@@ -45,21 +45,23 @@ class Guide:
 class Guides:
     """All guides of a program."""
 
-    made: Mapping[Place, Guide]
-    reads: Mapping[Place, tuple[Guide, ...]]
+    made: Mapping[Place, Guide] = field(default_factory=dict)
+    reads: Mapping[Place, tuple[Guide, ...]] = field(default_factory=dict)
     """The guides that a value goes through, one after the other, before an equation reads it."""
-    pieces: Mapping[Path, tuple[int, int]]
+    pieces: Mapping[Path, tuple[int, int]] = field(default_factory=dict)
     """The products that read copies → (operand, its dim) that the axis splits."""
-    terms: frozenset[Path]
+    terms: frozenset[Path] = frozenset()
     """The look-ups, and the equations that their results go through, that make a term for each rank of the axis."""
+    fp8: frozenset[Path] = frozenset()
+    """The products that are computed in fp8."""
     _around: frozenset[Path] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        paths = {*(path for path, _ in (*self.made, *self.reads)), *self.terms}
+        paths = {*(path for path, _ in (*self.made, *self.reads)), *self.terms, *self.fp8}
         object.__setattr__(self, "_around", frozenset(p[:n] for p in paths for n in range(len(p))))
 
     def inside(self, path: Path) -> bool:
-        """Whether an equation inside the one at ``path`` has a guide."""
+        """Whether an equation inside the one at ``path`` has a guide, or is computed in fp8."""
         return path in self._around
 
 

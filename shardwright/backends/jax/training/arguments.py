@@ -1,14 +1,19 @@
 """Checks of the arguments of `train_step`."""
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import jax
 
 from shardwright.backends.capabilities import JAX as CAPABILITIES
 from shardwright.backends.jax.loss.reductions import REDUCTIONS
-from shardwright.core.errors import PlanError, PlanWarning
+from shardwright.core.errors import MissingCapabilityError, PlanError, PlanWarning
 from shardwright.core.model.loss.scaling import LossScale, loss_scale_of
 from shardwright.core.plan.plan import Plan
+
+FP8_CAPABILITY = (8, 9)
+"""The first compute capability of GPUs with products in fp8."""
 
 
 def require_supported(plan: Plan) -> None:
@@ -18,9 +23,25 @@ def require_supported(plan: Plan) -> None:
         raise PlanError(f"plan is {plan!r:.80}: give what sw.plan or sw.Plan.load returned")
     decision = plan.decision
     CAPABILITIES.require_axes({"pp": decision.pp})
-    CAPABILITIES.require_precision(decision.precision)
     CAPABILITIES.require_on_device(decision.offloaded_units)
     CAPABILITIES.require_residency(decision.shard, decision.gathered_stages, decision.reduce_after)
+
+
+def require_fp8(plan: Plan, devices: Sequence[jax.Device]) -> None:
+    """Raise MissingCapabilityError for a plan with products in fp8 on a GPU that has none. CPUs and TPUs compute the
+    same numbers in bf16."""
+    if not plan.decision.fp8_weights:
+        return
+    for device in devices:
+        major, _, minor = str(getattr(device, "compute_capability", "")).partition(".")
+        if device.platform != "gpu" or not (major.isdigit() and minor.isdigit()):
+            continue
+        if (int(major), int(minor)) < FP8_CAPABILITY:
+            raise MissingCapabilityError(
+                f"the plan computes products in fp8, and {device.device_kind} has none (compute capability "
+                f"{major}.{minor}, and {'.'.join(map(str, FP8_CAPABILITY))} is the first that has them): plan for "
+                f"'bf16', which this device computes"
+            )
 
 
 def loss_scale_rule(plan: Plan, static: Any, dynamic: Any, given: Mapping[str, Any] | None) -> LossScale | None:

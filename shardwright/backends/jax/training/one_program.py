@@ -28,7 +28,7 @@ from shardwright.backends.jax.state.shardings import (
     spread_over,
 )
 from shardwright.backends.jax.state.train_state import StepResult, TrainState, own_copy, parts_of
-from shardwright.backends.jax.tensor_parallel.constrained_loss import FusedParameters, TensorParallel
+from shardwright.backends.jax.tensor_parallel.constrained_loss import FusedParameters, TensorParallel, in_fp8
 from shardwright.backends.jax.training.protocol import OfPlan, WithoutActions
 
 RECOMPUTING = frozenset({"checkpoint", "remat", "remat2"})
@@ -157,7 +157,9 @@ class OneProgramTraining(OfPlan):
         gradients_at = spread_over("dp", state.params, layouts) if shard else layouts
         weights_at = shardings.params if shard == 3 else layouts
         microbatches = Microbatches.of(self.loss, self.plan, parts, batch)
-        laid_out = TensorParallel.lay_out(microbatches, self.plan, self.mesh.abstract_mesh, parts.names)
+        mesh = self.mesh.abstract_mesh
+        laid_out = TensorParallel.lay_out(microbatches, self.plan, mesh, parts.names)
+        microbatches = in_fp8(microbatches, self.plan, mesh, parts.names)
 
         def step(state: TrainState, leaves: tuple[Any, ...]) -> StepResult:
             loss, mean, other, aux, losses = accumulate(

@@ -29,7 +29,7 @@ from shardwright.backends.jax.state.checks import require_like, require_places
 from shardwright.backends.jax.state.ownership import Holding, StageMeshes, holdings_of
 from shardwright.backends.jax.state.shardings import parameter_shardings
 from shardwright.backends.jax.state.train_state import StepResult, TrainState, own_copy, parts_of
-from shardwright.backends.jax.tensor_parallel.constrained_loss import FusedParameters, TensorParallel
+from shardwright.backends.jax.tensor_parallel.constrained_loss import FusedParameters, TensorParallel, in_fp8
 from shardwright.backends.jax.training.protocol import InStages
 from shardwright.core.errors import MissingCapabilityError, PlanError
 from shardwright.core.schedule.timeline import Timeline
@@ -190,6 +190,7 @@ class PipelinedTraining(InStages):
             holdings, optimizer = self.placed(shapes.params, shapes.names)
             mesh = self.meshes.meshes[0].abstract_mesh
             laid_out = TensorParallel.lay_out(microbatches, self.plan, mesh, shapes.names)
+            microbatches = in_fp8(microbatches, self.plan, mesh, shapes.names)
             laid_out = replace(laid_out, copies=_behind_rows(laid_out.copies, holdings))
             places = [NamedSharding(mesh, at.spec) for at in optimizer.layouts]
             micro = cut_microbatch(

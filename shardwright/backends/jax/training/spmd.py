@@ -27,6 +27,7 @@ from shardwright.backends.jax.state.ownership import holdings_of
 from shardwright.backends.jax.state.shardings import parameter_shardings, put, replicated
 from shardwright.backends.jax.state.train_state import StepResult, TrainState, own_copy, parts_of
 from shardwright.backends.jax.state.trainable import replaced
+from shardwright.backends.jax.tensor_parallel.constrained_loss import in_fp8
 from shardwright.backends.jax.training.protocol import InStages, WithoutActions
 from shardwright.core.errors import MissingCapabilityError
 
@@ -175,6 +176,7 @@ class SpmdTraining(InStages):
         parts = replace(parts_of(state), params=shapes)
         self.require_precision(parts)
         microbatches = Microbatches.of(self.loss, self.plan, parts, batch)
+        microbatches = in_fp8(microbatches, self.plan, self.mesh.abstract_mesh, parts.names)
         holdings = holdings_of(self.blocks, parts.names, [leaf.shape for leaf in jax.tree.leaves(shapes)])
         micro = cut_microbatch(self.blocks, microbatches, parts, batch.leaves, holdings)
         loss = SpmdLoss.of(micro, self.plan, self.mesh)

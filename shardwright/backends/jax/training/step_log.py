@@ -56,7 +56,7 @@ class StepLog:
 
     def __init__(self, every: int, plan: Plan, loss: LossFunction, devices: Sequence[jax.Device]) -> None:
         self._lines = StepLines(every, lambda: dict(plan.provenance.peak_flops_per_s))
-        self._loss, self._devices = loss, devices
+        self._loss, self._devices, self._fp8 = loss, devices, plan.fp8_parameters("jax")
         own = [device for device in devices if device.process_index == jax.process_index()]
         self._device = own[0] if own else jax.local_devices()[0]
         self.model: Parts | None = None
@@ -107,7 +107,7 @@ class StepLog:
         if self.model is None:
             return None, "the state was not made by this train.init"
         try:
-            counted = step_flops(self._loss, self.model, given)
+            counted = step_flops(self._loss, self.model, given, self._fp8)
         except Exception as error:  # whatever tracing once more comes upon: the step itself has run
             return None, f"it cannot be counted: {error}"
         if counted.unknown:

@@ -20,8 +20,10 @@ import torch
 from torch import nn
 from torch.autograd.graph import Node
 
+from shardwright.backends.torch.compat import hook_before_others
 from shardwright.backends.torch.machine.watchdog import Watchdog
 from shardwright.backends.torch.state.flat_shards import PARAMETERS, FlatGroup, FlatShards
+from shardwright.backends.torch.state.gradient_hook import is_hooked
 from shardwright.backends.torch.state.ownership import Ownership
 
 
@@ -86,6 +88,14 @@ class Residency:
         rows -= others
         return tuple(g for g in groups if rows.issuperset(g.names) and (type(target) is nn.Embedding or g.is_tied))
 
+    @staticmethod
+    def unread(looked_up: Sequence[FlatGroup], made: Iterable[torch.Tensor]) -> Sequence[FlatGroup]:
+        """Those of the groups that a call looked up in which its backward pass does not read: hooks of the user's, on
+        what the call made or on the tables, may."""
+        if not looked_up or any(tensor._backward_hooks for tensor in made):
+            return ()
+        return [g for g in looked_up if not any(map(is_hooked, g.parameters.values()))]
+
     def name_of(self, parameter: torch.Tensor) -> str | None:
         """The first name of a parameter; None for a tensor that is none of the model's."""
         return self._ownership.name_of(parameter)
@@ -149,8 +159,8 @@ class Residency:
         if len(entering) > 1:
             entering = {id(t): t for t in used_by(leaving, tuple(entering.values()))}
         call.inputs = len(entering)
-        for tensor in leaving:
-            tensor.register_hook(partial(self._reach, call))
+        for tensor in leaving:  # before the hooks of the user's, which may read the parameters
+            hook_before_others(tensor, partial(self._reach, call))
         for tensor in entering.values():
             tensor.register_hook(partial(self._gave_back, call))
 

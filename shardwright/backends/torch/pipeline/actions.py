@@ -19,7 +19,8 @@ from shardwright.backends.torch.memory.residency import Residency
 from shardwright.backends.torch.memory.weight_gradients import adding, collecting, deferrable
 from shardwright.backends.torch.pipeline.action_times import Recorder
 from shardwright.backends.torch.pipeline.sentinels import Sentinel
-from shardwright.backends.torch.pipeline.stage_replay import Depart, Kept, Means, Replay, StepValues
+from shardwright.backends.torch.pipeline.stage_replay import Depart, Means, Replay
+from shardwright.backends.torch.pipeline.stage_values import Kept, StepValues
 from shardwright.backends.torch.pipeline.step_messages import COMPUTED, Traffic, microbatch_of
 from shardwright.backends.torch.program.randomness import Streams, kept_generators
 from shardwright.backends.torch.program.stages import Division, Edge

@@ -18,7 +18,7 @@ from shardwright.backends.torch.compat import CustomFunctionNode, pytree
 from shardwright.backends.torch.machine.watchdog import Watchdog
 from shardwright.backends.torch.memory.recompute import Recompute
 from shardwright.backends.torch.memory.residency import Call, Residency, own_views, saving_apart
-from shardwright.backends.torch.memory.weight_gradients import Deferred
+from shardwright.backends.torch.pipeline.stage_values import Kept, StepValues
 from shardwright.backends.torch.program.program import (
     BufferRef,
     ConstantRef,
@@ -38,34 +38,6 @@ from shardwright.core.errors import CaptureError
 Depart = Callable[[Edge, list[torch.Tensor]], None]
 """A function that takes the tensors that leave over an edge: its values, or their gradients."""
 _NOTHING: AbstractContextManager[None] = nullcontext()
-
-
-@dataclass(slots=True)
-class Kept:
-    """The state that one stage keeps of one microbatch between its forward and its backward."""
-
-    received: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
-    """The leaf that stands for a tensor that another stage sent, by (edge, value)."""
-    sent: dict[tuple[int, int], GradientEdge] = field(default_factory=dict)
-    """The edge where the gradient of a tensor that another stage got goes on, by (edge, value); the value itself is not
-    kept."""
-    roots: list[tuple[int, torch.Tensor, torch.Tensor | float | None]] = field(default_factory=list)
-    """Losses with their places among those of the step, and their weights."""
-    last_call: Call | None = None
-    """The last call of the forward pass that used sharded parameters, where these are freed behind it."""
-    deferred: Deferred | None = None
-    """The weight gradients that an I left to its W."""
-
-
-@dataclass(slots=True)
-class StepValues:
-    """The result of one rank's run of a step: leaves of the result that its stages compute, and the weights of losses,
-    one for each microbatch."""
-
-    results: dict[int, dict[int, torch.Tensor]] = field(default_factory=dict)
-    loss_weights: dict[int, dict[int, torch.Tensor | float | None]] = field(default_factory=dict)
-    losses: list[tuple[str, torch.Tensor]] = field(default_factory=list)
-    """The losses that were given to ``backward`` on this rank, each with its microbatch and stage in words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +66,8 @@ class _Env:
     """The last call that uses sharded parameters."""
     views: dict[int, tuple[FlatGroup, ...]] = field(default_factory=dict)
     """The groups of sharded parameters that values are views of."""
+    lasting: dict[int, torch.Tensor] = field(default_factory=dict)
+    """Copies of such values that leave the stage: the parameters are freed behind the call."""
 
 
 class Replay:
@@ -108,7 +82,11 @@ class Replay:
         self.uses = Counter(value for call in self.calls for value in call.given_values)
         """The number of calls that each value is given to."""
         self._laid_out_for: FlatShards | None = None
-        self._copied_when_sent = {v for edge in self.part.sends for v in edge.values} & self.part.copied
+        sent = {v for edge in self.part.sends for v in edge.values}
+        self._copied_when_sent = sent & self.part.copied
+        returned = [self.program.result.leaves[index] for index in self.part.results]
+        self.leaving = sent | {leaf.value for leaf in returned if isinstance(leaf, ValueRef)}
+        self.leaving |= {self.program.losses[index].value for index in self.part.losses}
         self._received = [
             (edge, value, self.program.values[value].strides, value in edge.gradients, value in self.part.copied)
             for edge in self.part.receives
@@ -161,7 +139,7 @@ class Replay:
                 if streams.active:
                     streams.enter(program, step)
                 for value in call.run(env):
-                    if value in self._copied_when_sent:
+                    if value in self._copied_when_sent and value not in env.lasting:
                         copies[value] = values[value].clone()
                 for value in release:
                     values.pop(value, None)
@@ -169,6 +147,7 @@ class Replay:
             self.means.watchdog.note(error, f"in {running.name}" if running is not None else "")
             raise
         kept.last_call = env.call
+        copies |= env.lasting
         for edge in part.sends:
             tensors = [copies[v] if v in copies else values[v] for v in edge.values]
             depart(edge, [tensor.detach() for tensor in tensors])
@@ -179,13 +158,26 @@ class Replay:
             loss = program.losses[index]
             weight = self._weight(loss.weight, env)
             out.loss_weights.setdefault(index, {})[mb] = weight
-            out.losses.append((f"loss of microbatch {mb} (stage {self.stage})", values[loss.value].detach()))
+            held = env.lasting.get(loss.value, values[loss.value])
+            out.losses.append((f"loss of microbatch {mb} (stage {self.stage})", held.detach()))
             if grad:
                 kept.roots.append((index, values[loss.value], weight))
         for leaf in part.results:
-            tensor = self.resolve(program.result.leaves[leaf], env)
-            out.results.setdefault(leaf, {})[mb] = tensor.detach()
+            out.results.setdefault(leaf, {})[mb] = self._result(program.result.leaves[leaf], env)
         return kept
+
+    def _result(self, leaf: Leaf, env: _Env) -> torch.Tensor:
+        """A tensor of the result, which lasts longer than sharded parameters are whole."""
+        tensor: torch.Tensor = self.resolve(leaf, env)
+        if isinstance(leaf, ValueRef):
+            return env.lasting.get(leaf.value, tensor).detach()
+        residency = self.means.residency
+        name = residency.name_of(tensor) if residency.frees else None
+        groups = residency.groups_of([name] if name is not None else [])
+        residency.enter(groups)
+        found = tensor.detach().clone() if groups else tensor.detach()
+        residency.leave(groups)
+        return found
 
     def _lay_out(self) -> None:
         """Find the sharded parameters of every call, once they are sharded."""
@@ -353,9 +345,12 @@ class _Call:
         for value in made:
             if aliased := tuple(group for group in groups if group.is_seen_by(values[value])):
                 env.views[value] = aliased
+                if value in self.replay.leaving:
+                    env.lasting[value] = values[value].clone()
         if residency.frees and torch.is_grad_enabled():
             trained = {n for group in groups if group.trains for n in group.names if n in self.parameters}
-            env.call = Call(tuple(g for g in groups if g not in self.looked_up), trained, env.call)
+            unread = residency.unread(self.looked_up, [values[value] for value in made])
+            env.call = Call(tuple(g for g in groups if g not in unread), trained, env.call)
             tensors = [leaf for leaf in given if isinstance(leaf, torch.Tensor)]
             objects = [leaf for leaf in given if not isinstance(leaf, torch.Tensor)]
             residency.record(env.call, tensors, tensors_in(objects), [values[value] for value in made])

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from shardwright.backends.torch.machine.mesh import BoundMesh
 from shardwright.backends.torch.machine.pipeline_messages import PipelineTransport
 from shardwright.backends.torch.machine.watchdog import Watchdog
-from shardwright.backends.torch.pipeline.stage_replay import StepValues
+from shardwright.backends.torch.pipeline.stage_values import StepValues
 from shardwright.backends.torch.program.program import ValueRef
 from shardwright.backends.torch.program.stages import Division
 from shardwright.core.errors import ShardwrightError

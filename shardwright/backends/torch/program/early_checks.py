@@ -1,12 +1,14 @@
 """Checks for errors that can be known before the first step runs."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
 from shardwright.backends.torch.compat import accumulation_hooks
 from shardwright.backends.torch.program.program import BufferRef, ParameterRef, Program
+from shardwright.backends.torch.program.stages import Division
 from shardwright.core.errors import CaptureError, PlanError
 
 _HOOKS = {
@@ -43,12 +45,15 @@ def watching_hooks(module: nn.Module) -> Iterator[tuple[str, Any]]:
                 yield what, hook
 
 
-def require_whole_gradients(model: nn.Module, microbatches: int, ranks: int, tensor_ranks: int) -> None:
+def require_whole_gradients(
+    model: nn.Module, microbatches: int, ranks: int, tensor_ranks: int, shared: Collection[str] = ()
+) -> None:
     """Raise CaptureError for a user's hook on a parameter that would not be called with the parameter's gradient.
 
     A hook that waits for the gradient (``register_post_accumulate_grad_hook``) is called after the first microbatch
     already, and before replicas are summed. On the tensor axis a hook that changes it (``register_hook``) is called
-    with a shard of the gradient, or with one term of a sum.
+    with a shard of the gradient, or with one term of a sum; so it is with each term of a parameter that several stages
+    use, ``shared`` by name.
     """
     for name, parameter in model.named_parameters():
         hooks = [hook for hook in accumulation_hooks(parameter) if not getattr(hook, "is_of_the_runtime", False)]
@@ -63,6 +68,22 @@ def require_whole_gradients(model: nn.Module, microbatches: int, ranks: int, ten
                 f"there is a hook on {name} by register_hook: on a tensor axis of {tensor_ranks} ranks it would be "
                 f"given pieces or terms of the gradient. Take it off, and change parameter.grad after the step"
             )
+        if parameter._backward_hooks and name in shared:
+            raise CaptureError(
+                f"there is a hook on {name} by register_hook: several pipeline stages use this parameter, and it would "
+                f"be given the part of the gradient that each of them makes. Take it off, and change parameter.grad "
+                f"after the step"
+            )
+
+
+def used_by_several(divisions: Iterable[Division]) -> set[str]:
+    """The parameters that several stages use."""
+    return {
+        name
+        for division in divisions
+        for name, count in Counter(name for part in division.parts for name in part.parameters).items()
+        if count > 1
+    }
 
 
 def _ends(path: str) -> list[int]:

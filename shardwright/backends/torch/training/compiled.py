@@ -13,6 +13,7 @@ from shardwright.backends.torch.program.early_checks import (
     require_hooks_fire,
     require_results,
     require_whole_gradients,
+    used_by_several,
 )
 from shardwright.backends.torch.program.program import Tree
 from shardwright.backends.torch.program.randomness import Streams
@@ -77,7 +78,9 @@ class CompiledSteps:
                     split_model.ownership.modules, {path for held in stage_map.calls for path, _ in held}
                 )
                 if programs[0].losses:
-                    require_whole_gradients(split_model.model, len(divisions), bound.mesh.size, bound.size("tp"))
+                    require_whole_gradients(
+                        split_model.model, len(divisions), bound.mesh.size, bound.size("tp"), used_by_several(divisions)
+                    )
                 if any(program.losses for program in programs):
                     require_trains(stage_map.schedule)
         except Exception as error:

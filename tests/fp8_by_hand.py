@@ -1,4 +1,4 @@
-"""Products in fp8 by hand, in NumPy: what the runtime's are held against. Nothing here is the runtime's."""
+"""Products in fp8 by hand, in NumPy: what those of both runtimes are held against. Nothing here is a runtime's."""
 
 import ml_dtypes
 import numpy as np
