@@ -100,10 +100,12 @@ def _less_divided(
         growth = (decision.microbatches - second) / (second - first)
         early, late = peaks_of(first), peaks_of(second)
         most = [int(b + (b - a) * growth + 0.5) for a, b in zip(early, late, strict=True)]
-    return tuple(
-        replace(use, apart_bytes=max(0, use.activations_bytes + use.gradients_bytes + passing - peak))
-        for use, passing, peak in zip(memory, ranked.passing(starts, placement, request), most, strict=True)
-    )
+    found = []
+    for use, passing, peak in zip(memory, ranked.passing(starts, placement, request), most, strict=True):
+        apart = use.activations_bytes + use.gradients_bytes + passing - peak
+        beside = use.buffers_bytes + max(0, -apart)  # as where two passes overlap
+        found.append(replace(use, buffers_bytes=beside, apart_bytes=max(0, apart)))
+    return tuple(found)
 
 
 def _backward_order(actions: Iterable[Action]) -> list[int]:

@@ -38,6 +38,7 @@ from shardwright.core.solver.op_layouts import (
     slot_layouts,
     unsplit,
 )
+from shardwright.core.tables.call_entries import CallEntries, entries_of
 from shardwright.core.tables.graph_reading import read
 from shardwright.core.tables.measured_units import calibrated
 from shardwright.core.tables.memory import Precision, Recompute, SumPrecision, state_bytes_per_element
@@ -282,6 +283,15 @@ class CostTables:
             updated=self._updated(tp) if traits.updates_make_roots else (),
             looked_up=self._looked_up(tp) if traits.stages_are_programs else (),
             working_bytes=tuple(unit.merged_bytes[2] for unit in units if unit.merged_bytes) if is_merged else (),
+            calls=self._calls(tp) if traits.gathers_units else (),
+        )
+
+    def _calls(self, tp: int) -> tuple[tuple[CallEntries, ...], ...]:
+        """The parameter entries of every call of each unit, as in `UnitTable.calls`."""
+        users = self._users()
+        return tuple(
+            entries_of(self.graph, self.counter.calls(unit), users, partial(self._entries, unit=unit.index, tp=tp))
+            for unit in self.folded.units
         )
 
     @found_once

@@ -1,64 +1,189 @@
-"""The bytes of sharded parameters, and of their gradients, that are whole for a while in the passes of units."""
+"""The bytes of sharded parameters, and of their gradients, that are whole for a while in the passes of units.
 
-from collections.abc import Iterable, Sequence
+A stage runs call by call. In a forward pass the parameters of one call are whole, and those of the next one, which are
+gathered ahead; in a backward pass those of one call and of the one before it. Tables of which a call reads rows are not
+gathered for its backward pass. The gradients of a call stay as they are made until all of them are there. Then they are
+packed into one bucket, whose sum over the ranks is under way until the bucket of the next call is sent: that of the
+first call of a stage until the next backward pass sends one.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardwright.core.cost.unit_work import PRECISION_BYTES
+from shardwright.core.tables.call_entries import CallEntries
 from shardwright.core.tables.memory_request import MemoryRequest
-from shardwright.core.tables.stage_memory import backward_passes
 from shardwright.core.tables.unit_table import UnitTable
 
 
-def gathered_by_unit(table: UnitTable, ends: tuple[int, int], request: MemoryRequest) -> NDArray[np.float64]:
-    """The bytes of sharded parameters, and of gradients, that are whole at the backward of each unit of a stage: of
-    the unit, of the one before, whose parameters are gathered ahead, and of the one behind, whose gradients are on
-    their way to the ranks that keep their sums. Units that stay whole are left out."""
-    units = np.arange(*ends)
-    if not request.gathers_units or request.shard < 2 or request.ways == 1:
-        return np.zeros((2, len(units)))
-    own = _unit_bytes(table, units, request) * (request.shard == 3 and request.gathered_stages is None)
-    held = np.pad(np.where(own < request.whole_below_bytes, 0.0, own), 1)
-    trained = np.pad(table.range_trained[units, units + 1], (0, 1))
-    width, sent = PRECISION_BYTES[request.precision], request.gradient_width * (2 - 1 / request.ways)
-    gradients = np.maximum(trained[:-1] * width + trained[1:] * sent, trained[:-1] * sent) * request.reduces_each
-    return np.stack([held[:-2] + held[1:-1] + held[2:], gradients])
+@dataclass(frozen=True, slots=True, eq=False)
+class StagePasses:
+    """The most bytes of one microbatch's passes over a stage: its activations, what passes hold for a while, and what
+    is whole for a while of what is sharded."""
+
+    forward: int
+    tail: int
+    """Of the backward until it has sent its first bucket, which is when that of the backward before has arrived."""
+    backward: int
+    """Of the backward from then on. Where gradients add up whole: of the last one, in which they leave, beside them."""
+    by_unit: NDArray[np.float64]
+    """Of the backward of each unit, where gradients add up whole, beside these."""
+    weighing: int
+    """Of a weight gradient that runs by itself, beside activations."""
+    under_way: int
+    """One bucket whose sum is under way from the end of the backward on."""
 
 
-def most_gathered(table: UnitTable, stages: Sequence[tuple[int, int]], request: MemoryRequest) -> int:
-    """The most bytes that a rank has whole for a while of what is sharded in its stages: of units, of as many stages as
-    may be gathered at once, and of all gradients where they add up whole."""
-    width = PRECISION_BYTES[request.precision]
-    most = max(int(gathered_by_unit(table, ends, request).sum(0).max()) for ends in stages)
-    if request.gathered_stages is not None:
-        sizes = sorted((int(table.range_elements[ends]) for ends in stages), reverse=True)
-        most += width * sum(sizes[: request.gathered_stages])
-    if request.shard >= 2 and not request.reduces_each:
-        most += sum(int(table.range_trained[ends]) for ends in stages) * (width + request.gradient_width)
-    return most
+class _Call(NamedTuple):
+    """The bytes of one call's parameters and gradients."""
+
+    ahead: int
+    """Its parameters, whole in the forward."""
+    back: int
+    """Those of them that are whole in the backward."""
+    buckets: tuple["_Bucket", ...]
 
 
-def gathered_peak(table: UnitTable, ends: tuple[int, int], request: MemoryRequest) -> int:
-    """The most bytes of one microbatch's passes over a stage with what is gathered unit by unit."""
-    first, end = ends
-    gathered = gathered_by_unit(table, ends, request)  # activations are freed while gradients are made
-    forward = table.range_kept[first, end] + table.range_working[first, end] + gathered[0, -1]
-    return int(max((backward_passes(table, ends) + gathered.sum(0)).max(), forward))
+class _Bucket(NamedTuple):
+    """Gradients that leave together."""
+
+    made: int
+    """The bytes of the gradients as they were made, where nothing else counts them."""
+    size: int
+    is_copied: bool
+    """Whether they are copied into the bucket: it is there beside them."""
+
+
+def stage_passes(table: UnitTable, ends: tuple[int, int], request: MemoryRequest) -> StagePasses:
+    """The bytes of the passes over a stage, given by its first unit and its end, of a runtime that gathers units."""
+    numbers = request.gradient_width, request.shard, request.ways, request.whole_below_bytes
+    key = ends, request.precision, request.gathered_stages is None, request.reduces_each, *numbers
+    if key not in table.stage_passes:
+        table.stage_passes[key] = _passes(table, ends, request)
+    found = table.stage_passes[key]
+    assert isinstance(found, StagePasses)
+    return found
 
 
 def staying_bytes(table: UnitTable, stages: Iterable[tuple[int, int]], request: MemoryRequest) -> int:
-    """The bytes on a rank, beside its shards, of the units that stay whole all through a step with their gradients
-    (`Decision.whole_below_bytes`)."""
-    whole = 0.0
-    for ends in stages if request.whole_below_bytes else ():
-        units = np.arange(*ends)
-        held = _unit_bytes(table, units, request)
-        gradients = table.range_trained[units, units + 1] * request.gradient_width
-        whole += float((held + gradients)[held < request.whole_below_bytes].sum())
+    """The bytes on a rank, beside its shards, of the calls whose parameters stay whole all through a step with their
+    gradients (`Decision.whole_below_bytes`)."""
+    whole, width = 0, PRECISION_BYTES[request.precision]
+    if request.whole_below_bytes:
+        for first, end in stages:
+            for call in (one for unit in range(first, end) for one in table.calls[unit]):
+                if _stays(call, request):
+                    trained = call.trained + sum(entries for _, entries in call.tied)
+                    whole += call.entries * width + trained * request.gradient_width
     return int(whole * (1 - 1 / request.ways))
 
 
-def _unit_bytes(table: UnitTable, units: NDArray[np.int64], request: MemoryRequest) -> NDArray[np.float64]:
-    """The bytes of the parameters of each unit."""
-    return table.range_elements[units, units + 1] * float(PRECISION_BYTES[request.precision])
+def _stays(call: CallEntries, request: MemoryRequest) -> bool:
+    return call.entries * PRECISION_BYTES[request.precision] < request.whole_below_bytes
+
+
+def _passes(table: UnitTable, ends: tuple[int, int], request: MemoryRequest) -> StagePasses:
+    units = range(*ends)
+    of_unit = {unit: [_call(one, unit, ends, request) for one in table.calls[unit]] for unit in units}
+    calls = [call for unit in units for call in of_unit[unit]]
+    base = {unit: float(size) for unit, size in zip(units, _base(table, ends), strict=True)}
+    if any(call.ahead for call in calls) and request.precision != "fp32":
+        # A rank's shard as it computes with it, of the call that is gathered, until all others have read it.
+        copy = max(call.ahead for call in calls) / request.ways
+        base = {unit: size + copy for unit, size in base.items()}
+    buckets = [bucket for call in reversed(calls) for bucket in call.buckets]
+    tail, backward, by_unit = _backward(table, of_unit, base, request)
+    arriving = 2 - 1 / request.ways
+    before = [0.0, *(bucket.size * arriving for bucket in buckets)]
+    leaving = (b.made + max(sent, b.size * b.is_copied) for sent, b in zip(before, buckets, strict=False))
+    each = request.reduces_each and request.shard >= 2
+    weights = max((bucket.made for bucket in buckets), default=0)
+    return StagePasses(
+        int(_forward(table, of_unit, ends)),
+        int(tail),
+        int(backward),
+        by_unit,
+        int(max(leaving, default=0)) if each else weights,
+        int(before[-1]) if each else 0,
+    )
+
+
+def _call(call: CallEntries, unit: int, ends: tuple[int, int], request: MemoryRequest) -> _Call:
+    width, wide = PRECISION_BYTES[request.precision], request.gradient_width
+    gathers = request.shard == 3 and request.gathered_stages is None
+    if gathers and _stays(call, request):
+        return _Call(0, 0, ())
+    buckets = [_Bucket(call.trained * width, call.trained * wide, not call.is_single or wide != width)]
+    for users, entries in call.tied:
+        here = [user for user in users if ends[0] <= user < ends[1]]
+        if here[0] == unit:  # else its gradient waits for those of the uses before
+            waits = len(here) > 1 or users[0] < unit  # and is counted as one that does
+            buckets.append(_Bucket(0 if waits else entries * width, entries * wide, wide != width))
+    ahead = call.entries * width * gathers
+    back = (call.entries - call.looked_up) * width * gathers
+    return _Call(ahead, back, tuple(bucket for bucket in buckets if bucket.size))
+
+
+def _base(table: UnitTable, ends: tuple[int, int]) -> NDArray[np.float64]:
+    """The bytes at each unit's backward beside those of its phases: activations, what is computed again, gradients that
+    wait."""
+    first, end = ends
+    passing = np.array([unit.passing_bytes for unit in table.units[first:end]], dtype=np.float64)
+    base: NDArray[np.float64] = table.range_kept[first, first + 1 : end + 1] + table.beside_bytes[first:end] - passing
+    return base + table.given_bytes(first, end) + table.tie_sums(first, end) + table.ties_waiting(first, end)
+
+
+def _forward(table: UnitTable, of_unit: dict[int, list[_Call]], ends: tuple[int, int]) -> float:
+    most = 0.0
+    following = -1
+    for unit in reversed(range(*ends)):
+        whole = max(0, following)
+        for call in reversed(of_unit[unit]):
+            # The last call's parameters stay for the backward, where it reads them.
+            whole = max(whole, call.ahead + max(0, following))
+            if call.ahead:
+                following = call.ahead
+        here = table.units[unit]
+        beside = table.beside_bytes[unit] - here.passing_bytes + here.forward_beside_bytes
+        most = max(most, float(table.range_kept[ends[0], unit + 1] + beside) + whole)
+    return most
+
+
+def _backward(
+    table: UnitTable, of_unit: dict[int, list[_Call]], base: dict[int, float], request: MemoryRequest
+) -> tuple[float, float, NDArray[np.float64]]:
+    """The bytes of `StagePasses` of the same names."""
+    calls = [call for unit in of_unit for call in of_unit[unit]]
+    before = [0]
+    for held in calls:
+        before.append(held.back or before[-1])
+    """The parameters that are whole, or are gathered ahead, where the first so many calls are left."""
+    each, share = request.reduces_each and request.shard >= 2, 1 - 1 / request.ways
+    tail = backward = 0.0
+    by_unit: dict[int, float] = {}
+    left, under_way, gone, has_sent = len(calls), 0, 0.0, False
+    for unit in reversed(of_unit):
+        own = len(of_unit[unit])
+        for number, phase in enumerate(table.units[unit].phases):
+            call = calls[left - 1] if 0 < number <= own else None
+            left -= call is not None
+            here = base[unit] + before[left] + (call.back if call is not None else 0)
+            by_unit[unit] = max(by_unit.get(unit, 0.0), here + phase.passing)
+            if not each:
+                backward = max(backward, here + phase.passing + share * under_way - gone)
+            elif has_sent:
+                backward = max(backward, here + phase.collecting + (1 + share) * under_way)
+            else:
+                tail = max(tail, here + phase.collecting)
+            for bucket in call.buckets if call is not None else ():
+                if each:
+                    ending = here + phase.ending + bucket.made
+                    backward = max(backward, ending + max(bucket.size * bucket.is_copied, (1 + share) * under_way))
+                    tail = tail if has_sent else max(tail, ending)
+                gone += share * under_way
+                under_way, has_sent = bucket.size, True
+    return tail, backward, np.array([by_unit[unit] for unit in of_unit])

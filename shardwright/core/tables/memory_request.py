@@ -52,6 +52,11 @@ class MemoryRequest:
         return self.gathers_units and self.shard >= 2
 
     @property
+    def shares_sums(self) -> bool:
+        """Whether gradients are summed in shards, call by call, so that none are in buckets of small ones."""
+        return self.gathers_units and self.shard > 0 and self.ways > 1
+
+    @property
     def sums_from(self) -> int:
         """The stage of ZeRO from which sums of gradients are divided."""
         return 1 if self.is_one_program else 2

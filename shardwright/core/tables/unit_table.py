@@ -13,6 +13,7 @@ from shardwright.core.cost.unit_seconds import UnitCost
 from shardwright.core.cost.value_flow import SharedValue
 from shardwright.core.partition.exact import Matrix, range_sums
 from shardwright.core.schedule.peak_memory import StageMemory
+from shardwright.core.tables.call_entries import CallEntries
 from shardwright.core.tables.memory import (
     Mode,
     Recompute,
@@ -98,6 +99,9 @@ class UnitTable:
     working_bytes: tuple[int, ...] = ()
     """The bytes that each unit's passes hold beside kept activations with the gradients that wait. Empty: they wait
     beside the fullest moment."""
+
+    calls: tuple[tuple[CallEntries, ...], ...] = ()
+    """The calls of each unit that use parameters. Empty: each unit is one call."""
 
     @cached_property
     def modes(self) -> list[Mode]:
@@ -192,6 +196,11 @@ class UnitTable:
     @cached_property
     def stage_memories(self) -> dict[object, StageMemory]:
         """The stage memories counted so far (`core.tables.stage_memory`); many cuts have the same stages."""
+        return {}
+
+    @cached_property
+    def stage_passes(self) -> dict[object, object]:
+        """The passes of stages counted so far (`core.tables.gathered_units`)."""
         return {}
 
     @cached_property
@@ -312,6 +321,16 @@ class UnitTable:
         for (user, last), size in self._tie_bytes.items():
             if first <= user and last < end:
                 found[user - first] += size
+        return found
+
+    def ties_waiting(self, first: int, end: int) -> NDArray[np.float64]:
+        """The bytes of a tied parameter's gradient that wait in the backward of each unit of a stage, from its last use
+        on the stage to its first."""
+        found = np.zeros(end - first)
+        for tie in self.ties:
+            here = [user for user in tie.users if first <= user < end]
+            if tie.is_trained and len(here) > 1:
+                found[here[0] - first : here[-1] - first] += tie.elements * self.tie_width
         return found
 
     @cached_property
