@@ -55,9 +55,13 @@ def less_apart(
     microbatches nothing is subtracted."""
     if request.divides_gradients:
         return _less_divided(decision, ranked, memory, request)
-    if not request.gradients_when_made or decision.shard >= 2 or is_long(decision):
+    if not request.gradients_when_made or decision.shard >= 2:
         return memory
     ends, placement = ranked.ends(decision.stage_starts), decision.stage_ranks
+    # A bucket is there before all of its gradients are, and never beside all gradients.
+    buckets = ranked.buckets(decision.stage_starts, placement, request)
+    if is_long(decision):
+        return tuple(replace(use, apart_bytes=bucket) for use, bucket in zip(memory, buckets, strict=True))
     if decision.generated:
         schedule = decision.build_schedule(None)
     else:
@@ -65,7 +69,7 @@ def less_apart(
         schedule = named_schedule(decision.schedule, decision.pp, settled, decision.virtual_stages)
     found = []
     buffers = ranked.buffers(decision.stage_starts, placement, request)
-    for rank, (use, beside) in enumerate(zip(memory, buffers, strict=True)):
+    for rank, (use, beside, bucket) in enumerate(zip(memory, buffers, buckets, strict=True)):
         order = schedule.table[rank]
         stages = stage_memories(
             ranked.tables[rank],
@@ -73,7 +77,8 @@ def less_apart(
             _backward_order(order),
             request.gradient_width,
         )
-        found.append(replace(use, buffers_bytes=beside, apart_bytes=max(0, peak_below_sum(order, stages))))
+        apart = max(bucket, peak_below_sum(order, stages))
+        found.append(replace(use, buffers_bytes=beside, apart_bytes=apart))
     return tuple(found)
 
 

@@ -166,6 +166,8 @@ def _peak(order: Sequence[Action], stages: Mapping[int, _Stage]) -> int:
                 shards[part.stage] = one.shard
         most = max(most, live + beside + whole + sum(sums.values()) + sum(shards.values()) + under_way)
         for part in action.flat:
+            if part.kind is F and not stages[part.stage].sums:
+                under_way = 0  # what a forward ran beside has arrived
             if part.kind is B:
                 one = stages[part.stage]
                 sums.setdefault(part.stage, one.sums)

@@ -72,14 +72,15 @@ def stage_passes(table: UnitTable, ends: tuple[int, int], request: MemoryRequest
 def staying_bytes(table: UnitTable, stages: Iterable[tuple[int, int]], request: MemoryRequest) -> int:
     """The bytes on a rank, beside its shards, of the calls whose parameters stay whole all through a step with their
     gradients (`Decision.whole_below_bytes`)."""
-    whole, width = 0, PRECISION_BYTES[request.precision]
+    whole, shared, width = 0, 0, PRECISION_BYTES[request.precision]
     if request.whole_below_bytes:
         for first, end in stages:
             for call in (one for unit in range(first, end) for one in table.calls[unit]):
                 if _stays(call, request):
                     trained = call.trained + sum(entries for _, entries in call.tied)
                     whole += call.entries * width + trained * request.gradient_width
-    return int(whole * (1 - 1 / request.ways))
+                    shared += trained * width * request.masters_alone
+    return int(whole * (1 - 1 / request.ways) + shared / request.ways)
 
 
 def _stays(call: CallEntries, request: MemoryRequest) -> bool:

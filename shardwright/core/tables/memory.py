@@ -86,6 +86,7 @@ def state_bytes(
     trained: int | None = None,
     updated: int | None = None,
     sums_from: int = 2,
+    masters_alone: bool = False,
 ) -> tuple[int, int, int]:
     """The (parameters, gradients, optimizer) bytes on one rank.
 
@@ -95,7 +96,8 @@ def state_bytes(
     "fp32" beside 16-bit parameters, the 16-bit gradients are freed as soon as they are added (Megatron's main
     gradients). Mixed precision keeps an fp32 master copy with the optimizer's states. ``shard`` is ZeRO's stage (arXiv
     1910.02054, section 5): 1 divides the optimizer's states by ``ways`` ranks, 2 the gradients too, 3 the parameters
-    too. ``sums_from``: the stage from which gradients are divided.
+    too. ``sums_from``: the stage from which gradients are divided. ``masters_alone``: of divided parameters that are
+    trained, nothing is kept beside the master copy.
     Raises PlanError for an unknown optimizer.
     """
     if optimizer not in OPTIMIZER_STATES:
@@ -104,7 +106,8 @@ def state_bytes(
     master = 4 if width < 4 else 0
     trained = elements if trained is None else trained
     states = (trained if updated is None else updated) * (master + 4 * OPTIMIZER_STATES[optimizer])
-    parts = [elements * width, trained * PRECISION_BYTES[gradient_precision or precision], states]
+    held = elements - trained if masters_alone and shard == 3 and master else elements
+    parts = [held * width, trained * PRECISION_BYTES[gradient_precision or precision], states]
     for level, part in ((3, 0), (sums_from, 1), (1, 2)):
         if shard >= level:
             parts[part] = -(-parts[part] // ways)

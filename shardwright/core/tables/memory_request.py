@@ -57,6 +57,11 @@ class MemoryRequest:
         return self.gathers_units and self.shard > 0 and self.ways > 1
 
     @property
+    def masters_alone(self) -> bool:
+        """Whether nothing is kept of divided parameters beside their master copies."""
+        return self.gathers_units and self.shard == 3 and PRECISION_BYTES[self.precision] < PRECISION_BYTES["fp32"]
+
+    @property
     def sums_from(self) -> int:
         """The stage of ZeRO from which sums of gradients are divided."""
         return 1 if self.is_one_program else 2
@@ -74,7 +79,8 @@ class MemoryRequest:
     @property
     def trained_bytes(self) -> float:
         """The bytes that a trained entry takes beside that: its gradient and optimizer states."""
-        return sum(self._many[1:]) / MANY
+        held, *more = self._many
+        return (sum(more) - held * self.masters_alone) / MANY
 
     @property
     def _many(self) -> tuple[int, int, int]:

@@ -232,6 +232,7 @@ class RankTables:
                 trained=own.trained,
                 updated=own.updated,
                 sums_from=request.sums_from,
+                masters_alone=request.masters_alone,
             )
             found.append(
                 MemoryUse(
@@ -257,10 +258,15 @@ class RankTables:
     def buffers(self, starts: Sequence[int], placement: Sequence[int], request: MemoryRequest) -> list[int]:
         """The bytes that passes hold for a while, on every rank."""
         held = self._held(tuple(starts), tuple(placement), summed=request.is_replicated, again=request.microbatches > 1)
-        whole = request.bucket_bytes * (not request.shares_sums)
-        buckets = [min(whole, request.gradient_width * own.trained) for own in held]
-        rows = zip(held, self.passing(starts, placement, request), buckets, strict=True)
+        passing, buckets = (find(starts, placement, request) for find in (self.passing, self.buckets))
+        rows = zip(held, passing, buckets, strict=True)
         return [own.sent + passing + bucket + UNCOUNTED_BYTES for own, passing, bucket in rows]
+
+    def buckets(self, starts: Sequence[int], placement: Sequence[int], request: MemoryRequest) -> list[int]:
+        """The bytes of one bucket of whole gradients on every rank, which is there from the first of them on."""
+        held = self._held(tuple(starts), tuple(placement), summed=request.is_replicated, again=request.microbatches > 1)
+        most = 0 if request.shares_sums else request.bucket_bytes
+        return [min(most, request.gradient_width * own.trained) for own in held]
 
     def passing(self, starts: Sequence[int], placement: Sequence[int], request: MemoryRequest) -> list[int]:
         """These bytes without messages and buckets: temporary values, and what is gathered of what is sharded."""
