@@ -1,6 +1,6 @@
 """The parameter entries of the calls that a runtime gathers, and whose gradients it sums, one after the other."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardwright.core.model.graph import Graph
@@ -47,3 +47,21 @@ def entries_of(
             )
         )
     return tuple(found)
+
+
+def updated_of(
+    graph: Graph,
+    calls: Iterable[tuple[int, ParameterCall]],
+    users: Mapping[int, tuple[int, ...]],
+    entries: Callable[[int, int], int],
+) -> tuple[tuple[int, tuple[int, ...], int], ...]:
+    """The trained parameters in the order in which the model names them: the entries of each on one rank, the units
+    that use it, and the entries of all that are divided together with it. ``calls`` are those of every unit, with the
+    unit; ``entries`` gives those of a parameter that a unit uses."""
+    trained = [number for number in sorted(users) if graph.parameters[number].trainable]
+    divided: dict[int, int] = {}
+    for unit, call in calls:
+        alone = [n for n in call.parameters if graph.parameters[n].trainable and n not in call.tied]
+        divided |= dict.fromkeys(alone, sum(entries(n, unit) for n in alone))
+    sizes = {number: entries(number, users[number][0]) for number in trained}
+    return tuple((sizes[n], users[n], divided.get(n, sizes[n])) for n in trained)

@@ -7,7 +7,7 @@ packed into one bucket, whose sum over the ranks is under way until the bucket o
 first call of a stage until the next backward pass sends one.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -92,19 +92,17 @@ def _passes(table: UnitTable, ends: tuple[int, int], request: MemoryRequest) -> 
     of_unit = {unit: [_call(one, unit, ends, request) for one in table.calls[unit]] for unit in units}
     calls = [call for unit in units for call in of_unit[unit]]
     base = {unit: float(size) for unit, size in zip(units, _base(table, ends), strict=True)}
-    if any(call.ahead for call in calls) and request.precision != "fp32":
-        # A rank's shard as it computes with it, of the call that is gathered, until all others have read it.
-        copy = max(call.ahead for call in calls) / request.ways
-        base = {unit: size + copy for unit, size in base.items()}
+    # A rank's shards of what is gathered, as it computes with them, until all others have read them.
+    copied = 1 / request.ways if PRECISION_BYTES[request.precision] < PRECISION_BYTES["fp32"] else 0.0
     buckets = [bucket for call in reversed(calls) for bucket in call.buckets]
-    tail, backward, by_unit = _backward(table, of_unit, base, request)
+    tail, backward, by_unit = _backward(table, of_unit, base, copied, request)
     arriving = 2 - 1 / request.ways
     before = [0.0, *(bucket.size * arriving for bucket in buckets)]
     leaving = (b.made + max(sent, b.size * b.is_copied) for sent, b in zip(before, buckets, strict=False))
     each = request.reduces_each and request.shard >= 2
     weights = max((bucket.made for bucket in buckets), default=0)
     return StagePasses(
-        int(_forward(table, of_unit, ends)),
+        int(_forward(table, of_unit, copied, ends)),
         int(tail),
         int(backward),
         by_unit,
@@ -138,30 +136,36 @@ def _base(table: UnitTable, ends: tuple[int, int]) -> NDArray[np.float64]:
     return base + table.given_bytes(first, end) + table.tie_sums(first, end) + table.ties_waiting(first, end)
 
 
-def _forward(table: UnitTable, of_unit: dict[int, list[_Call]], ends: tuple[int, int]) -> float:
-    most = 0.0
-    following = -1
+def _forward(table: UnitTable, of_unit: dict[int, list[_Call]], copied: float, ends: tuple[int, int]) -> float:
+    most, following = 0.0, 0
+    sizes = [call.ahead for unit in of_unit for call in of_unit[unit]]
+    ended = _last(sizes) * copied
     for unit in reversed(range(*ends)):
-        whole = max(0, following)
+        whole = following * (1 + copied) + ended
         for call in reversed(of_unit[unit]):
-            # The last call's parameters stay for the backward, where it reads them.
-            whole = max(whole, call.ahead + max(0, following))
-            if call.ahead:
-                following = call.ahead
+            whole = max(whole, (call.ahead + following) * (1 + copied))
+            following, ended = call.ahead or following, 0.0 if call.ahead else ended
         here = table.units[unit]
         beside = table.beside_bytes[unit] - here.passing_bytes + here.forward_beside_bytes
         most = max(most, float(table.range_kept[ends[0], unit + 1] + beside) + whole)
     return most
 
 
+def _last(sizes: Sequence[int]) -> int:
+    """The last size above 0; 0 where there is none."""
+    return next((size for size in reversed(sizes) if size), 0)
+
+
 def _backward(
-    table: UnitTable, of_unit: dict[int, list[_Call]], base: dict[int, float], request: MemoryRequest
+    table: UnitTable, of_unit: dict[int, list[_Call]], base: dict[int, float], copied: float, request: MemoryRequest
 ) -> tuple[float, float, NDArray[np.float64]]:
     """The bytes of `StagePasses` of the same names."""
     calls = [call for unit in of_unit for call in of_unit[unit]]
-    before = [0]
+    before = [0.0]
     for held in calls:
-        before.append(held.back or before[-1])
+        before.append(held.back * (1 + copied) or before[-1])
+    # The last call's parameters stay for the backward, where it reads them.
+    before[-1] = _last([held.back for held in calls]) + _last([held.ahead for held in calls]) * copied
     """The parameters that are whole, or are gathered ahead, where the first so many calls are left."""
     each, share = request.reduces_each and request.shard >= 2, 1 - 1 / request.ways
     tail = backward = 0.0
@@ -172,7 +176,7 @@ def _backward(
         for number, phase in enumerate(table.units[unit].phases):
             call = calls[left - 1] if 0 < number <= own else None
             left -= call is not None
-            here = base[unit] + before[left] + (call.back if call is not None else 0)
+            here = base[unit] + before[left] + (call.back * (1 + copied) if call is not None else 0.0)
             by_unit[unit] = max(by_unit.get(unit, 0.0), here + phase.passing)
             if not each:
                 backward = max(backward, here + phase.passing + share * under_way - gone)

@@ -20,8 +20,8 @@ from shardwright.core.tables.memory import (
     kept_bytes,
     recomputed_s,
     unit_recompute,
-    update_bytes,
 )
+from shardwright.core.tables.optimizers import update_bytes
 from shardwright.core.values.found_once import found_once
 
 
@@ -89,9 +89,10 @@ class UnitTable:
     found_bytes: int = 0
     """The bytes of the gradient of one parameter entry that waits until a stage's backward is done and its gradients
     are added up together; 0 where each is added as soon as it is made."""
-    updated: tuple[tuple[int, tuple[int, ...]], ...] = ()
-    """The trained parameters in the order of the optimizer: their entries on one rank, and the units that use them.
-    Empty where an optimizer makes nothing for a while as it updates them."""
+    updated: tuple[tuple[int, tuple[int, ...], int], ...] = ()
+    """The trained parameters in the order of the optimizer: their entries on one rank, the units that use them, and the
+    entries of all that are divided together with each. Empty where an optimizer makes nothing for a while as it updates
+    them."""
     looked_up: tuple[int, ...] = ()
     """The trained parameter entries of each unit that are in tables read by look-ups of this unit alone: their
     gradients come when the passes of a stage that begins here are over. Empty: none."""
@@ -285,17 +286,22 @@ class UnitTable:
         has one part of ``ways``."""
         if not self.updated:
             return 0
-        sizes, uses = self._updated_by_unit
+        sizes, together_with, uses = self._updated_by_unit
         here = np.any([uses[:, a:b].any(axis=1) for a, b in held], axis=0)
-        return update_bytes((-(-sizes[here] // ways)).tolist(), optimizer, together=together)
+        share = -(-sizes // ways)
+        # What is divided is one flat buffer, of which a rank has one part: a small parameter of it whole perhaps.
+        pieces = share if together else np.minimum(sizes, -(-together_with // ways))
+        return update_bytes(pieces[here].tolist(), optimizer, together=together)
 
     @cached_property
-    def _updated_by_unit(self) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """The entries of each updated parameter, and whether each unit uses it."""
+    def _updated_by_unit(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
+        """The entries of each updated parameter, those that are divided together with it, and whether each unit uses
+        it."""
         uses = np.zeros((len(self.updated), len(self.units)), dtype=np.bool_)
-        for number, (_, users) in enumerate(self.updated):
+        for number, (_, users, _) in enumerate(self.updated):
             uses[number, list(users)] = True
-        return np.array([size for size, _ in self.updated]), uses
+        sizes, together_with = (np.array([row[column] for row in self.updated]) for column in (0, 2))
+        return sizes, together_with, uses
 
     @cached_property
     def range_working(self) -> Matrix:
