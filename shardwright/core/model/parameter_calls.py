@@ -32,7 +32,7 @@ def parameter_calls(graph: Graph, unit: Unit, users: Mapping[int, Sequence[int]]
     read it."""
     number_of = {parameter.tensor: number for number, parameter in enumerate(graph.parameters)}
     own = set(unit.calls)
-    outermost: dict[int, int] = {0: -1}
+    outermost: dict[int, int] = {0: 0 if len(graph.calls) == 1 else -1}
 
     def call_of(call: int) -> int:
         """The outermost call of the unit around a call; -1 for none."""

@@ -157,7 +157,8 @@ def test_as_many_units_keep_their_activations_as_fit() -> None:
         full = replace(device, memory_bytes=more.total_bytes - 1)
         found = sw.plan(graph, sw.Cluster(full, devices_per_node=2), **pins)
         assert found.decision.kept_units == tuple(layers[-wanted:])
-        assert found.predicted.memory[0] == use
+        # A bucket is never there beside all gradients.
+        assert found.predicted.memory[0] == replace(use, apart_bytes=graph.memory_traits.bucket_bytes)
 
 
 def test_what_is_under_way_is_counted_before_a_plan_is_given() -> None:
