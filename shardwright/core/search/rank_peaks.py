@@ -9,6 +9,7 @@ from shardwright.core.schedule.actions import Action, B, W
 from shardwright.core.schedule.peak_memory import peak_below_sum
 from shardwright.core.search.space import splits_backward
 from shardwright.core.tables.gathered_stages import gathering_schedule, peaks
+from shardwright.core.tables.gathered_units import stage_passes
 from shardwright.core.tables.memory import MemoryUse, live_bytes, named_schedule
 from shardwright.core.tables.memory_request import MemoryRequest
 from shardwright.core.tables.rank_tables import RankTables
@@ -77,6 +78,11 @@ def less_apart(
             _backward_order(order),
             request.gradient_width,
         )
+        if request.shares_sums and decision.microbatches == 1:  # buckets leave while gradients are made
+            stages = {
+                stage: replace(sizes, first_backward=stage_passes(ranked.tables[rank], ends[stage], request).first)
+                for stage, sizes in stages.items()
+            }
         apart = max(bucket, peak_below_sum(order, stages))
         found.append(replace(use, buffers_bytes=beside, apart_bytes=apart))
     return tuple(found)

@@ -111,7 +111,8 @@ def _stages(
     found = {}
     for stage, (a, b) in held.items():
         passes, memory = stage_passes(table, (a, b), request), memories[stage]
-        first_backward = passes.backward
+        shard = -(-memory.gradients // request.ways)
+        first_backward = passes.first - shard  # which is added to all of it
         if not request.reduces_each:
             others = sharing_before(table, held, first, stage)
             made = table.trained_from(a, b, others) * request.gradient_width
@@ -122,7 +123,7 @@ def _stages(
             freed_by_input_grad=memory.freed_by_input_grad,
             whole=int(table.range_elements[a, b]) * width if request.gathered_stages else 0,
             sums=0 if request.reduces_each else memory.gradients,
-            shard=-(-memory.gradients // request.ways),
+            shard=shard,
             under_way=passes.under_way if request.reduces_each else int(largest * share),
             passing=passes.forward - memory.activations,
             input_grad=int(passes.by_unit.max()) - memory.activations,
@@ -162,7 +163,8 @@ def _peak(order: Sequence[Action], stages: Mapping[int, _Stage]) -> int:
                 beside += one.first_backward if part.stage not in sums else one.backward
             elif part.kind is B:
                 # Its first bucket leaves when the one under way has arrived. Each is added to its shard.
-                beside += max(one.tail, one.backward - under_way)
+                is_first = part.stage not in shards
+                beside += one.first_backward if is_first else max(one.tail, one.backward - under_way)
                 shards[part.stage] = one.shard
         most = max(most, live + beside + whole + sum(sums.values()) + sum(shards.values()) + under_way)
         for part in action.flat:

@@ -30,6 +30,8 @@ class StagePasses:
     """Of the backward until it has sent its first bucket, which is when that of the backward before has arrived."""
     backward: int
     """Of the backward from then on. Where gradients add up whole: of the last one, in which they leave, beside them."""
+    first: int
+    """Of the first backward, which is also the last one where gradients add up whole, with the sums that are there."""
     by_unit: NDArray[np.float64]
     """Of the backward of each unit, where gradients add up whole, beside these."""
     weighing: int
@@ -95,7 +97,7 @@ def _passes(table: UnitTable, ends: tuple[int, int], request: MemoryRequest) -> 
     # A rank's shards of what is gathered, as it computes with them, until all others have read them.
     copied = 1 / request.ways if PRECISION_BYTES[request.precision] < PRECISION_BYTES["fp32"] else 0.0
     buckets = [bucket for call in reversed(calls) for bucket in call.buckets]
-    tail, backward, by_unit = _backward(table, of_unit, base, copied, request)
+    tail, backward, once, by_unit = _backward(table, of_unit, base, copied, request)
     arriving = 2 - 1 / request.ways
     before = [0.0, *(bucket.size * arriving for bucket in buckets)]
     leaving = (b.made + max(sent, b.size * b.is_copied) for sent, b in zip(before, buckets, strict=False))
@@ -105,6 +107,7 @@ def _passes(table: UnitTable, ends: tuple[int, int], request: MemoryRequest) -> 
         int(_forward(table, of_unit, copied, ends)),
         int(tail),
         int(backward),
+        int(once),
         by_unit,
         int(max(leaving, default=0)) if each else weights,
         int(before[-1]) if each else 0,
@@ -158,7 +161,7 @@ def _last(sizes: Sequence[int]) -> int:
 
 def _backward(
     table: UnitTable, of_unit: dict[int, list[_Call]], base: dict[int, float], copied: float, request: MemoryRequest
-) -> tuple[float, float, NDArray[np.float64]]:
+) -> tuple[float, float, float, NDArray[np.float64]]:
     """The bytes of `StagePasses` of the same names."""
     calls = [call for unit in of_unit for call in of_unit[unit]]
     before = [0.0]
@@ -168,9 +171,10 @@ def _backward(
     before[-1] = _last([held.back for held in calls]) + _last([held.ahead for held in calls]) * copied
     """The parameters that are whole, or are gathered ahead, where the first so many calls are left."""
     each, share = request.reduces_each and request.shard >= 2, 1 - 1 / request.ways
-    tail = backward = 0.0
+    tail = backward = first = 0.0
     by_unit: dict[int, float] = {}
-    left, under_way, gone, has_sent = len(calls), 0, 0.0, False
+    left, has_sent = len(calls), False
+    under_way = arrived = made = 0  # the bucket whose sum is under way, those that have arrived, and all of them so far
     for unit in reversed(of_unit):
         own = len(of_unit[unit])
         for number, phase in enumerate(table.units[unit].phases):
@@ -178,17 +182,20 @@ def _backward(
             left -= call is not None
             here = base[unit] + before[left] + (call.back * (1 + copied) if call is not None else 0.0)
             by_unit[unit] = max(by_unit.get(unit, 0.0), here + phase.passing)
-            if not each:
-                backward = max(backward, here + phase.passing + share * under_way - gone)
-            elif has_sent:
-                backward = max(backward, here + phase.collecting + (1 + share) * under_way)
+            if each:
+                most = here + phase.collecting + (1 + share) * under_way
+                tail, backward = (tail, max(backward, most)) if has_sent else (max(tail, most), backward)
+                first = max(first, most + (1 - share) * arrived)
             else:
-                tail = max(tail, here + phase.collecting)
+                made += sum(bucket.size for bucket in call.buckets) if call is not None else 0
+                most = here + phase.passing + share * (under_way - arrived)
+                backward, first = max(backward, most), max(first, most + made)
             for bucket in call.buckets if call is not None else ():
                 if each:
                     ending = here + phase.ending + bucket.made
-                    backward = max(backward, ending + max(bucket.size * bucket.is_copied, (1 + share) * under_way))
-                    tail = tail if has_sent else max(tail, ending)
-                gone += share * under_way
+                    most = ending + max(bucket.size * bucket.is_copied, (1 + share) * under_way)
+                    tail, backward = tail if has_sent else max(tail, ending), max(backward, most)
+                    first = max(first, most + (1 - share) * (arrived + under_way))
+                arrived += under_way
                 under_way, has_sent = bucket.size, True
-    return tail, backward, np.array([by_unit[unit] for unit in of_unit])
+    return tail, backward, first, np.array([by_unit[unit] for unit in of_unit])
