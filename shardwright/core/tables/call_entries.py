@@ -19,8 +19,11 @@ class CallEntries:
     """The trained ones that no other call uses: their gradients are summed together."""
     is_single: bool = False
     """Whether these are one parameter."""
-    tied: tuple[tuple[tuple[int, ...], int], ...] = ()
-    """The trained ones that other calls use too, each by itself: the units that use it, and its entries."""
+    last: int = 0
+    """The place of the last of these in the model's order."""
+    tied: tuple[tuple[tuple[int, ...], int, int], ...] = ()
+    """The trained ones that other calls use too, each by itself: the units that use it, its entries, and its place in
+    the model's order."""
 
 
 def entries_of(
@@ -43,7 +46,8 @@ def entries_of(
                 sum(map(entries, call.looked_up)),
                 sum(map(entries, alone)),
                 len(alone) == 1,
-                tuple((users[number], entries(number)) for number in tied),
+                max(alone, default=0),
+                tuple((users[number], entries(number), number) for number in tied),
             )
         )
     return tuple(found)

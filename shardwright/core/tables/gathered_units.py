@@ -3,8 +3,8 @@
 A stage runs call by call. In a forward pass the parameters of one call are whole, and those of the next one, which are
 gathered ahead; in a backward pass those of one call and of the one before it. Tables of which a call reads rows are not
 gathered for its backward pass. The gradients of a call stay as they are made until all of them are there. Then they are
-packed into one bucket, whose sum over the ranks is under way until the bucket of the next call is sent: that of the
-first call of a stage until the next backward pass sends one.
+packed into one bucket, whose sum over the ranks is under way until the next bucket is sent: the last one until the next
+backward pass sends one. Buckets leave in the reverse of the model's order, so that some wait for others.
 """
 
 from collections.abc import Iterable, Sequence
@@ -54,10 +54,14 @@ class _Bucket(NamedTuple):
     """Gradients that leave together."""
 
     made: int
-    """The bytes of the gradients as they were made, where nothing else counts them."""
+    """The bytes of the gradients as they were made."""
     size: int
     is_copied: bool
     """Whether they are copied into the bucket: it is there beside them."""
+    waits: bool
+    """Whether they wait for those of earlier uses: what waits is counted by itself."""
+    place: int
+    """The place of the last of them in the model's order."""
 
 
 def stage_passes(table: UnitTable, ends: tuple[int, int], request: MemoryRequest) -> StagePasses:
@@ -79,7 +83,7 @@ def staying_bytes(table: UnitTable, stages: Iterable[tuple[int, int]], request: 
         for first, end in stages:
             for call in (one for unit in range(first, end) for one in table.calls[unit]):
                 if _stays(call, request):
-                    trained = call.trained + sum(entries for _, entries in call.tied)
+                    trained = call.trained + sum(entries for _, entries, _ in call.tied)
                     whole += call.entries * width + trained * request.gradient_width
                     shared += trained * width * request.masters_alone
     return int(whole * (1 - 1 / request.ways) + shared / request.ways)
@@ -96,22 +100,32 @@ def _passes(table: UnitTable, ends: tuple[int, int], request: MemoryRequest) -> 
     base = {unit: float(size) for unit, size in zip(units, _base(table, ends), strict=True)}
     # A rank's shards of what is gathered, as it computes with them, until all others have read them.
     copied = 1 / request.ways if PRECISION_BYTES[request.precision] < PRECISION_BYTES["fp32"] else 0.0
-    buckets = [bucket for call in reversed(calls) for bucket in call.buckets]
     tail, backward, once, by_unit = _backward(table, of_unit, base, copied, request)
-    arriving = 2 - 1 / request.ways
-    before = [0.0, *(bucket.size * arriving for bucket in buckets)]
-    leaving = (b.made + max(sent, b.size * b.is_copied) for sent, b in zip(before, buckets, strict=False))
     each = request.reduces_each and request.shard >= 2
-    weights = max((bucket.made for bucket in buckets), default=0)
+    buckets = _in_order(calls)
     return StagePasses(
         int(_forward(table, of_unit, copied, ends)),
         int(tail),
         int(backward),
         int(once),
         by_unit,
-        int(max(leaving, default=0)) if each else weights,
-        int(before[-1]) if each else 0,
+        int(_weighing(buckets, request) if each else max((bucket.made for bucket in buckets), default=0)),
+        int(buckets[-1].size * (2 - 1 / request.ways)) if each and buckets else 0,
     )
+
+
+def _in_order(calls: Sequence[_Call]) -> list[_Bucket]:
+    """The buckets in the order in which they leave."""
+    return sorted((bucket for call in calls for bucket in call.buckets), key=lambda bucket: -bucket.place)
+
+
+def _weighing(buckets: Sequence[_Bucket], request: MemoryRequest) -> float:
+    """The bytes of a weight gradient by itself: all gradients are there before the first leaves."""
+    most, made, under_way = 0.0, sum(bucket.made for bucket in buckets), 0.0
+    for bucket in buckets:
+        most = max(most, made + max(under_way, bucket.size * bucket.is_copied))
+        made, under_way = made - bucket.made, bucket.size * (2 - 1 / request.ways)
+    return most
 
 
 def _call(call: CallEntries, unit: int, ends: tuple[int, int], request: MemoryRequest) -> _Call:
@@ -119,12 +133,12 @@ def _call(call: CallEntries, unit: int, ends: tuple[int, int], request: MemoryRe
     gathers = request.shard == 3 and request.gathered_stages is None
     if gathers and _stays(call, request):
         return _Call(0, 0, ())
-    buckets = [_Bucket(call.trained * width, call.trained * wide, not call.is_single or wide != width)]
-    for users, entries in call.tied:
+    is_copied = not call.is_single or wide != width
+    buckets = [_Bucket(call.trained * width, call.trained * wide, is_copied, False, call.last)]
+    for users, entries, place in call.tied:
         here = [user for user in users if ends[0] <= user < ends[1]]
-        if here[0] == unit:  # else its gradient waits for those of the uses before
-            waits = len(here) > 1 or users[0] < unit  # and is counted as one that does
-            buckets.append(_Bucket(0 if waits else entries * width, entries * wide, wide != width))
+        if here[0] == unit:  # else its gradient leaves with those of the uses before
+            buckets.append(_Bucket(entries * width, entries * wide, wide != width, len(here) > 1, place))
     ahead = call.entries * width * gathers
     back = (call.entries - call.looked_up) * width * gathers
     return _Call(ahead, back, tuple(bucket for bucket in buckets if bucket.size))
@@ -175,6 +189,7 @@ def _backward(
     by_unit: dict[int, float] = {}
     left, has_sent = len(calls), False
     under_way = arrived = made = 0  # the bucket whose sum is under way, those that have arrived, and all of them so far
+    queue, ready = _in_order(calls), list[_Bucket]()
     for unit in reversed(of_unit):
         own = len(of_unit[unit])
         for number, phase in enumerate(table.units[unit].phases):
@@ -183,19 +198,26 @@ def _backward(
             here = base[unit] + before[left] + (call.back * (1 + copied) if call is not None else 0.0)
             by_unit[unit] = max(by_unit.get(unit, 0.0), here + phase.passing)
             if each:
-                most = here + phase.collecting + (1 + share) * under_way
+                most = here + phase.collecting + (1 + share) * under_way + _waiting(ready)
                 tail, backward = (tail, max(backward, most)) if has_sent else (max(tail, most), backward)
                 first = max(first, most + (1 - share) * arrived)
             else:
                 made += sum(bucket.size for bucket in call.buckets) if call is not None else 0
                 most = here + phase.passing + share * (under_way - arrived)
                 backward, first = max(backward, most), max(first, most + made)
-            for bucket in call.buckets if call is not None else ():
+            ready += call.buckets if call is not None else ()
+            while queue and queue[0] in ready:
                 if each:
-                    ending = here + phase.ending + bucket.made
-                    most = ending + max(bucket.size * bucket.is_copied, (1 + share) * under_way)
+                    ending = here + phase.ending + _waiting(ready)
+                    most = ending + max(queue[0].size * queue[0].is_copied, (1 + share) * under_way)
                     tail, backward = tail if has_sent else max(tail, ending), max(backward, most)
                     first = max(first, most + (1 - share) * (arrived + under_way))
                 arrived += under_way
-                under_way, has_sent = bucket.size, True
+                ready.remove(queue[0])
+                under_way, has_sent = queue.pop(0).size, True
     return tail, backward, first, np.array([by_unit[unit] for unit in of_unit])
+
+
+def _waiting(buckets: Iterable[_Bucket]) -> int:
+    """The bytes of gradients that are made and have not left, where nothing else counts them."""
+    return sum(bucket.made for bucket in buckets if not bucket.waits)
