@@ -148,7 +148,7 @@ class Bounds:
             traits.gathers_units,
             traits.stages_are_programs,
             is_one_program,
-            self.cluster.device(0).kind != "cpu",
+            self.cluster.device(0).kind == "cpu",
             policy.gathered_stages,
             policy.look_ahead,
             policy.reduce_after != "last",

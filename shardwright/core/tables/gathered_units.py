@@ -66,7 +66,7 @@ class _Bucket(NamedTuple):
 
 def stage_passes(table: UnitTable, ends: tuple[int, int], request: MemoryRequest) -> StagePasses:
     """The bytes of the passes over a stage, given by its first unit and its end, of a runtime that gathers units."""
-    numbers = request.gradient_width, request.shard, request.ways, request.whole_below_bytes
+    numbers = request.gradient_width, request.shard, request.ways, request.whole_below_bytes, request.on_cpus
     key = ends, request.precision, request.gathered_stages is None, request.reduces_each, *numbers
     if key not in table.stage_passes:
         table.stage_passes[key] = _passes(table, ends, request)
@@ -110,7 +110,7 @@ def _passes(table: UnitTable, ends: tuple[int, int], request: MemoryRequest) -> 
         int(once),
         by_unit,
         int(_weighing(buckets, request) if each else max((bucket.made for bucket in buckets), default=0)),
-        int(buckets[-1].size * (2 - 1 / request.ways)) if each and buckets else 0,
+        int(buckets[-1].size * (1 + request.coming_share)) if each and buckets else 0,
     )
 
 
@@ -124,7 +124,7 @@ def _weighing(buckets: Sequence[_Bucket], request: MemoryRequest) -> float:
     most, made, under_way = 0.0, sum(bucket.made for bucket in buckets), 0.0
     for bucket in buckets:
         most = max(most, made + max(under_way, bucket.size * bucket.is_copied))
-        made, under_way = made - bucket.made, bucket.size * (2 - 1 / request.ways)
+        made, under_way = made - bucket.made, bucket.size * (1 + request.coming_share)
     return most
 
 
@@ -184,7 +184,7 @@ def _backward(
     # The last call's parameters stay for the backward, where it reads them.
     before[-1] = _last([held.back for held in calls]) + _last([held.ahead for held in calls]) * copied
     """The parameters that are whole, or are gathered ahead, where the first so many calls are left."""
-    each, share = request.reduces_each and request.shard >= 2, 1 - 1 / request.ways
+    each, share, coming = request.reduces_each and request.shard >= 2, 1 - 1 / request.ways, request.coming_share
     tail = backward = first = 0.0
     by_unit: dict[int, float] = {}
     left, has_sent = len(calls), False
@@ -198,18 +198,18 @@ def _backward(
             here = base[unit] + before[left] + (call.back * (1 + copied) if call is not None else 0.0)
             by_unit[unit] = max(by_unit.get(unit, 0.0), here + phase.passing)
             if each:
-                most = here + phase.collecting + (1 + share) * under_way + _waiting(ready)
+                most = here + phase.collecting + (1 + coming) * under_way + _waiting(ready)
                 tail, backward = (tail, max(backward, most)) if has_sent else (max(tail, most), backward)
                 first = max(first, most + (1 - share) * arrived)
             else:
                 made += sum(bucket.size for bucket in call.buckets) if call is not None else 0
-                most = here + phase.passing + share * (under_way - arrived)
+                most = here + phase.passing + coming * under_way - share * arrived
                 backward, first = max(backward, most), max(first, most + made)
             ready += call.buckets if call is not None else ()
             while queue and queue[0] in ready:
                 if each:
                     ending = here + phase.ending + _waiting(ready)
-                    most = ending + max(queue[0].size * queue[0].is_copied, (1 + share) * under_way)
+                    most = ending + max(queue[0].size * queue[0].is_copied, (1 + coming) * under_way)
                     tail, backward = tail if has_sent else max(tail, ending), max(backward, most)
                     first = max(first, most + (1 - share) * (arrived + under_way))
                 arrived += under_way

@@ -281,7 +281,7 @@ class UnitTable:
         return used + (sum(sum(self.remembered_bytes[a:b]) for a, b in held) if replicated else 0)
 
     @found_once
-    def update_bytes(self, held: tuple[tuple[int, int], ...], ways: int, optimizer: str, together: bool) -> int:
+    def update_bytes(self, held: tuple[tuple[int, int], ...], ways: int, optimizer: str, *, together: bool) -> int:
         """The bytes that an optimizer makes for a while as it updates the parameters of these stages, of which a rank
         has one part of ``ways``."""
         if not self.updated:
