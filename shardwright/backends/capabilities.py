@@ -29,7 +29,7 @@ TORCH_MEMORY = MemoryTraits(
     replicas_norm_apart=True,
     gathers_units=True,
     gradients_in_fp32=True,
-    updates_make_roots=True,  # torch's defaults: a loop on CPUs, `foreach` elsewhere
+    updates_make_values=True,  # torch's defaults: a loop on CPUs, `foreach` elsewhere
 )
 JAX = Capabilities(
     framework="jax",

@@ -131,9 +131,9 @@ class MemoryTraits:
     gradients_in_fp32: bool = False
     """Whether gradients of 16 bits add up in fp32, whatever a plan says."""
 
-    updates_make_roots: bool = False
-    """Whether an optimizer that divides by roots of second moments (Adam's) makes these as values of their own: of one
-    parameter after the other where devices are CPUs, of all parameters at once elsewhere."""
+    updates_make_values: bool = False
+    """Whether optimizers make values for a while, such as roots of second moments: of one parameter after the other
+    where devices are CPUs, of all parameters at once elsewhere (`core.tables.optimizers`)."""
 
     def __post_init__(self) -> None:
         for name in ("bucket_bytes", "bucket_bytes_on_cpu"):

@@ -106,6 +106,9 @@ def test_replicas_remember_running_statistics() -> None:
     [
         *((model, plan) for model in ("resnet", "t5", "bert") for plan in ("pp 2", "dp 2", "tp 2")),
         *((model, "dp 2, bf16") for model in ("gpt2", "bert", "t5")),
+        *(("ncf", f"dp 2, shard {level}") for level in (1, 2, 3)),
+        *((model, "dp 2, shard 3") for model in ("gpt2", "bert", "t5")),
+        ("ncf", "dp 2, shard 3, sums at the end"),
     ],
 )
 def test_no_rank_takes_more_than_predicted_nor_3_percent_less(model: str, plan: str) -> None:

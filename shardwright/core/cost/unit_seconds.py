@@ -8,6 +8,7 @@ from shardwright.core.cluster.hardware.device import Device
 from shardwright.core.cost.fp8_casts import FORWARD_KERNELS, INPUT_GRAD_KERNELS, ISSUED, WEIGHT_GRAD_KERNELS
 from shardwright.core.cost.matrix_products import product_s
 from shardwright.core.cost.unit_work import Collective, Product, UnitWork
+from shardwright.core.cost.working_memory import PhaseBytes
 from shardwright.core.errors import ClusterError, nearest
 
 FUSED_ATTENTION_EFFICIENCY = 0.75
@@ -60,6 +61,10 @@ class UnitCost:
     forward_collective_s: float = 0.0
     """The part of ``collective_s`` in the forward pass, which full recompute runs again."""
     merged_bytes: tuple[int, int, int] | None = None
+    """Bytes as in `UnitWork`."""
+    forward_beside_bytes: int = 0
+    """Bytes as in `UnitWork`."""
+    phases: tuple[PhaseBytes, ...] = ()
     """Bytes as in `UnitWork`."""
 
     def in_one_program(self) -> "UnitCost":
@@ -138,6 +143,8 @@ def unit_cost(
         given_bytes=work.given_bytes,
         forward_collective_s=ahead,
         merged_bytes=work.merged_bytes,
+        forward_beside_bytes=work.forward_beside_bytes,
+        phases=work.phases,
     )
 
 

@@ -16,11 +16,12 @@ from shardwright.core.cost.fp8_casts import Casts, casts
 from shardwright.core.cost.op_shards import Pieces
 from shardwright.core.cost.opaque_flops import most_flops, result_of
 from shardwright.core.cost.value_flow import ValueFlow
-from shardwright.core.cost.working_memory import LiveBytes
+from shardwright.core.cost.working_memory import LiveBytes, PhaseBytes
 from shardwright.core.layout.unit_layouts import Link, RealisedUnit, Step
 from shardwright.core.model.fold import Unit, fold
 from shardwright.core.model.fp8_products import Fp8Products, fp8_products
 from shardwright.core.model.graph import ITEM_BYTES, Graph, Op
+from shardwright.core.model.parameter_calls import ParameterCall, parameter_calls
 from shardwright.core.model.structure import structure_of
 
 PRECISION_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
@@ -104,6 +105,11 @@ class UnitWork:
     merged_bytes: tuple[int, int, int] | None = None
     """Where the whole step is one compiled program, the bytes saved, those passing, and the latter with the gradients
     that wait to be added to their sums; None: not known."""
+    forward_beside_bytes: int = 0
+    """The part of ``passing_bytes`` that the forward alone may hold."""
+    phases: tuple[PhaseBytes, ...] = ()
+    """The bytes in the phases of the backward (`LiveBytes.backward_phases`), where the runtime gathers parameters and
+    sums gradients call by call. Empty: not known."""
 
     @property
     def forward_flops(self) -> int:
@@ -139,6 +145,10 @@ class WorkCounter(ValueFlow):
     def __init__(self, graph: Graph) -> None:
         super().__init__(graph)
         self.live = LiveBytes(graph, self._alias, self._needs_gradient, self._parameters, self._users)
+
+    def calls(self, unit: Unit) -> tuple[ParameterCall, ...]:
+        """The calls of a unit that use parameters."""
+        return parameter_calls(self.graph, unit, self._users)
 
     def width(self, tensor: int, precision: str) -> int:
         """Bytes of an entry of a tensor when floats are kept in ``precision``."""
@@ -419,9 +429,11 @@ class _UnitCount:
         entering = {
             counter.memory_of(t): self.cut.entering_ways(t) for t in counter.entering(self.unit, self.made_here)
         }
-        passing, passing_beside_given = counter.live.beside_kept(
-            self.ops, self.kept_by, self.mask_bytes, self.memory, self.working
-        )
+        held = self.ops, self.kept_by, self.mask_bytes, self.memory, self.working
+        passing, passing_beside_given = counter.live.beside_kept(*held)
+        phases: tuple[PhaseBytes, ...] = ()
+        if counter.graph.memory_traits.gathers_units:
+            phases = counter.live.backward_phases(counter.calls(self.unit), *held)
         forward, backward, gathered, at_the_end = moved
         return UnitWork(
             products=tuple(self.products),
@@ -441,4 +453,6 @@ class _UnitCount:
             backward_gathered=gathered,
             step_moved=at_the_end,
             put_off_bytes=counter.put_off_bytes(self.ops, self.cut, self.held),
+            forward_beside_bytes=counter.live.forward_beside_kept(*held) if phases else passing,
+            phases=phases,
         )

@@ -1,12 +1,42 @@
 """The memory alive while a unit runs: the most bytes that its forward and backward hold beside what is kept."""
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from shardwright.core.model.graph import Graph, Op
+from shardwright.core.model.parameter_calls import ParameterCall
 
 LINEAR_SUMS = frozenset({"add", "bias"})
 """Names of the sums that hand the gradient on as it is, without memory of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseBytes:
+    """Bytes alive in one phase of a unit's backward pass, counted from all that the unit keeps; below 0 where the pass
+    has given up more than it holds."""
+
+    passing: int
+    """The most while it runs, where gradients of parameters are added to sums as soon as they are made."""
+    collecting: int
+    """The most where those of one call stay until all of them are made."""
+    ending: int
+    """When it is over, without gradients of parameters."""
+
+
+class _BackwardOp(NamedTuple):
+    """The bytes alive at one op of a backward pass, counted from all that is kept."""
+
+    op: int
+    most: int
+    """While it runs, with the gradients of parameters that it makes."""
+    left: int
+    """When it is over, without these."""
+    made: dict[int, int]
+    """The gradients of parameters that it makes: memory of the parameter → bytes."""
+    again: int
+    """The bytes of gradients of parameters in ``most`` that the op before it made."""
 
 
 class LiveBytes:
@@ -51,18 +81,59 @@ class LiveBytes:
                 operands in another precision. None: none does.
         """
         working = working or {}
-        first_keeper: dict[int, int] = {}
-        for op, roots in kept_by.items():
-            for root in roots:
-                first_keeper[root] = min(op, first_keeper.get(root, op))
-        kept = sum(map(size_of, first_keeper)) + sum(mask_bytes.values())
-        forward = self._forward_peak(ops, first_keeper, mask_bytes, size_of, working)
+        first_keeper = _first_keepers(kept_by)
+        forward = self.forward_beside_kept(ops, kept_by, mask_bytes, size_of, working)
         backwards = (
-            self._backward_peak(ops, first_keeper, mask_bytes, size_of, working, given_stays=stays)
+            max((op.most for op in self._backward(ops, first_keeper, mask_bytes, size_of, working, stays)), default=0)
             for stays in (False, True)
         )
-        alone, given = (max(0, forward - kept, backward) for backward in backwards)
+        alone, given = (max(forward, backward) for backward in backwards)
         return alone, given
+
+    def forward_beside_kept(
+        self,
+        ops: range,
+        kept_by: Mapping[int, Collection[int]],
+        mask_bytes: Mapping[int, int],
+        size_of: Callable[[int], int],
+        working: Mapping[int, tuple[int, int]],
+    ) -> int:
+        """The most bytes alive at once while the ops run forward, less all that is kept; the arguments are those of
+        `beside_kept`."""
+        first_keeper = _first_keepers(kept_by)
+        kept = sum(map(size_of, first_keeper)) + sum(mask_bytes.values())
+        return max(0, self._forward_peak(ops, first_keeper, mask_bytes, size_of, working) - kept)
+
+    def backward_phases(
+        self,
+        calls: Sequence[ParameterCall],
+        ops: range,
+        kept_by: Mapping[int, Collection[int]],
+        mask_bytes: Mapping[int, int],
+        size_of: Callable[[int], int],
+        working: Mapping[int, tuple[int, int]],
+    ) -> tuple[PhaseBytes, ...]:
+        """The bytes alive in each phase of the backward pass: before it comes to a call with parameters, in each such
+        call from the last to the first, and behind them. The other arguments are those of `beside_kept`."""
+        waits = {self.graph.parameters[number].tensor for call in calls for number in call.waiting}
+        begins = max((call.end_op for call in calls), default=ops.start)
+        ends = [begins, *(call.first_use for call in reversed(calls)), ops.start]
+        found: list[PhaseBytes] = []
+        passing = collecting = ending = collected = waiting = 0
+        for one in self._backward(ops, _first_keepers(kept_by), mask_bytes, size_of, working, given_stays=False):
+            while one.op < ends[len(found)]:
+                found.append(PhaseBytes(passing, collecting, ending))
+                passing = collecting = ending
+                collected = 0
+            passing = max(passing, one.most + waiting)
+            collecting = max(collecting, one.most + waiting + collected - one.again)
+            collected += sum(size for root, size in one.made.items() if root not in waits)
+            waiting += sum(size for root, size in one.made.items() if root in waits)
+            ending = one.left + waiting
+        while len(found) < len(ends):
+            found.append(PhaseBytes(passing, collecting, ending))
+            passing = collecting = ending
+        return tuple(found)
 
     def _root(self, tensor: int) -> int:
         return self._alias.get(tensor, tensor)
@@ -100,17 +171,16 @@ class LiveBytes:
             live -= sum(size_of(root) for root in dying.get(index, ()) if root in alive)
         return peak
 
-    def _backward_peak(
+    def _backward(
         self,
         ops: range,
         first_keeper: Mapping[int, int],
         mask_bytes: Mapping[int, int],
         size_of: Callable[[int], int],
         working: Mapping[int, tuple[int, int]],
-        *,
         given_stays: bool,
-    ) -> int:
-        """The most bytes of gradients, counted from all that is kept, which the backward gives up as it goes."""
+    ) -> Iterator[_BackwardOp]:
+        """The ops of the backward pass, which gives up what is kept as it goes."""
         released: dict[int, int] = {}
         for root, index in first_keeper.items():
             released[index] = released.get(index, 0) + size_of(root)
@@ -122,33 +192,47 @@ class LiveBytes:
                     held.add(tensor, size_of(tensor))
                     if given_stays:
                         held.pin(tensor)
-        peak = live = of_bias = 0
+        live = of_bias = 0
         for index in reversed(ops):
             op = self.graph.ops[index]
             arriving = [t for t in op.outputs if t in held.memory]
+            made: dict[int, int] = {}
+            most = again = 0
             if arriving:
-                passing = of_bias if op.kind == "contraction" else 0
+                again = of_bias if op.kind == "contraction" else 0
                 for tensor in dict.fromkeys(op.inputs):
                     if tensor not in self._needs_gradient:
                         continue
-                    if self._root(tensor) in self._parameters:
-                        passing += size_of(tensor) if op.kind != "view" else 0
+                    if (root := self._root(tensor)) in self._parameters:
+                        if op.kind != "view":
+                            made[root] = made.get(root, 0) + size_of(tensor)
                     elif self._hands_on(op, tensor):
                         held.share(arriving[0], tensor, size_of(tensor))
                     else:
                         held.add(tensor, size_of(tensor))
-                peak = max(peak, live + held.bytes + passing + working.get(index, (0, 0))[1])
+                passing = again + sum(made.values())
+                most = live + held.bytes + passing + working.get(index, (0, 0))[1]
                 # A product with its bias makes both gradients at once.
                 of_bias = passing if op.name.endswith("/bias") else 0
                 for tensor in arriving:
                     held.drop(tensor)
             live -= released.get(index, 0) + mask_bytes.get(index, 0)
-        return peak
+            left = live + held.bytes
+            yield _BackwardOp(index, most if arriving else left, left, made, again)
 
     def _hands_on(self, op: Op, tensor: int) -> bool:
         """Whether the gradient of the operand shares the memory of the result's gradient."""
         same = self.graph.tensors[tensor].elements(2) == self.graph.tensors[op.outputs[0]].elements(2)
         return same and (op.kind == "view" or op.name.rsplit("/")[-1].split(".")[-1] in LINEAR_SUMS)
+
+
+def _first_keepers(kept_by: Mapping[int, Collection[int]]) -> dict[int, int]:
+    """The first op that keeps each memory: the backward pass gives it up behind that op."""
+    found: dict[int, int] = {}
+    for op, roots in kept_by.items():
+        for root in roots:
+            found[root] = min(op, found.get(root, op))
+    return found
 
 
 class _Gradients:

@@ -14,14 +14,15 @@ from shardwright.core.schedule.family import Family, Sizes
 from shardwright.core.schedule.files import from_csv
 from shardwright.core.schedule.passes.sharding import ReduceAfter, insert_residency
 from shardwright.core.schedule.schedule import require_buildable
-from shardwright.core.tables.memory import OPTIMIZER_STATES, Precision, Recompute, SumPrecision, named_schedule
+from shardwright.core.tables.memory import Precision, Recompute, SumPrecision, named_schedule
+from shardwright.core.tables.optimizers import OPTIMIZERS
 from shardwright.core.values.fields import Amount, Choices, Count, Words, require_fields
 
 LossScope = Literal["replica", "global"]
 ShardLevel = Annotated[int, Choices((0, 1, 2, 3))]
 """The values divided over the data axis (ZeRO): 0 nothing, 1 optimizer states, 2 gradients too, 3 parameters too."""
 ScheduleName = Annotated[str, Words(lambda: (*schedule_names(), AUTO))]
-OptimizerName = Annotated[str, Words(lambda: OPTIMIZER_STATES)]
+OptimizerName = Annotated[str, Words(lambda: OPTIMIZERS)]
 """The optimizer whose states are counted."""
 
 

@@ -148,7 +148,7 @@ class Bounds:
             traits.gathers_units,
             traits.stages_are_programs,
             is_one_program,
-            self.cluster.device(0).kind != "cpu",
+            self.cluster.device(0).kind == "cpu",
             policy.gathered_stages,
             policy.look_ahead,
             policy.reduce_after != "last",
@@ -247,8 +247,9 @@ class Bounds:
         pp, dp, _ = shape.degrees
         request = self.memory_request(policy, pp * virtual_stages, dp, shape.microbatches)
         is_short = shape.microbatches <= 2 * pp * virtual_stages
-        may_be_apart = request.gradients_when_made and policy.shard < 2 and is_short
-        return request.held_bytes, request.trained_bytes - (request.gradient_width if may_be_apart else 0)
+        may_be_apart = is_short and (request.divides_gradients or (request.gradients_when_made and policy.shard < 2))
+        gradient = request.gradient_width / (request.ways if request.divides_gradients else 1)
+        return request.held_bytes, request.trained_bytes - (gradient if may_be_apart else 0)
 
     def _lending_s(self, shape: Shape, recompute: Recompute, pipeline_s: float) -> float:
         """The bound of a pipeline whose idle time is lent, from the bound of one whose idle time is not."""

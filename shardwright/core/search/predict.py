@@ -10,8 +10,9 @@ from shardwright.core.plan.record import Predicted
 from shardwright.core.schedule import AUTO, StageCosts
 from shardwright.core.schedule.simulate import simulate_schedule
 from shardwright.core.tables.gathered_stages import gathers_per_stage, most_gathers
-from shardwright.core.tables.memory import OPTIMIZER_STATES, MemoryUse
+from shardwright.core.tables.memory import MemoryUse
 from shardwright.core.tables.mesh_links import Links
+from shardwright.core.tables.optimizers import OPTIMIZERS
 from shardwright.core.tables.rank_tables import RankTables, RankWork
 
 HIDDEN_SHARE = 0.9
@@ -136,7 +137,7 @@ class StepModel:
                 if ends:
                     reduce_s += self._ends_s(mesh, decision, held * width, reduced, pp)
         ways = (decision.shard_group or dp) if decision.shard else 1
-        states = OPTIMIZER_STATES[decision.optimizer]
+        states = OPTIMIZERS[decision.optimizer].states
         # The optimizer reads parameter, gradient and states, and writes parameter and states, in fp32. In mixed
         # precision the 16-bit parameter is written after that, and the gradient is first read in 16 bits and written in
         # 32. Gradients that add up in 32 bits are kept: cleared, unscaled in place, read for their norm and clipped in

@@ -9,6 +9,7 @@ from shardwright.core.schedule.actions import Action, B, W
 from shardwright.core.schedule.peak_memory import peak_below_sum
 from shardwright.core.search.space import splits_backward
 from shardwright.core.tables.gathered_stages import gathering_schedule, peaks
+from shardwright.core.tables.gathered_units import stage_passes
 from shardwright.core.tables.memory import MemoryUse, live_bytes, named_schedule
 from shardwright.core.tables.memory_request import MemoryRequest
 from shardwright.core.tables.rank_tables import RankTables
@@ -55,9 +56,13 @@ def less_apart(
     microbatches nothing is subtracted."""
     if request.divides_gradients:
         return _less_divided(decision, ranked, memory, request)
-    if not request.gradients_when_made or decision.shard >= 2 or is_long(decision):
+    if not request.gradients_when_made or decision.shard >= 2:
         return memory
     ends, placement = ranked.ends(decision.stage_starts), decision.stage_ranks
+    # A bucket is there before all of its gradients are, and never beside all gradients.
+    buckets = ranked.buckets(decision.stage_starts, placement, request)
+    if is_long(decision):
+        return tuple(replace(use, apart_bytes=bucket) for use, bucket in zip(memory, buckets, strict=True))
     if decision.generated:
         schedule = decision.build_schedule(None)
     else:
@@ -65,7 +70,7 @@ def less_apart(
         schedule = named_schedule(decision.schedule, decision.pp, settled, decision.virtual_stages)
     found = []
     buffers = ranked.buffers(decision.stage_starts, placement, request)
-    for rank, (use, beside) in enumerate(zip(memory, buffers, strict=True)):
+    for rank, (use, beside, bucket) in enumerate(zip(memory, buffers, buckets, strict=True)):
         order = schedule.table[rank]
         stages = stage_memories(
             ranked.tables[rank],
@@ -73,7 +78,13 @@ def less_apart(
             _backward_order(order),
             request.gradient_width,
         )
-        found.append(replace(use, buffers_bytes=beside, apart_bytes=max(0, peak_below_sum(order, stages))))
+        if request.shares_sums and decision.microbatches == 1:  # buckets leave while gradients are made
+            stages = {
+                stage: replace(sizes, first_backward=stage_passes(ranked.tables[rank], ends[stage], request).first)
+                for stage, sizes in stages.items()
+            }
+        apart = max(bucket, peak_below_sum(order, stages))
+        found.append(replace(use, buffers_bytes=beside, apart_bytes=apart))
     return tuple(found)
 
 
@@ -100,10 +111,12 @@ def _less_divided(
         growth = (decision.microbatches - second) / (second - first)
         early, late = peaks_of(first), peaks_of(second)
         most = [int(b + (b - a) * growth + 0.5) for a, b in zip(early, late, strict=True)]
-    return tuple(
-        replace(use, apart_bytes=max(0, use.activations_bytes + use.gradients_bytes + passing - peak))
-        for use, passing, peak in zip(memory, ranked.passing(starts, placement, request), most, strict=True)
-    )
+    found = []
+    for use, passing, peak in zip(memory, ranked.passing(starts, placement, request), most, strict=True):
+        apart = use.activations_bytes + use.gradients_bytes + passing - peak
+        beside = use.buffers_bytes + max(0, -apart)  # as where two passes overlap
+        found.append(replace(use, buffers_bytes=beside, apart_bytes=max(0, apart)))
+    return tuple(found)
 
 
 def _backward_order(actions: Iterable[Action]) -> list[int]:

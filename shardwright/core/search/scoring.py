@@ -13,7 +13,7 @@ from shardwright.core.schedule.peak_memory import peak_live
 from shardwright.core.search.bounds import SAFE, Bounds
 from shardwright.core.search.partition_input import partition_input
 from shardwright.core.search.predict import least_makespan_s, simulated_makespan_s
-from shardwright.core.search.rank_peaks import by_stage, is_long, less_apart, with_activations
+from shardwright.core.search.rank_peaks import by_stage, less_apart, with_activations
 from shardwright.core.search.recomputed_units import as_few_as_memory_asks_for
 from shardwright.core.search.request import Request
 from shardwright.core.search.space import Pipelining, Policy, Shape, require_starts, splits_backward
@@ -86,7 +86,7 @@ class Scorer:
         least = memory
         if request.divides_gradients:
             least = tuple(replace(use, gradients_bytes=0, activations_bytes=0, buffers_bytes=0) for use in memory)
-        elif not is_long(decision):  # at most all gradients are subtracted
+        else:  # at most all gradients are subtracted
             least = tuple(replace(use, gradients_bytes=0) for use in memory)
         if ranked.over_bytes(least):
             return memory

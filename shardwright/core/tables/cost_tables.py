@@ -38,6 +38,7 @@ from shardwright.core.solver.op_layouts import (
     slot_layouts,
     unsplit,
 )
+from shardwright.core.tables.call_entries import CallEntries, entries_of, updated_of
 from shardwright.core.tables.graph_reading import read
 from shardwright.core.tables.measured_units import calibrated
 from shardwright.core.tables.memory import Precision, Recompute, SumPrecision, state_bytes_per_element
@@ -279,19 +280,25 @@ class CostTables:
             given_stay=not traits.stages_are_programs,
             ties_have_one_home=traits.ties_have_one_home,
             found_bytes=PRECISION_BYTES[self.precision] if traits.stages_are_programs else 0,
-            updated=self._updated(tp) if traits.updates_make_roots else (),
+            updated=self._updated(tp) if traits.updates_make_values else (),
             looked_up=self._looked_up(tp) if traits.stages_are_programs else (),
             working_bytes=tuple(unit.merged_bytes[2] for unit in units if unit.merged_bytes) if is_merged else (),
+            calls=self._calls(tp) if traits.gathers_units else (),
+        )
+
+    def _calls(self, tp: int) -> tuple[tuple[CallEntries, ...], ...]:
+        """The parameter entries of every call of each unit, as in `UnitTable.calls`."""
+        users = self._users()
+        return tuple(
+            entries_of(self.graph, self.counter.calls(unit), users, partial(self._entries, unit=unit.index, tp=tp))
+            for unit in self.folded.units
         )
 
     @found_once
-    def _updated(self, tp: int) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    def _updated(self, tp: int) -> tuple[tuple[int, tuple[int, ...], int], ...]:
         """The trained parameters, in the order in which the model names them, as in `UnitTable.updated`."""
-        return tuple(
-            (self._entries(number, users[0], tp), users)
-            for number, users in sorted(self._users().items())
-            if self.graph.parameters[number].trainable
-        )
+        calls = [(unit.index, call) for unit in self.folded.units for call in self.counter.calls(unit)]
+        return updated_of(self.graph, calls, self._users(), partial(self._entries, tp=tp))
 
     def _looked_up(self, tp: int) -> tuple[int, ...]:
         """The entries of trained tables, on one rank and for each unit, that only the unit's look-ups read."""

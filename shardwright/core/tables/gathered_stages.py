@@ -15,11 +15,11 @@ from shardwright.core.schedule import Schedule
 from shardwright.core.schedule.actions import Action, B, F, I, Kind, W
 from shardwright.core.schedule.passes.sharding import insert_residency
 from shardwright.core.schedule.peak_memory import walk_activations
-from shardwright.core.tables.gathered_units import gathered_by_unit, gathered_peak
+from shardwright.core.tables.gathered_units import stage_passes
 from shardwright.core.tables.memory import named_schedule
 from shardwright.core.tables.memory_request import MemoryRequest
 from shardwright.core.tables.rank_tables import RankTables
-from shardwright.core.tables.stage_memory import backward_passes, sharing_before, stage_memories
+from shardwright.core.tables.stage_memory import sharing_before, stage_memories
 
 
 @lru_cache(maxsize=64)
@@ -70,11 +70,16 @@ class _Stage:
     under_way: int
     """One bucket of gradients whose sum is under way, with what comes in."""
     passing: int
-    """What a forward, or an input gradient, holds beside its activations."""
+    """What a forward holds beside its activations."""
+    input_grad: int
+    """What an input gradient does."""
     weighing: int
     """What a weight gradient by itself holds beside."""
+    tail: int
+    """What a backward holds beside until its first bucket has left, where it reduces them."""
     first_backward: int
-    """What a backward holds beside, with the gradients that it is the first to make."""
+    """What a backward holds beside, or the rest of it where it reduces gradients, with the gradients that it is the
+    first to make."""
     backward: int
     """What a later one does."""
 
@@ -105,28 +110,27 @@ def _stages(
     share = 1 - 1 / request.ways
     found = {}
     for stage, (a, b) in held.items():
-        units = gathered_by_unit(table, (a, b), request)
-        memory, largest = memories[stage], max(float(table.range_trained[u, u + 1]) for u in range(a, b))
-        # Where gradients are wider than what autograd makes, one unit's are there in both.
-        made = int(largest * width) if width != request.gradient_width else 0
-        first_backward = backward = gathered_peak(table, (a, b), request) - memory.activations
+        passes, memory = stage_passes(table, (a, b), request), memories[stage]
+        shard = -(-memory.gradients // request.ways)
+        first_backward = passes.first - shard  # which is added to all of it
         if not request.reduces_each:
-            added = backward_passes(table, (a, b)) + units[0] + made
-            found_first = table.trained_from(a, b, sharing_before(table, held, first, stage)) * request.gradient_width
-            first_backward = int((added + found_first).max()) - memory.activations
-            again = int(table.range_working_again[a, b] + units[0, -1]) + made
-            backward = max(int(added.max()) - memory.activations, again)
+            others = sharing_before(table, held, first, stage)
+            made = table.trained_from(a, b, others) * request.gradient_width
+            first_backward = int((passes.by_unit + made).max())
+        largest = max(float(table.range_trained[u, u + 1]) for u in range(a, b)) * request.gradient_width
         found[stage] = _Stage(
             activations=memory.activations,
             freed_by_input_grad=memory.freed_by_input_grad,
             whole=int(table.range_elements[a, b]) * width if request.gathered_stages else 0,
             sums=0 if request.reduces_each else memory.gradients,
-            shard=-(-memory.gradients // request.ways),
-            under_way=0 if request.reduces_each else int(largest * request.gradient_width * share),
-            passing=memory.working + int(units[0, -1]),
-            weighing=int(units[1].max()) + made,
-            first_backward=first_backward,
-            backward=backward,
+            shard=shard,
+            under_way=passes.under_way if request.reduces_each else int(largest * share),
+            passing=passes.forward - memory.activations,
+            input_grad=int(passes.by_unit.max()) - memory.activations,
+            weighing=passes.weighing,
+            tail=passes.tail - memory.activations,
+            first_backward=first_backward - memory.activations,
+            backward=max(passes.backward, int(passes.by_unit.max()) * (not request.reduces_each)) - memory.activations,
         )
     return found
 
@@ -151,17 +155,21 @@ def _peak(order: Sequence[Action], stages: Mapping[int, _Stage]) -> int:
         for part in action.flat:
             one = stages[part.stage]
             if part.kind in (F, I):
-                beside += one.passing
+                beside += one.passing if part.kind is F else one.input_grad
             elif part.kind is W:
                 sums.setdefault(part.stage, one.sums)
                 beside += one.weighing
+            elif part.kind is B and one.sums:
+                beside += one.first_backward if part.stage not in sums else one.backward
             elif part.kind is B:
-                is_first = part.stage not in sums
-                beside += one.first_backward if is_first else one.backward
-                if not one.sums:  # each bucket is added to its shard while the pass runs
-                    shards[part.stage] = one.shard
+                # Its first bucket leaves when the one under way has arrived. Each is added to its shard.
+                is_first = part.stage not in shards
+                beside += one.first_backward if is_first else max(one.tail, one.backward - under_way)
+                shards[part.stage] = one.shard
         most = max(most, live + beside + whole + sum(sums.values()) + sum(shards.values()) + under_way)
         for part in action.flat:
+            if part.kind is F and not stages[part.stage].sums:
+                under_way = 0  # what a forward ran beside has arrived
             if part.kind is B:
                 one = stages[part.stage]
                 sums.setdefault(part.stage, one.sums)

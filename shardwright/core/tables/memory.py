@@ -1,16 +1,14 @@
 """Bytes per rank, by class: parameters, gradients, optimizer state, live activations, buffers."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
 from typing import Literal
 
 from shardwright.core.cost.unit_seconds import UnitCost
 from shardwright.core.cost.unit_work import PRECISION_BYTES
-from shardwright.core.errors import PlanError, nearest
 from shardwright.core.schedule import Schedule
 from shardwright.core.schedule.peak_memory import peak_live
+from shardwright.core.tables.optimizers import optimizer_of
 from shardwright.core.values.fields import Amount
 
 Recompute = Literal["none", "selective", "full"]
@@ -20,11 +18,6 @@ SumPrecision = Literal["fp32", "bf16", "fp16"]
 """A precision in which gradients add up."""
 Mode = Literal["none", "selective", "full", "offload"]
 """The treatment of one unit's activations: keep them, compute some or all of them again, or send them to the host."""
-
-OPTIMIZER_STATES = {"sgd": 0, "momentum": 1, "lion": 1, "adam": 2, "adamw": 2}
-"""The number of fp32 values that an optimizer keeps for each parameter."""
-ROOTED = frozenset({"adam", "adamw"})
-"""The optimizers that divide by the root of a second moment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +79,7 @@ def state_bytes(
     trained: int | None = None,
     updated: int | None = None,
     sums_from: int = 2,
+    masters_alone: bool = False,
 ) -> tuple[int, int, int]:
     """The (parameters, gradients, optimizer) bytes on one rank.
 
@@ -95,34 +89,21 @@ def state_bytes(
     "fp32" beside 16-bit parameters, the 16-bit gradients are freed as soon as they are added (Megatron's main
     gradients). Mixed precision keeps an fp32 master copy with the optimizer's states. ``shard`` is ZeRO's stage (arXiv
     1910.02054, section 5): 1 divides the optimizer's states by ``ways`` ranks, 2 the gradients too, 3 the parameters
-    too. ``sums_from``: the stage from which gradients are divided.
+    too. ``sums_from``: the stage from which gradients are divided. ``masters_alone``: of divided parameters that are
+    trained, nothing is kept beside the master copy.
     Raises PlanError for an unknown optimizer.
     """
-    if optimizer not in OPTIMIZER_STATES:
-        raise PlanError(f"the states of optimizer {optimizer!r} are not known: {nearest(optimizer, OPTIMIZER_STATES)}")
+    kept = optimizer_of(optimizer).states
     width = PRECISION_BYTES[precision]
     master = 4 if width < 4 else 0
     trained = elements if trained is None else trained
-    states = (trained if updated is None else updated) * (master + 4 * OPTIMIZER_STATES[optimizer])
-    parts = [elements * width, trained * PRECISION_BYTES[gradient_precision or precision], states]
+    states = (trained if updated is None else updated) * (master + 4 * kept)
+    held = elements - trained if masters_alone and shard == 3 and master else elements
+    parts = [held * width, trained * PRECISION_BYTES[gradient_precision or precision], states]
     for level, part in ((3, 0), (sums_from, 1), (1, 2)):
         if shard >= level:
             parts[part] = -(-parts[part] // ways)
     return parts[0], parts[1], parts[2]
-
-
-def update_bytes(sizes: Sequence[int], optimizer: str, *, together: bool) -> int:
-    """The bytes that an optimizer makes for a while as it updates parameters of these sizes, in its order, in entries.
-
-    A loop makes the root of one and its quotient, while the quotient of the one before is still there; ``together`` it
-    makes the roots of all, and works in place on these.
-    """
-    if optimizer not in ROOTED or not sizes:
-        return 0
-    width = PRECISION_BYTES["fp32"]
-    if together:
-        return width * sum(sizes)
-    return width * max(before + 2 * size for before, size in pairwise((0, *sizes)))
 
 
 def state_bytes_per_element(

@@ -35,8 +35,9 @@ class MemoryRequest:
     is_one_program: bool = False
     """Whether the whole step is one compiled program: sums of gradients are divided as the optimizer's states are, and
     a step of one microbatch makes no sums."""
-    updates_together: bool = False
-    """Whether the optimizer updates all parameters at once."""
+    on_cpus: bool = True
+    """Whether devices are CPUs: there the optimizer updates one parameter after the other, and elsewhere all at
+    once."""
     gathered_stages: int | None = None
     """The most stages that a rank keeps gathered at once; None: units are gathered one by one."""
     look_ahead: int | None = None
@@ -50,6 +51,22 @@ class MemoryRequest:
     def divides_gradients(self) -> bool:
         """Whether gradients are divided while the step runs, and parameters may be."""
         return self.gathers_units and self.shard >= 2
+
+    @property
+    def shares_sums(self) -> bool:
+        """Whether gradients are summed in shards, call by call, so that none are in buckets of small ones."""
+        return self.gathers_units and self.shard > 0 and self.ways > 1
+
+    @property
+    def coming_share(self) -> float:
+        """The share of a bucket that is received beside it while its sum is under way: the shards of all other ranks
+        where these are messages, and this rank's shard of the sum where a device scatters it."""
+        return 1 - 1 / self.ways if self.on_cpus else 1 / self.ways
+
+    @property
+    def masters_alone(self) -> bool:
+        """Whether nothing is kept of divided parameters beside their master copies."""
+        return self.gathers_units and self.shard == 3 and PRECISION_BYTES[self.precision] < PRECISION_BYTES["fp32"]
 
     @property
     def sums_from(self) -> int:
@@ -69,7 +86,8 @@ class MemoryRequest:
     @property
     def trained_bytes(self) -> float:
         """The bytes that a trained entry takes beside that: its gradient and optimizer states."""
-        return sum(self._many[1:]) / MANY
+        held, *more = self._many
+        return (sum(more) - held * self.masters_alone) / MANY
 
     @property
     def _many(self) -> tuple[int, int, int]:

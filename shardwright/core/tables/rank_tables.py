@@ -15,7 +15,7 @@ from shardwright.core.cost.unit_work import PRECISION_BYTES
 from shardwright.core.errors import PlanError
 from shardwright.core.partition.exact import Matrix, min_max_cut, spread_cut
 from shardwright.core.schedule import StageCosts
-from shardwright.core.tables.gathered_units import most_gathered, staying_bytes
+from shardwright.core.tables.gathered_units import stage_passes, staying_bytes
 from shardwright.core.tables.memory import MemoryUse, collectives_s, state_bytes
 from shardwright.core.tables.memory_request import MemoryRequest
 from shardwright.core.tables.unit_table import UnitTable
@@ -232,6 +232,7 @@ class RankTables:
                 trained=own.trained,
                 updated=own.updated,
                 sums_from=request.sums_from,
+                masters_alone=request.masters_alone,
             )
             found.append(
                 MemoryUse(
@@ -251,15 +252,21 @@ class RankTables:
     def _update_bytes(self, rank: int, stages: tuple[tuple[int, int], ...], request: MemoryRequest) -> int:
         """The bytes that the optimizer holds beside its states, with all else that no graph shows."""
         ways = request.ways if request.shard else 1
-        made = self.tables[rank].update_bytes(stages, ways, request.optimizer, request.updates_together)
+        made = self.tables[rank].update_bytes(stages, ways, request.optimizer, together=not request.on_cpus)
         return made + UNCOUNTED_BYTES if made else 0
 
     def buffers(self, starts: Sequence[int], placement: Sequence[int], request: MemoryRequest) -> list[int]:
         """The bytes that passes hold for a while, on every rank."""
         held = self._held(tuple(starts), tuple(placement), summed=request.is_replicated, again=request.microbatches > 1)
-        buckets = [min(request.bucket_bytes, request.gradient_width * own.trained) for own in held]
-        rows = zip(held, self.passing(starts, placement, request), buckets, strict=True)
+        passing, buckets = (find(starts, placement, request) for find in (self.passing, self.buckets))
+        rows = zip(held, passing, buckets, strict=True)
         return [own.sent + passing + bucket + UNCOUNTED_BYTES for own, passing, bucket in rows]
+
+    def buckets(self, starts: Sequence[int], placement: Sequence[int], request: MemoryRequest) -> list[int]:
+        """The bytes of one bucket of whole gradients on every rank, which is there from the first of them on."""
+        held = self._held(tuple(starts), tuple(placement), summed=request.is_replicated, again=request.microbatches > 1)
+        most = 0 if request.shares_sums else request.bucket_bytes
+        return [min(most, request.gradient_width * own.trained) for own in held]
 
     def passing(self, starts: Sequence[int], placement: Sequence[int], request: MemoryRequest) -> list[int]:
         """These bytes without messages and buckets: temporary values, and what is gathered of what is sharded."""
@@ -268,10 +275,28 @@ class RankTables:
         if request.stages_are_programs and request.shard == 3:
             whole = self._gathering(starts, placement, request)
             working = [max(own, more) for own, more in zip(working, whole, strict=True)]
-        stages = list(zip(placement, self.ends(starts), strict=True))
-        for rank, table in enumerate(self.tables):
-            working[rank] += most_gathered(table, [ends for on, ends in stages if on == rank], request)
+        if request.gathers_units and request.shard and request.ways > 1:
+            stages = list(zip(placement, self.ends(starts), strict=True))
+            for rank, table in enumerate(self.tables):
+                own = [ends for on, ends in stages if on == rank]
+                working[rank] = max(working[rank], self._sharing(table, own, request))
         return working
+
+    @staticmethod
+    def _sharing(table: UnitTable, stages: Sequence[tuple[int, int]], request: MemoryRequest) -> int:
+        """The most bytes that passes hold for a while on a rank that shares what it has of its stages."""
+        every = [(stage_passes(table, ends, request), int(table.range_kept[ends])) for ends in stages]
+        most = max(max(one.forward, one.tail, one.backward) - kept for one, kept in every)
+        if request.shard < 2:
+            return most
+        width, under_way = PRECISION_BYTES[request.precision], max(one.under_way for one, _ in every)
+        most = max(most, *(one.weighing for one, _ in every)) + under_way
+        if request.gathered_stages is not None:
+            sizes = sorted((int(table.range_elements[ends]) for ends in stages), reverse=True)
+            most += width * sum(sizes[: request.gathered_stages])
+        if not request.reduces_each:
+            most += sum(int(table.range_trained[ends]) for ends in stages) * request.gradient_width
+        return most
 
     def _gathering(self, starts: Sequence[int], placement: Sequence[int], request: MemoryRequest) -> list[int]:
         """The most bytes that passes of compiled stages hold on every rank where parameters are sharded."""

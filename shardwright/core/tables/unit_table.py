@@ -13,14 +13,15 @@ from shardwright.core.cost.unit_seconds import UnitCost
 from shardwright.core.cost.value_flow import SharedValue
 from shardwright.core.partition.exact import Matrix, range_sums
 from shardwright.core.schedule.peak_memory import StageMemory
+from shardwright.core.tables.call_entries import CallEntries
 from shardwright.core.tables.memory import (
     Mode,
     Recompute,
     kept_bytes,
     recomputed_s,
     unit_recompute,
-    update_bytes,
 )
+from shardwright.core.tables.optimizers import update_bytes
 from shardwright.core.values.found_once import found_once
 
 
@@ -88,9 +89,10 @@ class UnitTable:
     found_bytes: int = 0
     """The bytes of the gradient of one parameter entry that waits until a stage's backward is done and its gradients
     are added up together; 0 where each is added as soon as it is made."""
-    updated: tuple[tuple[int, tuple[int, ...]], ...] = ()
-    """The trained parameters in the order of the optimizer: their entries on one rank, and the units that use them.
-    Empty where an optimizer makes nothing for a while as it updates them."""
+    updated: tuple[tuple[int, tuple[int, ...], int], ...] = ()
+    """The trained parameters in the order of the optimizer: their entries on one rank, the units that use them, and the
+    entries of all that are divided together with each. Empty where an optimizer makes nothing for a while as it updates
+    them."""
     looked_up: tuple[int, ...] = ()
     """The trained parameter entries of each unit that are in tables read by look-ups of this unit alone: their
     gradients come when the passes of a stage that begins here are over. Empty: none."""
@@ -98,6 +100,9 @@ class UnitTable:
     working_bytes: tuple[int, ...] = ()
     """The bytes that each unit's passes hold beside kept activations with the gradients that wait. Empty: they wait
     beside the fullest moment."""
+
+    calls: tuple[tuple[CallEntries, ...], ...] = ()
+    """The calls of each unit that use parameters. Empty: each unit is one call."""
 
     @cached_property
     def modes(self) -> list[Mode]:
@@ -195,6 +200,11 @@ class UnitTable:
         return {}
 
     @cached_property
+    def stage_passes(self) -> dict[object, object]:
+        """The passes of stages counted so far (`core.tables.gathered_units`)."""
+        return {}
+
+    @cached_property
     def range_kept(self) -> Matrix:
         """The bytes of activations that a stage of units a … b-1 keeps for one microbatch; a value that several of its
         units share counts once."""
@@ -271,22 +281,27 @@ class UnitTable:
         return used + (sum(sum(self.remembered_bytes[a:b]) for a, b in held) if replicated else 0)
 
     @found_once
-    def update_bytes(self, held: tuple[tuple[int, int], ...], ways: int, optimizer: str, together: bool) -> int:
+    def update_bytes(self, held: tuple[tuple[int, int], ...], ways: int, optimizer: str, *, together: bool) -> int:
         """The bytes that an optimizer makes for a while as it updates the parameters of these stages, of which a rank
         has one part of ``ways``."""
         if not self.updated:
             return 0
-        sizes, uses = self._updated_by_unit
+        sizes, together_with, uses = self._updated_by_unit
         here = np.any([uses[:, a:b].any(axis=1) for a, b in held], axis=0)
-        return update_bytes((-(-sizes[here] // ways)).tolist(), optimizer, together=together)
+        share = -(-sizes // ways)
+        # What is divided is one flat buffer, of which a rank has one part: a small parameter of it whole perhaps.
+        pieces = share if together else np.minimum(sizes, -(-together_with // ways))
+        return update_bytes(pieces[here].tolist(), optimizer, together=together)
 
     @cached_property
-    def _updated_by_unit(self) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """The entries of each updated parameter, and whether each unit uses it."""
+    def _updated_by_unit(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
+        """The entries of each updated parameter, those that are divided together with it, and whether each unit uses
+        it."""
         uses = np.zeros((len(self.updated), len(self.units)), dtype=np.bool_)
-        for number, (_, users) in enumerate(self.updated):
+        for number, (_, users, _) in enumerate(self.updated):
             uses[number, list(users)] = True
-        return np.array([size for size, _ in self.updated]), uses
+        sizes, together_with = (np.array([row[column] for row in self.updated]) for column in (0, 2))
+        return sizes, together_with, uses
 
     @cached_property
     def range_working(self) -> Matrix:
@@ -312,6 +327,16 @@ class UnitTable:
         for (user, last), size in self._tie_bytes.items():
             if first <= user and last < end:
                 found[user - first] += size
+        return found
+
+    def ties_waiting(self, first: int, end: int) -> NDArray[np.float64]:
+        """The bytes of a tied parameter's gradient that wait in the backward of each unit of a stage, from its last use
+        on the stage to its first."""
+        found = np.zeros(end - first)
+        for tie in self.ties:
+            here = [user for user in tie.users if first <= user < end]
+            if tie.is_trained and len(here) > 1:
+                found[here[0] - first : here[-1] - first] += tie.elements * self.tie_width
         return found
 
     @cached_property

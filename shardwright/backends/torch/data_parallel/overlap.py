@@ -257,6 +257,15 @@ class Exchange:
                 self._sent = bucket
             bucket.send()
 
+    def arrive(self) -> None:
+        """Wait for the sum of the last bucket of the backward pass before, where gradients leave after each, so that
+        its memory is free in the next one. It was under way while a forward pass ran. All ranks call this at the same
+        place of the schedule."""
+        if self.each_microbatch and self._sent is not None:
+            sent, self._sent = self._sent, None
+            with self._watchdog.waiting(self._groups.said()):
+                sent.receive()
+
     @contextmanager
     def closing(self, names: Iterable[str], hooked: bool) -> Iterator[None]:
         """A context in which an action runs after which the gradients of these parameters are to leave. ``hooked``: the

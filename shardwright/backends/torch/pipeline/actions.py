@@ -218,6 +218,8 @@ class Pipeline:
                     else:
                         with self._closing(position, exchange):
                             self._run(task, inputs[mb], arrived, grad, loss_scales[mb], out, factor)
+                        if task.action.kind is Kind.FORWARD:
+                            exchange.arrive()
                     if recorder is not None:
                         recorder.end()
             self._gather(self._gathers_at_end)

@@ -355,7 +355,8 @@ class _Call:
             objects = [leaf for leaf in given if not isinstance(leaf, torch.Tensor)]
             residency.record(env.call, tensors, tensors_in(objects), [values[value] for value in made])
         # Where the backward comes next, it begins with what the last call used.
-        residency.leave(groups, groups if env.is_followed_by_backward and not self.ahead else self.kept)
+        is_last = env.is_followed_by_backward and not self.ahead
+        residency.leave(groups, [g for g in groups if g not in self.looked_up] if is_last else self.kept)
         return made
 
     def _own_views(self, values: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
