@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import Node
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from shardwright.backends.torch.compat import hook_before_others
 from shardwright.backends.torch.machine.watchdog import Watchdog
@@ -65,6 +66,8 @@ class Residency:
         """The call that it comes to next."""
         self._ahead: tuple[FlatGroup, ...] = ()
         """The groups that are to be gathered next."""
+        self._tables: dict[str, FlatGroup] = {}
+        """The tables of which calls read rows alone, by the names of their parameters."""
 
     def groups_of(self, names: Iterable[str]) -> tuple[FlatGroup, ...]:
         """The groups that some parameters lie in, by first name, but for those that stay whole all through a step where
@@ -86,7 +89,9 @@ class Residency:
             found = {name for p in module._parameters.values() if p is not None and (name := self.name_of(p))}
             (rows if type(module) is nn.Embedding else others).update(found)
         rows -= others
-        return tuple(g for g in groups if rows.issuperset(g.names) and (type(target) is nn.Embedding or g.is_tied))
+        tables = tuple(g for g in groups if rows.issuperset(g.names) and (type(target) is nn.Embedding or g.is_tied))
+        self._tables.update((name, group) for group in tables for name in group.names)
+        return tables
 
     @staticmethod
     def unread(looked_up: Sequence[FlatGroup], made: Iterable[torch.Tensor]) -> Sequence[FlatGroup]:
@@ -181,11 +186,14 @@ class Residency:
             for group in call.groups:
                 self._users[group] = self._users.get(group, 0) + 1
             call = call.before
+        again = register_module_forward_pre_hook(self._look_up_again) if self._tables else None
         try:
             yield
             while self._following is not None:  # which no gradient came to
                 self._begin(self._following)
         finally:
+            if again is not None:
+                again.remove()
             for call in self._backward:
                 if not call.done:
                     self._end(call)
@@ -199,6 +207,13 @@ class Residency:
         """Forget what a step that failed has begun."""
         self._users.clear()
         self._backward, self._following, self._ahead = [], None, ()
+
+    def _look_up_again(self, module: nn.Module, _: Any) -> None:
+        """Make a table whole that a checkpoint of the user's looks up in again, until the backward pass ends."""
+        for parameter in module._parameters.values() if type(module) is nn.Embedding else ():
+            name = None if parameter is None else self.name_of(parameter)
+            if name is not None and name in self._tables:
+                self._tables[name].gather(self._watchdog)
 
     def _reach(self, call: Call, _: torch.Tensor) -> None:
         while not call.begun and self._following is not None:
