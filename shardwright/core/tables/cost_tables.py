@@ -279,6 +279,8 @@ class CostTables:
             given_stay=not traits.stages_are_programs,
             ties_have_one_home=traits.ties_have_one_home,
             found_bytes=PRECISION_BYTES[self.precision] if traits.stages_are_programs else 0,
+            adds_in_turn=place.in_stages and traits.adds_in_turn_on_cpu and place.device.kind == "cpu",
+            operands_stay=place.in_stages and traits.stages_are_programs,
             updated=self._updated(tp) if traits.updates_make_roots else (),
             looked_up=self._looked_up(tp) if traits.stages_are_programs else (),
             working_bytes=tuple(unit.merged_bytes[2] for unit in units if unit.merged_bytes) if is_merged else (),

@@ -88,6 +88,11 @@ class UnitTable:
     found_bytes: int = 0
     """The bytes of the gradient of one parameter entry that waits until a stage's backward is done and its gradients
     are added up together; 0 where each is added as soon as it is made."""
+    adds_in_turn: bool = False
+    """Whether one such gradient waits at a time."""
+    operands_stay: bool = False
+    """Whether the activations of all units stay until the backward of their stage is done, of which they are operands;
+    else those of a unit are gone after its own."""
     updated: tuple[tuple[int, tuple[int, ...]], ...] = ()
     """The trained parameters in the order of the optimizer: their entries on one rank, and the units that use them.
     Empty where an optimizer makes nothing for a while as it updates them."""
@@ -356,6 +361,10 @@ class UnitTable:
 
     def _working(self, beside: NDArray[np.float64]) -> Matrix:
         in_order = np.tri(len(beside), dtype=bool).T
+        if self.operands_stay:
+            fullest: Matrix = np.zeros_like(self.range_kept)
+            fullest[:-1, 1:] = np.maximum.accumulate(np.where(in_order, beside, 0.0), axis=1)
+            return fullest
         last = np.where(in_order, self.range_kept[:-1, 1:] + beside, 0.0)
         before = np.zeros_like(last)
         before[:, 1:] = np.maximum.accumulate(last, axis=1)[:, :-1]
@@ -369,14 +378,24 @@ class UnitTable:
 
     def stage_working(self, first: int, end: int, *, summed: bool = False, again: bool = False) -> int:
         """The bytes that the passes of one of several stages hold beside kept activations, with the gradients that
-        wait. Where these are ``summed`` over replicas, the largest exists twice for a while, as term and as sum.
+        wait. Where these are ``summed`` over replicas, the largest exists twice for a while, as term and as sum. What
+        one use of a tied parameter adds to its gradient waits for the others.
         ``again``: there are microbatches after the first."""
         if not self.found_bytes:
             return int((self.range_working_again if again else self.range_working)[first, end])
         found = self.found_bytes * self.range_trained[first, end]
         last = self.found_bytes * self.looked_up[first] if self.looked_up else 0
-        twice = min(found, self.found_bytes * self.largest_parameter) if summed else 0
-        return int(found + twice + max(0, self._range_passing[first, end] - last))
+        largest = min(found, self.found_bytes * self.largest_parameter)
+        if self.adds_in_turn:
+            tied = sum(
+                tie.elements
+                for tie in self.ties
+                if tie.is_trained and sum(first <= user < end for user in tie.users) > 1
+            )
+            found, last = min(found, largest + self.found_bytes * tied), 0
+        sliced = self.batch_bytes(((first, end),))[1]  # a stage is handed the whole batch, and takes its part of it
+        twice = largest if summed else 0
+        return int(found + twice + sliced + max(0, self._range_passing[first, end] - last))
 
     def range_memory(self, live: float, held_bytes: float, trained_bytes: float) -> Matrix:
         """The peak bytes of a stage with ``live`` microbatches under way. A parameter entry takes ``held_bytes``, and
