@@ -229,6 +229,20 @@ class UnitTable:
             freed: Matrix = np.where(recomputed == 0, np.maximum(0, self.range_kept - put_off - arrived), 0)
         return freed
 
+    @cached_property
+    def range_between(self) -> Matrix:
+        """The bytes that the input gradient of a split backward makes for the weight gradient, of one microbatch on a
+        stage of units a … b-1: what each unit makes, and the gradients that go from unit to unit. The first stage has
+        no input gradient."""
+        found = range_sums([unit.between_bytes for unit in self.units])
+        if not self.operands_stay:
+            return np.zeros_like(found)
+        found[:, 1:] += np.maximum(
+            0, range_sums(self.boundary_bytes)[:, 1:] - np.array([*self.boundary_bytes, 0])[:, None]
+        )
+        found[0] = 0
+        return found
+
     def _holders(self, value: SharedValue) -> set[int]:
         """The units that hold a shared value: those that keep it, and those that it enters and that are recomputed."""
         kept = {unit for unit in value.keepers if self.modes[unit] not in ("full", "offload")}
@@ -392,7 +406,8 @@ class UnitTable:
                 for tie in self.ties
                 if tie.is_trained and sum(first <= user < end for user in tie.users) > 1
             )
-            found, last = min(found, largest + self.found_bytes * tied), 0
+            found = min(found, largest + self.found_bytes * tied)
+            last = min(last, found)
         sliced = self.batch_bytes(((first, end),))[1]  # a stage is handed the whole batch, and takes its part of it
         twice = largest if summed else 0
         return int(found + twice + sliced + max(0, self._range_passing[first, end] - last))
