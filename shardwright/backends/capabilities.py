@@ -43,4 +43,9 @@ JAX = Capabilities(
     reduce_ops=("sum", "max", "min"),
     fp8=True,
 )
-JAX_MEMORY = MemoryTraits(ties_have_one_home=True, stages_are_programs=True, gradients_in_fp32=True)
+JAX_MEMORY = MemoryTraits(
+    ties_have_one_home=True,
+    stages_are_programs=True,
+    adds_in_turn_on_cpu=True,
+    gradients_in_fp32=True,
+)

@@ -121,7 +121,10 @@ class MemoryTraits:
     """Whether the rank of its first stage alone holds the optimizer's states of a parameter that several pipeline ranks
     use."""
     stages_are_programs: bool = False
-    """Whether a stage's backward is one compiled program, which adds the gradients to their sums when all are there."""
+    """Whether a stage's backward is one compiled program, whose operands stay until it is done, and which adds the
+    gradients to their sums when all are there."""
+    adds_in_turn_on_cpu: bool = False
+    """Whether such a program on CPUs adds each gradient to its sum before it makes the next one."""
     replicas_norm_apart: bool = False
     """Whether each replica norms by its own samples, and remembers in fp64 the running statistics that it began a step
     with."""

@@ -60,6 +60,8 @@ class UnitCost:
     """Bytes as in `UnitWork`."""
     forward_collective_s: float = 0.0
     """The part of ``collective_s`` in the forward pass, which full recompute runs again."""
+    between_bytes: int = 0
+    """Bytes as in `UnitWork`."""
     merged_bytes: tuple[int, int, int] | None = None
     """Bytes as in `UnitWork`."""
     forward_beside_bytes: int = 0
@@ -142,6 +144,7 @@ def unit_cost(
         put_off_bytes=work.put_off_bytes,
         given_bytes=work.given_bytes,
         forward_collective_s=ahead,
+        between_bytes=work.between_bytes,
         merged_bytes=work.merged_bytes,
         forward_beside_bytes=work.forward_beside_bytes,
         phases=work.phases,

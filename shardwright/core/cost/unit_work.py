@@ -102,6 +102,8 @@ class UnitWork:
     put_off_bytes: int | None = None
     """Bytes kept between the two halves of a split backward: the operands and the gradients of results from which the
     second half makes gradients of parameters. None: not known."""
+    between_bytes: int = 0
+    """Bytes that the input gradient of a split backward makes for the weight gradient, beside what is saved."""
     merged_bytes: tuple[int, int, int] | None = None
     """Where the whole step is one compiled program, the bytes saved, those passing, and the latter with the gradients
     that wait to be added to their sums; None: not known."""

@@ -212,6 +212,8 @@ class Footprint:
     which one is."""
     wide_share: float
     """The share of what is kept that is in fp32, which another precision makes smaller; 0 where nothing is kept."""
+    between: tuple[int, int] = (0, 0)
+    """Bytes that the input gradient of a split backward makes for the weight gradient, beside what is kept."""
     merged_kept: tuple[int, int] | None = None
     """What is kept where forward and backward are compiled as one program, which makes some of it again; None: as
     ``kept``."""

@@ -23,8 +23,7 @@ def by_stage(
     of them as those of a rank's largest stage, held until the backward has ended."""
     if decision.virtual_stages == 1 and not splits_backward(decision.schedule, 1):
         return memory
-    costs = ranked.stage_costs(decision.stage_starts, decision.stage_ranks)
-    sizes = costs.activation_bytes, costs.freed_by_input_grad_bytes
+    sizes = ranked.passed_on_bytes(decision.stage_starts, decision.stage_ranks)
     live = live_bytes(decision.schedule, decision.pp, decision.microbatches, decision.virtual_stages, *sizes)
     return with_activations(decision, ranked, memory, live, request)
 

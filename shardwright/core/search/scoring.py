@@ -302,7 +302,7 @@ class Scorer:
         rows = tuple(",".join(action.text for action in order) for order in schedule.table)
         made = replace(decision, schedule=AUTO, generated=rows)
         costs = ranked.stage_costs(made.stage_starts, schedule.placement)
-        sizes = costs.activation_bytes, costs.freed_by_input_grad_bytes
+        sizes = ranked.passed_on_bytes(made.stage_starts, schedule.placement)
         live = [peak_live(order, *sizes) for order in schedule.table]
         memory = scored.predicted.memory_by_stage_rank
         memory = with_activations(made, ranked, memory, live, self._request_of(made))

@@ -281,6 +281,8 @@ class CostTables:
             ties_have_one_home=traits.ties_have_one_home,
             found_bytes=PRECISION_BYTES[self.precision] if traits.stages_are_programs else 0,
             updated=self._updated(tp) if traits.updates_make_values else (),
+            adds_in_turn=place.in_stages and traits.adds_in_turn_on_cpu and place.device.kind == "cpu",
+            operands_stay=place.in_stages and traits.stages_are_programs,
             looked_up=self._looked_up(tp) if traits.stages_are_programs else (),
             working_bytes=tuple(unit.merged_bytes[2] for unit in units if unit.merged_bytes) if is_merged else (),
             calls=self._calls(tp) if traits.gathers_units else (),

@@ -85,6 +85,7 @@ class Reading:
             unfused_dropout_selective_bytes=0,
             given_bytes=0,
             put_off_bytes=None,
+            between_bytes=held([footprint.between], counted.saved_bytes, whole.saved_bytes),
         )
 
 

@@ -418,6 +418,18 @@ class RankTables:
             *passes, transfer, tuple(kept), idle_lent=self.idle_lent, freed_by_input_grad_bytes=tuple(freed)
         )
 
+    def passed_on_bytes(
+        self, starts: Sequence[int], placement: Sequence[int]
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The bytes of activations of one microbatch on every stage, and those that the input gradient of a split
+        backward frees of them; negative where it makes more for the weight gradient than it frees."""
+        costs = self.stage_costs(starts, placement)
+        freed = costs.freed_by_input_grad_bytes or (0,) * len(starts)
+        ends = zip(placement, self.ends(starts), freed, strict=True)
+        return costs.activation_bytes, tuple(
+            less - int(self.tables[rank].range_between[a, b]) for rank, (a, b), less in ends
+        )
+
     def work(self, starts: Sequence[int], placement: Sequence[int]) -> list["RankWork"]:
         """The work of every rank, with all of its stages."""
         found = [RankWork(0.0, 0.0, 0.0, 0, 0, 0.0)] * self.ranks

@@ -93,6 +93,11 @@ class UnitTable:
     """The trained parameters in the order of the optimizer: their entries on one rank, the units that use them, and the
     entries of all that are divided together with each. Empty where an optimizer makes nothing for a while as it updates
     them."""
+    adds_in_turn: bool = False
+    """Whether one such gradient waits at a time."""
+    operands_stay: bool = False
+    """Whether the activations of all units stay until the backward of their stage is done, of which they are operands;
+    else those of a unit are gone after its own."""
     looked_up: tuple[int, ...] = ()
     """The trained parameter entries of each unit that are in tables read by look-ups of this unit alone: their
     gradients come when the passes of a stage that begins here are over. Empty: none."""
@@ -233,6 +238,20 @@ class UnitTable:
         with np.errstate(invalid="ignore"):  # there are no stages below the diagonal
             freed: Matrix = np.where(recomputed == 0, np.maximum(0, self.range_kept - put_off - arrived), 0)
         return freed
+
+    @cached_property
+    def range_between(self) -> Matrix:
+        """The bytes that the input gradient of a split backward makes for the weight gradient, of one microbatch on a
+        stage of units a … b-1: what each unit makes, and the gradients that go from unit to unit. The first stage has
+        no input gradient."""
+        found = range_sums([unit.between_bytes for unit in self.units])
+        if not self.operands_stay:
+            return np.zeros_like(found)
+        found[:, 1:] += np.maximum(
+            0, range_sums(self.boundary_bytes)[:, 1:] - np.array([*self.boundary_bytes, 0])[:, None]
+        )
+        found[0] = 0
+        return found
 
     def _holders(self, value: SharedValue) -> set[int]:
         """The units that hold a shared value: those that keep it, and those that it enters and that are recomputed."""
@@ -381,6 +400,10 @@ class UnitTable:
 
     def _working(self, beside: NDArray[np.float64]) -> Matrix:
         in_order = np.tri(len(beside), dtype=bool).T
+        if self.operands_stay:
+            fullest: Matrix = np.zeros_like(self.range_kept)
+            fullest[:-1, 1:] = np.maximum.accumulate(np.where(in_order, beside, 0.0), axis=1)
+            return fullest
         last = np.where(in_order, self.range_kept[:-1, 1:] + beside, 0.0)
         before = np.zeros_like(last)
         before[:, 1:] = np.maximum.accumulate(last, axis=1)[:, :-1]
@@ -394,14 +417,25 @@ class UnitTable:
 
     def stage_working(self, first: int, end: int, *, summed: bool = False, again: bool = False) -> int:
         """The bytes that the passes of one of several stages hold beside kept activations, with the gradients that
-        wait. Where these are ``summed`` over replicas, the largest exists twice for a while, as term and as sum.
+        wait. Where these are ``summed`` over replicas, the largest exists twice for a while, as term and as sum. What
+        one use of a tied parameter adds to its gradient waits for the others.
         ``again``: there are microbatches after the first."""
         if not self.found_bytes:
             return int((self.range_working_again if again else self.range_working)[first, end])
         found = self.found_bytes * self.range_trained[first, end]
         last = self.found_bytes * self.looked_up[first] if self.looked_up else 0
-        twice = min(found, self.found_bytes * self.largest_parameter) if summed else 0
-        return int(found + twice + max(0, self._range_passing[first, end] - last))
+        largest = min(found, self.found_bytes * self.largest_parameter)
+        if self.adds_in_turn:
+            tied = sum(
+                tie.elements
+                for tie in self.ties
+                if tie.is_trained and sum(first <= user < end for user in tie.users) > 1
+            )
+            found = min(found, largest + self.found_bytes * tied)
+            last = min(last, found)
+        sliced = self.batch_bytes(((first, end),))[1]  # a stage is handed the whole batch, and takes its part of it
+        twice = largest if summed else 0
+        return int(found + twice + sliced + max(0, self._range_passing[first, end] - last))
 
     def range_memory(self, live: float, held_bytes: float, trained_bytes: float) -> Matrix:
         """The peak bytes of a stage with ``live`` microbatches under way. A parameter entry takes ``held_bytes``, and

@@ -25,6 +25,11 @@ DISABLED = re.compile(r"--xla_disable_hlo_passes=(\S+)")
 PASSES = ("cse_barrier_expander", "cpu-all-reduce-combiner")
 
 
+def on_cpu(devices: Iterable[jax.Device]) -> bool:
+    """Whether XLA's CPU compiler makes the programs of such devices."""
+    return all(device.platform == "cpu" for device in devices)
+
+
 def compiler_options(devices: Iterable[jax.Device], *, by_memory: bool = False) -> dict[str, str]:
     """The compiler options of a program for such devices. Only CPUs have any. Passes that ``XLA_FLAGS`` disables stay
     disabled: these options would replace its list."""

@@ -45,7 +45,7 @@ FUSED = frozenset(
 )
 """The primitives that XLA makes part of the loop that reads their result."""
 _Merged = tuple[int, list[int], list[int]]
-_Counted = tuple[tuple[int, list[int], int], int, _Merged]
+_Counted = tuple[tuple[int, list[int], int, int], int, _Merged]
 """The bytes of a unit at one batch: as `_bytes` has them, under selective recompute, as `_merged` has them."""
 REPEATED = frozenset({"broadcast_in_dim", "iota"})
 """The fused primitives that every reader runs again."""
@@ -112,13 +112,14 @@ def footprints(
 
 
 def _footprint(at_2: "_Counted", at_3: "_Counted") -> Footprint:
-    (kept, passing, _), again, (held, beside, working) = at_2
-    (kept_3, passing_3, wide), again_3, (held_3, beside_3, working_3) = at_3
+    (kept, passing, _, between), again, (held, beside, working) = at_2
+    (kept_3, passing_3, wide, between_3), again_3, (held_3, beside_3, working_3) = at_3
     return Footprint(
         kept=_line(kept, kept_3),
         kept_selective=_line(again, again_3),
         passing=_fullest(passing, passing_3),
         wide_share=wide / kept_3 if kept_3 else 0.0,
+        between=_line(between, between_3),
         merged_kept=_line(held, held_3),
         merged_passing=_fullest(beside, beside_3),
         merged_working=_fullest(working, working_3),
@@ -205,11 +206,15 @@ def _fullest(at_2: Sequence[int], at_3: Sequence[int]) -> tuple[tuple[int, int],
     return tuple(found)
 
 
-def _bytes(functions: StageFunctions) -> tuple[int, list[int], int]:
+def _bytes(functions: StageFunctions) -> tuple[int, list[int], int, int]:
     """The bytes of a unit: those kept from forward to backward, with the operands that the backward reads again; those
-    held by the backward beside them, at every moment; and the part of the kept bytes that is in fp32."""
+    held by the backward beside them, at every moment; the part of the kept bytes that is in fp32; and those that pass
+    from the input gradient to the weight gradient."""
     wide = [aval for aval in _kept(functions) if aval.dtype == jax.numpy.float32]
-    return _kept_bytes(functions), held_bytes(functions.backward), sum(map(_size, wide))
+    weight_grad = functions.weight_grad
+    read = zip(weight_grad.reads, weight_grad.avals, strict=True)
+    between = sum(_size(aval) for key, aval in read if key[0] == "between")
+    return _kept_bytes(functions), held_bytes(functions.backward), sum(map(_size, wide)), between
 
 
 def _kept_bytes(functions: StageFunctions) -> int:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from shardwright.backends.jax.program.equations import Equation, FlatProgram
 from shardwright.backends.jax.program.fp8_products import FORWARD, GRADIENT
+from shardwright.backends.jax.program.in_turn import PRODUCTS
 from shardwright.core.cost.remade_values import ForwardOp, kept_values
 
 CHEAP = frozenset(
@@ -13,8 +14,6 @@ CHEAP = frozenset(
     | {"reshape", "select_n", "sign", "slice", "square", "squeeze", "stop_gradient", "sub", "transpose", "xor"}
 )
 """The arithmetic that fuses with what reads it. Transcendental functions, products and reductions are kept."""
-PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot", "scan", "while"})
-"""The primitives that read their operands from memory."""
 EIGHT_BITS = (FORWARD, GRADIENT)
 
 

@@ -17,10 +17,11 @@ from jax.sharding import NamedSharding
 from jax.tree_util import PyTreeDef
 
 from shardwright.backends.jax.capture.inner_programs import Aval
-from shardwright.backends.jax.pipeline.saved_activations import Residuals, residuals
+from shardwright.backends.jax.pipeline.saved_activations import CHEAP, Residuals, residuals
 from shardwright.backends.jax.program.cut import Cut, StagePart
 from shardwright.backends.jax.program.equations import Atom, Equation, FlatProgram, aval_of, evaluate, needed, value_of
 from shardwright.backends.jax.program.flattening import flatten
+from shardwright.backends.jax.program.in_turn import evaluate_in_turn
 
 Kind = Literal[
     "weight",  # a parameter, or rows of one
@@ -91,6 +92,8 @@ class Operands:
     copies: Mapping[int, tuple[int, NamedSharding]] = field(default_factory=dict)
     """The weights that the program takes a copy of for each replica: the dim and the sharding of the copies. Gradients
     of copies are summed in float32."""
+    in_turn: bool = False
+    """Whether backwards that compute nothing again run their equations in turn (`program.in_turn`)."""
 
     def key(self, value: int) -> Key:
         if value == self.m:
@@ -250,7 +253,7 @@ class _Builder:
         def function(
             equations: Sequence[Equation], outputs: Sequence[Any], makes: Sequence[Key], looks: Mapping[str, int]
         ) -> StageFunction:
-            return self._function(program, equations, reads, outputs, makes, looks)
+            return self._function(program, equations, reads, outputs, makes, looks, is_backward=True)
 
         came = {"cotangent": BACKWARD}
         outputs = [*weight_outputs, *arrival_outputs]
@@ -278,6 +281,8 @@ class _Builder:
         outputs: Sequence[Any],
         makes: Sequence[Key],
         looks: Mapping[str, int],
+        *,
+        is_backward: bool = False,
     ) -> StageFunction:
         """A function over flat operands. Sums and gradients are added to what is handed in; cotangents of one value
         from several stages are summed; leaves of the batch come whole and are sliced by the microbatch's number.
@@ -311,13 +316,18 @@ class _Builder:
             keys[("m", 0, 0)] = jax.ShapeDtypeStruct((), jnp.int32)
         keys[MARKER] = jax.ShapeDtypeStruct((), jnp.int32)
         order = tuple(keys)
+        again = self.recompute != "none" or any(equation.region for equation in equations)
+        in_turn = self.operands.in_turn and is_backward and not again
 
         def run(*given: jax.Array) -> tuple[jax.Array, ...]:
             at = dict(zip(order, given, strict=True))
             values: dict[int, Any] = dict(program.constants)
             for argument, key in operands.items():
                 values[argument] = self._operand(key, at)
-            evaluate(equations, values)
+            if in_turn:
+                evaluate_in_turn(equations, values, CHEAP)
+            else:
+                evaluate(equations, values)
             found = []
             for key, atom in zip(makes, outputs, strict=True):
                 value = value_of(program, atom, values)

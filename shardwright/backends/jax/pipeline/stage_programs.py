@@ -5,7 +5,7 @@ as on several devices the compiler decides the sharding of what is kept.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardwright.backends.jax.capture.inner_programs import Aval
 from shardwright.backends.jax.capture.precision import computed_in
+from shardwright.backends.jax.machine.compiler_options import on_cpu
 from shardwright.backends.jax.machine.mesh import data_axes
 from shardwright.backends.jax.machine.process_transfers import absent
 from shardwright.backends.jax.pipeline.compilation import Compiler, lower, uncollected
@@ -93,7 +94,8 @@ class StagePrograms:
     def start(self, recompute: str) -> None:
         """Trace everything and begin to compile it. The longest compilations come first, so that they run while the
         rest is traced."""
-        traced = TracedStages(self.micro.cut, self.micro.operands, recompute)
+        on_cpus = all(on_cpu(self.meshes.devices(stage)) for stage in range(len(self.meshes)))
+        traced = TracedStages(self.micro.cut, replace(self.micro.operands, in_turn=on_cpus), recompute)
         for stage in range(len(self.meshes)):
             own = traced.of(stage)
             self._start(stage, own, Kind.FORWARD)
