@@ -3,8 +3,9 @@
     python benchmarks/memory_ranks.py [--models gpt2 bert] [--plans "pp 2"] [--write benchmarks/results/memory_ranks.md]
 
 One process of one thread for each rank, over Gloo; AdamW, fp32, gradients made anew in every step. Two ranks: the five
-models of `memory.py`, 4 microbatches on each replica. Four: the GPT-2 of `found_plans.py`. Aim: measured ≤ predicted ≤
-1.03 × measured, on every rank. The last columns hold `memory_over_time` against the tracker, action by action.
+models of `memory.py` and one that is frozen but for maps of low rank, 4 microbatches on each replica. Four: the GPT-2
+of `found_plans.py`. Aim: measured ≤ predicted ≤ 1.03 × measured, on every rank. The last columns hold
+`memory_over_time` against the tracker, action by action.
 """
 
 import argparse
@@ -28,8 +29,10 @@ from shardwright.backends.torch.pipeline.action_times import Recorder
 from shardwright.backends.torch.training import recorded
 from shardwright.core.plan.memory_over_time import memory_over_time
 from shardwright.core.schedule.actions import Kind
+from tests.models.low_rank import adapted
 
 DEEP = "gpt2, 8 layers of 128"
+FROZEN = "gpt2, frozen, low-rank maps beside"
 USUAL: dict[str, Any] = {"recompute": "none", "shard": 0, "precision": "fp32", "pp": 1, "dp": 1, "tp": 1,
                          "loss_scope": "replica"}  # fmt: skip
 TWO: dict[str, dict[str, Any]] = {
@@ -75,6 +78,8 @@ MICROBATCHES, STEPS = 4, 3
 
 def model_and_microbatch(name: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
     torch.manual_seed(0)
+    if name == FROZEN:
+        return adapted(memory.BUILDERS["gpt2"]()).train(), memory.batch_of("gpt2")
     if name != DEEP:
         return memory.BUILDERS[name]().train(), memory.batch_of(name)
     tokens = torch.randint(0, found_plans.VOCABULARY, (2, found_plans.LENGTH))
@@ -193,7 +198,9 @@ def over_time(plan: Any, samples: list[list[dict[str, int]]]) -> tuple[str, str,
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=(*memory.BUILDERS, DEEP), default=[*memory.BUILDERS, DEEP])
+    parser.add_argument(
+        "--models", nargs="+", choices=(*memory.BUILDERS, FROZEN, DEEP), default=[*memory.BUILDERS, FROZEN, DEEP]
+    )
     parser.add_argument("--plans", nargs="+", choices=(*TWO, *FOUR), default=[*TWO, *FOUR])
     parser.add_argument("--write", type=Path, help="append the table to this file")
     for hidden in ("--rank-of", "--plan"):

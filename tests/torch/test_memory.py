@@ -29,6 +29,7 @@ from shardwright.core.cost.unit_work import WorkCounter
 from shardwright.core.model.fold import fold
 from shardwright.core.plan.memory_over_time import memory_over_time
 from shardwright.core.tables.optimizers import OPTIMIZERS, update_bytes
+from tests.models.low_rank import adapted
 
 BATCH, SEQUENCE, VOCABULARY, MICROBATCHES = 2, 64, 1024, 2
 
@@ -59,26 +60,6 @@ def t5(dropout: float) -> torch.nn.Module:
             dropout_rate=dropout,
         )
     )  # fmt: skip
-
-
-class LowRank(torch.nn.Module):
-    """A frozen map and a trained one of low rank beside it (LoRA, arXiv 2106.09685)."""
-
-    def __init__(self, frozen: torch.nn.Module, entering: int, leaving: int, rank: int = 4) -> None:
-        super().__init__()
-        self.frozen = frozen.requires_grad_(False)
-        self.down, self.up = torch.nn.Linear(entering, rank, bias=False), torch.nn.Linear(rank, leaving, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        made: torch.Tensor = self.frozen(x) + self.up(self.down(x))
-        return made
-
-
-def adapted() -> torch.nn.Module:
-    model = gpt2(0.0).requires_grad_(False)
-    for block in model.transformer.h:
-        block.attn.c_attn = LowRank(block.attn.c_attn, 128, 3 * 128)
-    return model
 
 
 class NoModules:
@@ -358,7 +339,7 @@ def test_what_two_units_keep_counts_once() -> None:
 
 @pytest.mark.filterwarnings("ignore:Module is None")
 def test_frozen_parameters_have_no_gradients_and_no_states() -> None:
-    model = adapted().train()
+    model = adapted(gpt2(0.0)).train()
     tokens = torch.randint(0, VOCABULARY, (BATCH, SEQUENCE))
     batch = {"input_ids": tokens, "labels": tokens}
     measured = peak_bytes(model, batch, frozen=True)

@@ -109,6 +109,7 @@ def test_replicas_remember_running_statistics() -> None:
         *(("ncf", f"dp 2, shard {level}") for level in (1, 2, 3)),
         *((model, "dp 2, shard 3") for model in ("gpt2", "bert", "t5")),
         ("ncf", "dp 2, shard 3, sums at the end"),
+        *(("gpt2, frozen, low-rank maps beside", plan) for plan in ("dp 2, bf16", "dp 2, shard 3, bf16")),
     ],
 )
 def test_no_rank_takes_more_than_predicted_nor_3_percent_less(model: str, plan: str) -> None:

@@ -153,6 +153,7 @@ class Bounds:
             policy.look_ahead,
             policy.reduce_after != "last",
             whole_below_bytes,
+            self.tables.has_frozen_in_fp32,
         )
 
     @found_once

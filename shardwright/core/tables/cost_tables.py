@@ -136,6 +136,12 @@ class CostTables:
             )
         self._costs: dict[tuple[int, int, Device, Group, bool], tuple[UnitCost, ...]] = {}
 
+    @property
+    def has_frozen_in_fp32(self) -> bool:
+        """Whether parameters that are not trained are in fp32 between steps."""
+        tensors = (self.graph.tensors[p.tensor] for p in self.graph.parameters if not p.trainable)
+        return any(tensor.dtype == "float32" for tensor in tensors)
+
     def on(self, cluster: Cluster) -> "CostTables":
         """The same model and numbers on another cluster."""
         return CostTables(self.graph, cluster, self.precision, *self._numbers)

@@ -80,6 +80,7 @@ def state_bytes(
     updated: int | None = None,
     sums_from: int = 2,
     masters_alone: bool = False,
+    frozen_in_fp32: bool = False,
 ) -> tuple[int, int, int]:
     """The (parameters, gradients, optimizer) bytes on one rank.
 
@@ -90,7 +91,8 @@ def state_bytes(
     gradients). Mixed precision keeps an fp32 master copy with the optimizer's states. ``shard`` is ZeRO's stage (arXiv
     1910.02054, section 5): 1 divides the optimizer's states by ``ways`` ranks, 2 the gradients too, 3 the parameters
     too. ``sums_from``: the stage from which gradients are divided. ``masters_alone``: of divided parameters that are
-    trained, nothing is kept beside the master copy.
+    trained, nothing is kept beside the master copy. ``frozen_in_fp32``: parameters that are not trained stay in fp32
+    too, beside their 16-bit copy, which is gone between calls where ``masters_alone``.
     Raises PlanError for an unknown optimizer.
     """
     kept = optimizer_of(optimizer).states
@@ -99,7 +101,9 @@ def state_bytes(
     trained = elements if trained is None else trained
     states = (trained if updated is None else updated) * (master + 4 * kept)
     held = elements - trained if masters_alone and shard == 3 and master else elements
-    parts = [held * width, trained * PRECISION_BYTES[gradient_precision or precision], states]
+    frozen = 4 * (elements - trained) if frozen_in_fp32 and master else 0
+    held -= elements - trained if frozen and masters_alone and shard == 3 else 0
+    parts = [held * width + frozen, trained * PRECISION_BYTES[gradient_precision or precision], states]
     for level, part in ((3, 0), (sums_from, 1), (1, 2)):
         if shard >= level:
             parts[part] = -(-parts[part] // ways)

@@ -46,6 +46,8 @@ class MemoryRequest:
     """Whether divided gradients are summed after each microbatch, so that none adds up whole."""
     whole_below_bytes: int = 0
     """The choice of the same name in `Decision`."""
+    frozen_in_fp32: bool = False
+    """Whether parameters that are not trained are in fp32 between steps."""
 
     @property
     def divides_gradients(self) -> bool:
@@ -81,22 +83,29 @@ class MemoryRequest:
     @property
     def held_bytes(self) -> float:
         """The bytes of one parameter entry by itself, on one rank."""
-        return self._many[0] / MANY
+        return sum(self._many(trained=0)) / MANY
 
     @property
     def trained_bytes(self) -> float:
-        """The bytes that a trained entry takes beside that: its gradient and optimizer states."""
-        held, *more = self._many
-        return (sum(more) - held * self.masters_alone) / MANY
+        """The bytes that a trained entry takes beside that: its gradient and optimizer states. Less than none where it
+        is held in fewer bytes by so much."""
+        return (sum(self._many(trained=MANY)) - sum(self._many(trained=0))) / MANY
 
-    @property
-    def _many(self) -> tuple[int, int, int]:
+    def _many(self, trained: int) -> tuple[int, int, int]:
+        return self.state_bytes(MANY, trained, trained)
+
+    def state_bytes(self, elements: int, trained: int, updated: int) -> tuple[int, int, int]:
+        """The (parameters, gradients, optimizer) bytes on one rank: see `state_bytes`."""
         return state_bytes(
-            MANY,
+            elements,
             self.precision,
             self.optimizer,
             self.shard,
             self.ways,
             self.gradient_precision,
+            trained=trained,
+            updated=updated,
             sums_from=self.sums_from,
+            masters_alone=self.masters_alone,
+            frozen_in_fp32=self.frozen_in_fp32,
         )

@@ -16,7 +16,7 @@ from shardwright.core.errors import PlanError
 from shardwright.core.partition.exact import Matrix, min_max_cut, spread_cut
 from shardwright.core.schedule import StageCosts
 from shardwright.core.tables.gathered_units import stage_passes, staying_bytes
-from shardwright.core.tables.memory import MemoryUse, collectives_s, state_bytes
+from shardwright.core.tables.memory import MemoryUse, collectives_s
 from shardwright.core.tables.memory_request import MemoryRequest
 from shardwright.core.tables.unit_table import UnitTable
 from shardwright.core.values.found_once import found_once
@@ -222,18 +222,7 @@ class RankTables:
         activations = [of_rank.kept * count for count, of_rank in zip(live, held, strict=True)]
         buffers = self.buffers(starts, placement, request)
         for rank, (count, own, kept, beside) in enumerate(zip(live, held, activations, buffers, strict=True)):
-            parameters, gradients, states = state_bytes(
-                own.elements,
-                request.precision,
-                request.optimizer,
-                request.shard,
-                request.ways,
-                request.gradient_precision,
-                trained=own.trained,
-                updated=own.updated,
-                sums_from=request.sums_from,
-                masters_alone=request.masters_alone,
-            )
+            parameters, gradients, states = request.state_bytes(own.elements, own.trained, own.updated)
             found.append(
                 MemoryUse(
                     parameters + staying_bytes(self.tables[rank], own.stages, request),

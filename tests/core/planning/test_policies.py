@@ -16,6 +16,7 @@ from shardwright.core.schedule.peak_memory import StageMemory, peak_below_sum, p
 from shardwright.core.search.bounds import SMALL_SHARE
 from shardwright.core.tables.cost_tables import CostTables, Place
 from shardwright.core.tables.memory import MemoryUse
+from shardwright.core.tables.memory_request import MANY, MemoryRequest
 from tests.core.toy import decoder
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
@@ -234,3 +235,19 @@ def test_what_fits_by_the_order_of_a_step_alone_is_planned() -> None:
     assert planned(use.total_bytes) == use
     with pytest.raises(PlanError, match="does not fit"):
         planned(use.total_bytes - 1)
+
+
+@pytest.mark.parametrize("shard", [0, 1, 2, 3])
+@pytest.mark.parametrize("is_divided", [False, True])
+def test_frozen_parameters_in_16_bits_stay_in_fp32_too(shard: int, is_divided: bool) -> None:
+    """Four bytes beside the two of the step's copy, which is gone between calls where parameters are divided."""
+    request = MemoryRequest(0, "bf16", "adamw", shard, 4, "fp32", gathers_units=is_divided, frozen_in_fp32=True)
+    alone = is_divided and shard == 3
+    ways = 4 if shard == 3 else 1
+    assert request.state_bytes(800, 0, 0) == (800 * (4 if alone else 6) // ways, 0, 0)
+    plain = replace(request, frozen_in_fp32=False)
+    assert request.state_bytes(800, 800, 800) == plain.state_bytes(800, 800, 800)
+    assert plain.state_bytes(800, 0, 0) == (800 * 2 // ways, 0, 0)
+    for elements, trained in ((MANY, 0), (MANY, MANY), (MANY, MANY // 2)):
+        linear = request.held_bytes * elements + request.trained_bytes * trained
+        assert sum(request.state_bytes(elements, trained, trained)) == pytest.approx(linear, abs=3)
