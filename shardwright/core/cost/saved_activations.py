@@ -1,9 +1,10 @@
 """The tensors that the backward pass of each op reads, which the forward pass must keep."""
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from shardwright.core.model.graph import Graph, Op
+from shardwright.core.model.op_memory import OpBytes
 
 LINEAR_NAMES = frozenset(
     {"add", "sub", "rsub", "neg", "cast", "convert_element_type", "clone", "copy", "_to_copy", "to"}
@@ -60,6 +61,9 @@ class Kept:
         """The activations (as memory: views resolved) that the backward of the op reads."""
         if not any(t in self._needs_gradient for t in op.inputs):
             return []
+        if op.memory is not None:
+            operands = (*op.inputs, *op.outputs)
+            return self._activations(operands[place] for place in op.memory.keeps)
         trained = [place for place, t in enumerate(op.inputs) if t in self._needs_gradient]
         # Each operand of a product is read for the gradient of the others.
         factors = [t for place, t in enumerate(op.inputs) if any(other != place for other in trained)]
@@ -81,9 +85,19 @@ class Kept:
                 wanted = list(op.inputs[1:])
             case "elementwise" if not self._is_linear(op):
                 wanted = [t for t in op.inputs if self._is_as_made(t)]
+        return self._activations(wanted)
+
+    def _activations(self, wanted: Iterable[int]) -> list[int]:
+        """The memory of some tensors, as far as it is that of activations."""
         roots = dict.fromkeys(self.roots.get(t, t) for t in wanted)
         # The batch is there anyway, all of a step.
         return [t for t in roots if t not in self._parameters and self.graph.tensors[t].role == "activation"]
+
+    def seen(self, op: Op, precision: str) -> OpBytes | None:
+        """The bytes of an op that is trained through, where the framework says them."""
+        if op.memory is None or not any(t in self._needs_gradient for t in op.inputs):
+            return None
+        return op.memory.bytes_of(precision)
 
     def masks(self, op: Op) -> tuple[int, ...]:
         """The results of which a one-byte mask is kept."""

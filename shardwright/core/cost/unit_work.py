@@ -21,6 +21,7 @@ from shardwright.core.layout.unit_layouts import Link, RealisedUnit, Step
 from shardwright.core.model.fold import Unit, fold
 from shardwright.core.model.fp8_products import Fp8Products, fp8_products
 from shardwright.core.model.graph import ITEM_BYTES, Graph, Op
+from shardwright.core.model.op_memory import at
 from shardwright.core.model.parameter_calls import ParameterCall, parameter_calls
 from shardwright.core.model.structure import structure_of
 
@@ -403,6 +404,13 @@ class _UnitCount:
         op, saved = counter.graph.ops[index], counter.kept
         width = counter.width(op.inputs[0], self.precision) if op.inputs else 0
         share = cut.share(index)
+        if (seen := saved.seen(op, self.precision)) is not None:
+            kept, forward, backward = (at(line, batch) // share for line in (seen.kept, seen.forward, seen.backward))
+            self.mask_bytes[index] = kept
+            self.statistics += kept
+            self.working[index] = forward, backward
+            self._add_kept(index, saved.by(op), self.kept)
+            return
         scores = saved.score_bytes(op, batch, width)
         self.scores += scores // share
         of_op = saved.statistics(op, batch) // (share if not any(cut.combined(index, op)) else 1)
@@ -414,13 +422,16 @@ class _UnitCount:
         drops = saved.drops_scores(op)
         if drops:
             self.unfused += (saved.unfused_bytes(op, batch, width) - scores) // share - of_op
-        if roots := saved.by(op):
-            self.kept_by[index] = roots
-            found = self.attended if drops else self.kept
-            found.update((root, max(found.get(root, 0), self._kept_bytes(index, root))) for root in roots)
+        self._add_kept(index, saved.by(op), self.attended if drops else self.kept)
         for mask in saved.masks(op):
             entry = counter.width(mask, self.precision)
             self.kept[-1 - mask] = self.mask_bytes[index] = self.held(index, len(op.inputs)) // entry
+
+    def _add_kept(self, index: int, roots: list[int], found: dict[int, int]) -> None:
+        """Add the memory that an op keeps to what was found."""
+        if roots:
+            self.kept_by[index] = roots
+            found.update((root, max(found.get(root, 0), self._kept_bytes(index, root))) for root in roots)
 
     def work(self, moved: tuple[tuple[Collective, ...], ...]) -> UnitWork:
         """The work of all ops that were added; ``moved`` are the collectives between them."""

@@ -206,6 +206,9 @@ class LiveBytes:
                     if (root := self._root(tensor)) in self._parameters:
                         if op.kind != "view":
                             made[root] = made.get(root, 0) + size_of(tensor)
+                    elif self._repeats(op, tensor):
+                        held.add(tensor, 0)
+                        held.pin(tensor)
                     elif self._hands_on(op, tensor):
                         held.share(arriving[0], tensor, size_of(tensor))
                     else:
@@ -220,8 +223,14 @@ class LiveBytes:
             left = live + held.bytes
             yield _BackwardOp(index, most if arriving else left, left, made, again)
 
+    def _repeats(self, op: Op, tensor: int) -> bool:
+        """Whether the gradient of the operand repeats fewer numbers, and has no memory of its own."""
+        return op.memory is not None and any(op.inputs[i] == tensor for i in op.memory.weightless)
+
     def _hands_on(self, op: Op, tensor: int) -> bool:
         """Whether the gradient of the operand shares the memory of the result's gradient."""
+        if op.memory is not None:
+            return any(op.inputs[i] == tensor for i in op.memory.handed_on)
         same = self.graph.tensors[tensor].elements(2) == self.graph.tensors[op.outputs[0]].elements(2)
         return same and (op.kind == "view" or op.name.rsplit("/")[-1].split(".")[-1] in LINEAR_SUMS)
 

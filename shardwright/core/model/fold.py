@@ -226,5 +226,5 @@ def _fingerprint(graph: Graph, first: int, end: int) -> object:
                 continue
             of_value = value.fixed, value.per_sample, value.dtype, value.role, value.stays_wide
             operands.append((place, *of_value))
-        rows.append((op.kind, op.labels, op.special, op.offsets, tuple(operands)))
+        rows.append((op.kind, op.labels, op.special, op.offsets, tuple(operands), op.memory))
     return tuple(rows)

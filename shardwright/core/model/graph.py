@@ -12,6 +12,7 @@ from typing import Literal, get_args
 from shardwright.core.capabilities import PLAIN_MEMORY, Capabilities, MemoryTraits
 from shardwright.core.errors import CaptureError
 from shardwright.core.layout.pinned_layout import Pin
+from shardwright.core.model.op_memory import OpMemory
 from shardwright.core.values.amounts import count_text
 
 OpKind = Literal[
@@ -136,6 +137,8 @@ class Op:
     offsets: tuple[int, ...] = ()
     call: int = 0
     """The index into the graph's calls of the innermost module call that the op ran in."""
+    memory: OpMemory | None = None
+    """The memory of its passes, where the framework says it; None: it follows from the kind of op."""
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(OpKind):

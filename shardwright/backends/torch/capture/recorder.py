@@ -6,11 +6,12 @@ ops are recorded as functions: the tensor that was written, and every tensor tha
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from shardwright.backends.torch.capture.op_memory import CallForm, form_of
 from shardwright.backends.torch.capture.op_schemas import Func, bind, by_name, dtype_name, key_of, ref_of
 from shardwright.backends.torch.capture.ops import RULES, OpCall, Ref, Template
 from shardwright.backends.torch.capture.ops.products import is_plain_einsum
@@ -23,6 +24,8 @@ from shardwright.core.rules.op_rules import Labelled
 
 BOOLEAN = frozenset({"aten.is_nonzero", "aten.item", "aten._local_scalar_dense"})
 """Ops by which a tensor decides a branch."""
+SEEN_KINDS = frozenset({"elementwise", "reduction", "softmax", "normalization", "copy", "sort", "opaque", "gather", "scatter", "concat"})
+"""The kinds of op whose memory is what autograd holds for the call itself. Of the others it follows from the kind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,8 @@ class Recorded:
     outputs: tuple[int, ...]
     labelled: Labelled
     call: int
+    form: CallForm | None = None
+    """The call that its memory is seen by; None where that follows from the kind of op."""
 
 
 @dataclass(slots=True)
@@ -90,6 +95,7 @@ class Recorder(TorchDispatchMode):
         self._kept: list[torch.Tensor] = []
         self._drawn: set[int] = set()
         """Tensors that follow from random numbers alone; all of them are kept."""
+        self._forms: dict[Any, CallForm] = {}
         self._flowing: set[int] = set()
         """Tensors through which gradients would flow to a parameter or an input; all of them are kept."""
 
@@ -271,6 +277,16 @@ class Recorder(TorchDispatchMode):
         refs = refs or [ref_of(i, t) for i, t in enumerate(inputs)]
         template = self._template(cache_key, known, args, kwargs, refs, outputs, shares)
         made = self._emit(template, known.name, numbers, self._stack[-1])
+        if len(template.pieces) == 1 and template.pieces[0].kind in SEEN_KINDS:
+            flows = tuple(map(self.flows, inputs)) if torch.is_grad_enabled() else ()
+            if any(flows):
+                form = self._forms.get((cache_key, flows))
+                if form is None:
+                    piece = template.pieces[0]
+                    slots = (*piece.inputs, *piece.outputs)
+                    form = form_of(func, args, kwargs, self.flows, known.writes, slots)
+                    self._forms[cache_key, flows] = form
+                self.ops[-1] = replace(self.ops[-1], form=form)
         for i, out in enumerate(outputs):
             if known.reshapes:  # as by `unsqueeze_`: another view of the same memory from now on
                 self._views.pop(id(out), None)

@@ -10,6 +10,7 @@ that change nothing in the first run, and the values that it has in float32 are 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from shardwright.backends.torch.capture.op_memory import OpMemories
 from shardwright.backends.torch.capture.recorder import Recorded, Recorder, Value
 from shardwright.core.errors import CaptureError, UnrecordableError
 from shardwright.core.model.graph import Op, Tensor
@@ -48,6 +49,7 @@ class Alignment:
         narrow: bool,
     ) -> None:
         self.a, self.b, self.sizes = a, b, sizes
+        self.memories = OpMemories(sizes)
         self.with_values, self.narrow = with_values, narrow
         self._of_b: dict[int, int] = {}
         self._cast_of: dict[int, int] = {}
@@ -104,8 +106,11 @@ class Alignment:
         labelled = x.labelled if y is None or x.labelled is y.labelled else meet(x.labelled, y.labelled)
         inputs = x.inputs if y is None else tuple(self._of_b[m] for m in y.inputs)
         self._ops.append(
-            Op(x.kind, x.name, inputs, x.outputs, labelled.labels, labelled.special, labelled.offsets, x.call)
-        )
+            Op(
+                x.kind, x.name, inputs, x.outputs, labelled.labels, labelled.special, labelled.offsets, x.call,
+                None if x.form is None else self.memories.of(x.form, y.form if y is not None else None),
+            )
+        )  # fmt: skip
 
     # -- ops -----------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,325 @@
+"""What autograd keeps of an op, and what its passes hold for a while: every kind of call is run once, without values.
+
+The call is made again on tensors of its shapes, with a backward, and every storage is followed that lives meanwhile.
+Calls are seen with the sizes of both runs of a capture, so that bytes are linear in the batch, and in float32 as in 16
+bits. An op that fails without values is run with values, if it is small; one that fails then too is counted from
+above.
+"""
+
+import itertools
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shardwright.backends.torch.compat import FakeTensorMode, TorchDispatchMode
+from shardwright.core.model.op_memory import Line, OpBytes, OpMemory
+
+REAL_LIMIT_BYTES = 2**26
+"""The most bytes of operands with which an op is run for real."""
+NARROW = (torch.bfloat16, torch.float16)
+SMALL_SHARE = 8
+"""A gradient that has this many times fewer bytes than its tensor repeats numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """A tensor without its values."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    flows: bool
+    """Whether a gradient flows through it."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallForm:
+    """A call of an op without values. ``slots`` are the operands of the core's op as the call numbers its tensors: the
+    inputs, then the outputs."""
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    slots: tuple[int, ...]
+
+
+def form_of(
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    flows: Callable[[torch.Tensor], bool],
+    writes: Sequence[str],
+    slots: tuple[int, ...],
+) -> CallForm:
+    """The form of a call; ``writes`` names the arguments that it writes, and that it is given by name alone."""
+
+    def form(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            strides = value.stride() if value.layout is torch.strided else ()
+            return Form(tuple(value.shape), strides, value.dtype, flows(value))
+        if isinstance(value, (list, tuple)):
+            return tuple(map(form, value)) if isinstance(value, tuple) else list(map(form, value))
+        return value
+
+    given = tuple((name, form(value)) for name, value in kwargs.items() if name not in writes)
+    return CallForm(func, form(tuple(args)), given, slots)
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """One run of a call. Positions are slots of the call."""
+
+    keeps: frozenset[int]
+    handed_on: frozenset[int]
+    weightless: frozenset[int]
+    kept: int
+    forward: int
+    backward: int
+
+
+class OpMemories:
+    """The memory of the calls of one capture; equal calls are run once."""
+
+    def __init__(self, sizes: tuple[int, int]) -> None:
+        self._sizes = sizes
+        self._seen: dict[tuple[int, bool], _Seen | None] = {}
+        self._found: dict[tuple[int, int], OpMemory] = {}
+        self._calls: list[CallForm] = []
+
+    def of(self, small: CallForm, large: CallForm | None) -> OpMemory:
+        """The memory of a call, seen at both batch sizes; ``large``: None where it is the same at both."""
+        large = large or small
+        key = id(small), id(large)
+        if key not in self._found:
+            self._calls += [small, large]  # so that their ids stay theirs
+            self._found[key] = self._combined(small, large)
+        return self._found[key]
+
+    def _combined(self, small: CallForm, large: CallForm) -> OpMemory:
+        wide = self._run(small, narrow=False), self._run(large, narrow=False)
+        narrow = self._run(small, narrow=True), self._run(large, narrow=True)
+        if wide[0] is None or wide[1] is None:
+            wide = narrow
+        if narrow[0] is None or narrow[1] is None:
+            narrow = wide
+        runs = [seen for seen in (*wide, *narrow) if seen is not None]
+        place = {slot: position for position, slot in enumerate(small.slots)}
+        if len(runs) < 4:
+            return OpMemory(keeps=tuple(range(len(small.slots))), is_known=False)
+
+        def places(chosen: frozenset[int]) -> tuple[int, ...]:
+            return tuple(sorted(place[slot] for slot in chosen if slot in place))
+
+        return OpMemory(
+            keeps=places(frozenset.union(*(seen.keeps for seen in runs))),
+            handed_on=places(frozenset.intersection(*(seen.handed_on for seen in runs))),
+            weightless=places(frozenset.intersection(*(seen.weightless for seen in runs))),
+            wide=self._bytes(*wide),
+            narrow=self._bytes(*narrow),
+        )
+
+    def _bytes(self, small: _Seen, large: _Seen) -> OpBytes:
+        return OpBytes(*(
+            self._line(getattr(small, name), getattr(large, name)) for name in ("kept", "forward", "backward")
+        ))  # fmt: skip
+
+    def _line(self, small: int, large: int) -> Line:
+        """Bytes that grow with the batch; of what does not grow evenly, the most at either size."""
+        each, rest = divmod(large - small, self._sizes[1] - self._sizes[0])
+        fixed = small - each * self._sizes[0]
+        return (max(small, large), 0) if rest else (fixed, each)
+
+    def _run(self, call: CallForm, *, narrow: bool) -> _Seen | None:
+        key = id(call), narrow
+        if key not in self._seen:
+            self._seen[key] = seen_of(call, narrow=narrow)
+        return self._seen[key]
+
+
+def seen_of(call: CallForm, *, narrow: bool) -> _Seen | None:
+    """A run of the call, with floats in 16 bits or in float32; None where it fails."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for is_fake in (True, False):
+            try:
+                return _Trial(call, narrow=narrow, is_fake=is_fake).run()
+            except Exception:  # noqa: BLE001 - whatever an op raises, it is counted from above then
+                continue
+    return None
+
+
+class _Live(TorchDispatchMode):
+    """The bytes of all storages that live: those noted, and those made while it is entered."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.sizes: dict[int, int] = {}
+        self.now = self.most = 0
+        self._serials: dict[int, int] = {}
+        """Address → number, of storages that live: an address is used again."""
+        self._numbers = itertools.count()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tensors_in(result):
+            self.note(tensor)
+        return result
+
+    def note(self, tensor: torch.Tensor) -> int:
+        """The storage of a tensor, by number; it is followed from now on."""
+        storage = tensor.untyped_storage()
+        address = int(storage._cdata)
+        if address not in self._serials:
+            number = self._serials[address] = next(self._numbers)
+            self.sizes[number] = size = storage.nbytes()
+            self.now += size
+            self.most = max(self.most, self.now)
+            weakref.finalize(storage, self._gone, address)
+        return self._serials[address]
+
+    def _gone(self, address: int) -> None:
+        self.now -= self.sizes.pop(self._serials.pop(address))
+
+
+class _Source(torch.autograd.Function):
+    """A tensor of its own memory that is no leaf; what gradient it gets is noted."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor, form: Any, slot: int, trial: Any) -> torch.Tensor:
+        ctx.slot, ctx.trial = slot, trial
+        return trial.empty(form)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        ctx.trial.gradients[ctx.slot] = gradient
+        return None, None, None, None
+
+
+class _Target(torch.autograd.Function):
+    """A scalar of some tensors, whose backward makes their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, trial: Any, *outputs: torch.Tensor) -> torch.Tensor:
+        ctx.trial, ctx.forms = trial, [(tuple(t.shape), t.dtype) for t in outputs]
+        return torch.empty(())
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor) -> Any:  # type: ignore[override]
+        made = [torch.zeros(shape, dtype=dtype) for shape, dtype in ctx.forms]
+        ctx.trial.given = {ctx.trial.live.note(t): t.untyped_storage().nbytes() for t in made}
+        return None, *made
+
+
+class _Trial:
+    """One run of a call, forward and backward."""
+
+    def __init__(self, call: CallForm, *, narrow: bool, is_fake: bool) -> None:
+        self.call, self.narrow, self.is_fake = call, narrow, is_fake
+        self.live = _Live()
+        self.gradients: dict[int, torch.Tensor] = {}
+        self.given: dict[int, int] = {}
+        self._sources: list[torch.Tensor] = []
+        self._scalar_bytes = 0
+
+    def run(self) -> _Seen:
+        mode = FakeTensorMode(allow_non_fake_inputs=True) if self.is_fake else nullcontext()
+        with torch.device("cpu"), torch.enable_grad(), mode, self.live:
+            return self._run()
+
+    def _dtype(self, dtype: torch.dtype) -> torch.dtype:
+        if self.narrow:
+            return torch.bfloat16 if dtype is torch.float32 else dtype
+        return torch.float32 if dtype in NARROW else dtype
+
+    def empty(self, form: Form) -> torch.Tensor:
+        made = torch.empty_strided(form.shape, form.strides, dtype=self._dtype(form.dtype))
+        return made if self.is_fake else made.zero_()
+
+    def _made(self, value: Any) -> Any:
+        """An argument with tensors in the place of their forms."""
+        if isinstance(value, Form):
+            if not self.is_fake and sum(_bytes_in(v) for v in (self.call.args, self.call.kwargs)) > REAL_LIMIT_BYTES:
+                raise MemoryError
+            if value.flows:
+                leaf = torch.empty((), dtype=self._dtype(value.dtype), requires_grad=True)
+                self._scalar_bytes += leaf.nbytes
+                tensor = _Source.apply(leaf, value, len(self._sources), self)  # type: ignore[no-untyped-call]
+            else:
+                tensor = self.empty(value)
+            self._sources.append(tensor)
+            return tensor
+        if isinstance(value, (list, tuple)):
+            made = [self._made(item) for item in value]
+            return tuple(made) if isinstance(value, tuple) else made
+        return self._dtype(value) if isinstance(value, torch.dtype) else value
+
+    def _run(self) -> _Seen:
+        live = self.live
+        args, kwargs = self._made(self.call.args), {k: self._made(v) for k, v in self.call.kwargs}
+        of_input = [live.note(tensor) for tensor in self._sources]
+        input_bytes = [_own_bytes(tensor) for tensor in self._sources]
+        before = live.now
+        live.most = before
+        result = self.call.func(*args, **kwargs)
+        outputs = list(tensors_in(result))
+        if not outputs:
+            raise ValueError("no results")
+        of_output = [live.note(tensor) for tensor in outputs]
+        forward = live.most - before - sum(map(_own_bytes, outputs))
+        flowing = [tensor for tensor in outputs if tensor.requires_grad]
+        end = _Target.apply(self, *flowing) if flowing else None  # type: ignore[no-untyped-call]
+        del result, outputs, flowing, args, kwargs
+        self._sources.clear()
+        first = torch.ones(())
+        inputs = len(of_input)
+        keeps = frozenset(
+            [inputs + i for i, number in enumerate(of_output) if number in live.sizes]
+            + [i for i, number in enumerate(of_input) if number in live.sizes and number not in of_output]
+        )
+        named = {of_input[s] if s < inputs else of_output[s - inputs] for s in keeps if s in self.call.slots}
+        read = live.now
+        scalars = (self._scalar_bytes if end is not None else 0) + (0 if end is None else end.nbytes) + first.nbytes
+        kept = read - scalars - sum(live.sizes[number] for number in named)
+        forward -= kept
+        live.most = read
+        if end is None:
+            return _Seen(keeps, frozenset(), frozenset(), kept, forward, 0)
+        end.backward(first)
+        made, handed_on, weightless = 0, set(), set()
+        for slot, gradient in self.gradients.items():
+            if live.note(gradient) in self.given:
+                handed_on.add(slot)
+            elif gradient.untyped_storage().nbytes() * SMALL_SHARE <= input_bytes[slot]:
+                weightless.add(slot)
+            else:
+                made += input_bytes[slot]
+        backward = live.most - read - sum(self.given.values()) - made
+        return _Seen(keeps, frozenset(handed_on), frozenset(weightless), kept, forward, backward)
+
+
+def _own_bytes(tensor: torch.Tensor) -> int:
+    """The bytes of the entries of a tensor."""
+    return tensor.numel() * tensor.element_size()
+
+
+def _bytes_in(value: Any) -> int:
+    if isinstance(value, Form):
+        size = value.dtype.itemsize
+        for n in value.shape:
+            size *= n
+        return size
+    return sum(map(_bytes_in, value)) if isinstance(value, (list, tuple)) else 0
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors of a result."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)
