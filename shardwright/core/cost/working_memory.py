@@ -163,7 +163,7 @@ class LiveBytes:
         for index in ops:
             op = self.graph.ops[index]
             for root in {self._root(t) for t in op.outputs} - alive:
-                if root in made and op.kind != "create":
+                if root in made:
                     alive.add(root)
                     live += size_of(root)
             live += mask_bytes.get(index, 0)
@@ -197,7 +197,7 @@ class LiveBytes:
             op = self.graph.ops[index]
             arriving = [t for t in op.outputs if t in held.memory]
             made: dict[int, int] = {}
-            most = again = 0
+            most = again = twice = 0
             if arriving:
                 again = of_bias if op.kind == "contraction" else 0
                 for tensor in dict.fromkeys(op.inputs):
@@ -206,14 +206,18 @@ class LiveBytes:
                     if (root := self._root(tensor)) in self._parameters:
                         if op.kind != "view":
                             made[root] = made.get(root, 0) + size_of(tensor)
-                    elif self._repeats(op, tensor):
-                        held.add(tensor, 0)
-                        held.pin(tensor)
+                        continue
+                    if tensor in held.memory and not self._repeats(op, tensor) and not self._hands_on(op, tensor):
+                        twice += size_of(tensor)  # the sum's term, until it is added
+                    if self._repeats(op, tensor):
+                        if tensor not in held.memory:
+                            held.add(tensor, 0)
+                            held.pin(tensor)  # nothing can be added to it in place
                     elif self._hands_on(op, tensor):
                         held.share(arriving[0], tensor, size_of(tensor))
                     else:
                         held.add(tensor, size_of(tensor))
-                passing = again + sum(made.values())
+                passing = again + twice + sum(made.values())
                 most = live + held.bytes + passing + working.get(index, (0, 0))[1]
                 # A product with its bias makes both gradients at once.
                 of_bias = passing if op.name.endswith("/bias") else 0

@@ -7,6 +7,7 @@ above.
 """
 
 import itertools
+import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -16,12 +17,14 @@ from typing import Any
 
 import torch
 
+from shardwright.backends.torch.capture.ops.template import Template
 from shardwright.backends.torch.compat import FakeTensorMode, TorchDispatchMode
 from shardwright.core.model.op_memory import Line, OpBytes, OpMemory
 
 REAL_LIMIT_BYTES = 2**26
-"""The most bytes of operands with which an op is run for real."""
+"""The largest operand, in bytes, with which an op is run for real."""
 NARROW = (torch.bfloat16, torch.float16)
+WIDE_BYTES, NARROW_BYTES = 4, 2
 SMALL_SHARE = 8
 """A gradient that has this many times fewer bytes than its tensor repeats numbers."""
 
@@ -35,17 +38,31 @@ class Form:
     dtype: torch.dtype
     flows: bool
     """Whether a gradient flows through it."""
+    first: int
+    """The place of the same tensor among the inputs, the first time that it is given."""
+
+    @property
+    def size_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class CallForm:
-    """A call of an op without values. ``slots`` are the operands of the core's op as the call numbers its tensors: the
-    inputs, then the outputs."""
+    """A call of an op without values, and the core's ops that stand for it.
+
+    Attributes:
+        pieces: for each of these its inputs and outputs as the call numbers its tensors: the inputs, then the outputs,
+            then the values between the pieces.
+        inputs: of each piece the number of inputs.
+        between: the entries of those values, by their numbers.
+    """
 
     func: Any
     args: tuple[Any, ...]
     kwargs: tuple[tuple[str, Any], ...]
-    slots: tuple[int, ...]
+    pieces: tuple[tuple[int, ...], ...]
+    inputs: tuple[int, ...]
+    between: tuple[tuple[int, int], ...]
 
 
 def form_of(
@@ -54,20 +71,29 @@ def form_of(
     kwargs: dict[str, Any],
     flows: Callable[[torch.Tensor], bool],
     writes: Sequence[str],
-    slots: tuple[int, ...],
+    template: Template,
 ) -> CallForm:
     """The form of a call; ``writes`` names the arguments that it writes, and that it is given by name alone."""
+    places: dict[Any, int] = {}
 
     def form(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             strides = value.stride() if value.layout is torch.strided else ()
-            return Form(tuple(value.shape), strides, value.dtype, flows(value))
+            place = places["count"] = places.get("count", -1) + 1
+            return Form(tuple(value.shape), strides, value.dtype, flows(value), places.setdefault(id(value), place))
         if isinstance(value, (list, tuple)):
             return tuple(map(form, value)) if isinstance(value, tuple) else list(map(form, value))
         return value
 
     given = tuple((name, form(value)) for name, value in kwargs.items() if name not in writes)
-    return CallForm(func, form(tuple(args)), given, slots)
+    return CallForm(
+        func,
+        form(tuple(args)),
+        given,
+        tuple((*piece.inputs, *piece.outputs) for piece in template.pieces),
+        tuple(len(piece.inputs) for piece in template.pieces),
+        tuple((ref.slot, math.prod(ref.shape)) for ref in template.between),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +114,12 @@ class OpMemories:
     def __init__(self, sizes: tuple[int, int]) -> None:
         self._sizes = sizes
         self._seen: dict[tuple[int, bool], _Seen | None] = {}
-        self._found: dict[tuple[int, int], OpMemory] = {}
+        self._found: dict[tuple[int, int], tuple[OpMemory, ...]] = {}
         self._calls: list[CallForm] = []
 
-    def of(self, small: CallForm, large: CallForm | None) -> OpMemory:
-        """The memory of a call, seen at both batch sizes; ``large``: None where it is the same at both."""
+    def of(self, small: CallForm, large: CallForm | None) -> tuple[OpMemory, ...]:
+        """The memory of the pieces of a call, seen at both batch sizes; ``large``: None where it is the same at
+        both."""
         large = large or small
         key = id(small), id(large)
         if key not in self._found:
@@ -100,7 +127,7 @@ class OpMemories:
             self._found[key] = self._combined(small, large)
         return self._found[key]
 
-    def _combined(self, small: CallForm, large: CallForm) -> OpMemory:
+    def _combined(self, small: CallForm, large: CallForm) -> tuple[OpMemory, ...]:
         wide = self._run(small, narrow=False), self._run(large, narrow=False)
         narrow = self._run(small, narrow=True), self._run(large, narrow=True)
         if wide[0] is None or wide[1] is None:
@@ -108,31 +135,45 @@ class OpMemories:
         if narrow[0] is None or narrow[1] is None:
             narrow = wide
         runs = [seen for seen in (*wide, *narrow) if seen is not None]
-        place = {slot: position for position, slot in enumerate(small.slots)}
         if len(runs) < 4:
-            return OpMemory(keeps=tuple(range(len(small.slots))), is_known=False)
+            return tuple(OpMemory(keeps=tuple(range(len(slots))), is_known=False) for slots in small.pieces)
+        keeps = set(frozenset.union(*(seen.keeps for seen in runs)))
+        handed_on = frozenset.intersection(*(seen.handed_on for seen in runs)) | dict(small.between).keys()
+        weightless = frozenset.intersection(*(seen.weightless for seen in runs))
+        found = []
+        for piece, (slots, inputs) in enumerate(zip(small.pieces, small.inputs, strict=True)):
+            kept = [place for place, slot in enumerate(slots) if slot in keeps]
+            keeps -= set(slots)
+            of_piece = []
+            for (one, other), width in ((wide, WIDE_BYTES), (narrow, NARROW_BYTES)):
+                assert one is not None
+                assert other is not None
+                # There are no values between pieces: the kernel makes the result at once.
+                unmade = [-width * sum(dict(call.between).get(n, 0) for n in slots) for call in (small, large)]
+                of_piece.append(self._bytes(one, other, unmade, is_first=piece == 0))
+            found.append(
+                OpMemory(
+                    tuple(kept),
+                    tuple(place for place in range(inputs) if slots[place] in handed_on),
+                    tuple(place for place in range(inputs) if slots[place] in weightless),
+                    *of_piece,
+                )
+            )
+        return tuple(found)
 
-        def places(chosen: frozenset[int]) -> tuple[int, ...]:
-            return tuple(sorted(place[slot] for slot in chosen if slot in place))
-
-        return OpMemory(
-            keeps=places(frozenset.union(*(seen.keeps for seen in runs))),
-            handed_on=places(frozenset.intersection(*(seen.handed_on for seen in runs))),
-            weightless=places(frozenset.intersection(*(seen.weightless for seen in runs))),
-            wide=self._bytes(*wide),
-            narrow=self._bytes(*narrow),
+    def _bytes(self, small: _Seen, large: _Seen, beside: Sequence[int], *, is_first: bool) -> OpBytes:
+        """The bytes of a piece. The first one stands for the whole call; ``beside`` is added to the forward of each."""
+        if not is_first:
+            return OpBytes(forward=self._line(*beside))
+        return OpBytes(
+            self._line(small.kept, large.kept),
+            self._line(small.forward + beside[0], large.forward + beside[1]),
+            self._line(small.backward, large.backward),
         )
 
-    def _bytes(self, small: _Seen, large: _Seen) -> OpBytes:
-        return OpBytes(*(
-            self._line(getattr(small, name), getattr(large, name)) for name in ("kept", "forward", "backward")
-        ))  # fmt: skip
-
     def _line(self, small: int, large: int) -> Line:
-        """Bytes that grow with the batch; of what does not grow evenly, the most at either size."""
-        each, rest = divmod(large - small, self._sizes[1] - self._sizes[0])
-        fixed = small - each * self._sizes[0]
-        return (max(small, large), 0) if rest else (fixed, each)
+        each = (large - small) // (self._sizes[1] - self._sizes[0])
+        return small - each * self._sizes[0], each
 
     def _run(self, call: CallForm, *, narrow: bool) -> _Seen | None:
         key = id(call), narrow
@@ -243,7 +284,10 @@ class _Trial:
     def _made(self, value: Any) -> Any:
         """An argument with tensors in the place of their forms."""
         if isinstance(value, Form):
-            if not self.is_fake and sum(_bytes_in(v) for v in (self.call.args, self.call.kwargs)) > REAL_LIMIT_BYTES:
+            if value.first < len(self._sources):
+                self._sources.append(self._sources[value.first])
+                return self._sources[value.first]
+            if not self.is_fake and value.size_bytes > REAL_LIMIT_BYTES:
                 raise MemoryError
             if value.flows:
                 leaf = torch.empty((), dtype=self._dtype(value.dtype), requires_grad=True)
@@ -281,7 +325,8 @@ class _Trial:
             [inputs + i for i, number in enumerate(of_output) if number in live.sizes]
             + [i for i, number in enumerate(of_input) if number in live.sizes and number not in of_output]
         )
-        named = {of_input[s] if s < inputs else of_output[s - inputs] for s in keeps if s in self.call.slots}
+        named_slots = keeps.intersection(*[itertools.chain.from_iterable(self.call.pieces)])
+        named = {of_input[s] if s < inputs else of_output[s - inputs] for s in named_slots}
         read = live.now
         scalars = (self._scalar_bytes if end is not None else 0) + (0 if end is None else end.nbytes) + first.nbytes
         kept = read - scalars - sum(live.sizes[number] for number in named)
@@ -292,11 +337,11 @@ class _Trial:
         end.backward(first)
         made, handed_on, weightless = 0, set(), set()
         for slot, gradient in self.gradients.items():
-            if live.note(gradient) in self.given:
-                handed_on.add(slot)
-            elif gradient.untyped_storage().nbytes() * SMALL_SHARE <= input_bytes[slot]:
+            if gradient.untyped_storage().nbytes() * SMALL_SHARE <= input_bytes[slot]:
                 weightless.add(slot)
-            else:
+            elif live.note(gradient) in self.given:
+                handed_on.add(slot)
+            elif slot in self.call.pieces[0]:
                 made += input_bytes[slot]
         backward = live.most - read - sum(self.given.values()) - made
         return _Seen(keeps, frozenset(handed_on), frozenset(weightless), kept, forward, backward)
@@ -305,15 +350,6 @@ class _Trial:
 def _own_bytes(tensor: torch.Tensor) -> int:
     """The bytes of the entries of a tensor."""
     return tensor.numel() * tensor.element_size()
-
-
-def _bytes_in(value: Any) -> int:
-    if isinstance(value, Form):
-        size = value.dtype.itemsize
-        for n in value.shape:
-            size *= n
-        return size
-    return sum(map(_bytes_in, value)) if isinstance(value, (list, tuple)) else 0
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

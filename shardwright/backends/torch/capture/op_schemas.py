@@ -18,7 +18,7 @@ class Func:
     """The properties of one overload of an op, read once from its schema, its tags and the table."""
 
     __slots__ = (
-        "composite", "draws", "name", "passing", "pointwise", "reads", "reshapes", "rule", "schema", "silent", "views",
+        "composite", "creates", "draws", "name", "passing", "pointwise", "reads", "reshapes", "rule", "schema", "silent", "views",
         "writes",
     )  # fmt: skip
 
@@ -28,6 +28,7 @@ class Func:
         self.name = f"{namespace}.{base}"
         known = RULES.get(base) or (RULES.get(base[:-1]) if base.endswith("_") else None)
         self.rule: Rule | None = known[1] if known and namespace == "aten" else None
+        self.creates = known is not None and known[0] == "create" and namespace == "aten"
         self.pointwise = torch.Tag.pointwise in func.tags
         self.reads = torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
         self.draws = torch.Tag.nondeterministic_seeded in func.tags

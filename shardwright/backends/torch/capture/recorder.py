@@ -50,6 +50,8 @@ class Recorded:
     call: int
     form: CallForm | None = None
     """The call that its memory is seen by; None where that follows from the kind of op."""
+    piece: int = 0
+    """Which of the call's ops it is."""
 
 
 @dataclass(slots=True)
@@ -277,16 +279,17 @@ class Recorder(TorchDispatchMode):
         refs = refs or [ref_of(i, t) for i, t in enumerate(inputs)]
         template = self._template(cache_key, known, args, kwargs, refs, outputs, shares)
         made = self._emit(template, known.name, numbers, self._stack[-1])
-        if len(template.pieces) == 1 and template.pieces[0].kind in SEEN_KINDS:
+        if all(piece.kind in SEEN_KINDS for piece in template.pieces):
             flows = tuple(map(self.flows, inputs)) if torch.is_grad_enabled() else ()
             if any(flows):
-                form = self._forms.get((cache_key, flows))
+                form_key = cache_key, flows, tuple([numbers.index(n) for n in numbers])
+                form = self._forms.get(form_key)
                 if form is None:
-                    piece = template.pieces[0]
-                    slots = (*piece.inputs, *piece.outputs)
-                    form = form_of(func, args, kwargs, self.flows, known.writes, slots)
-                    self._forms[cache_key, flows] = form
-                self.ops[-1] = replace(self.ops[-1], form=form)
+                    form = form_of(func, args, kwargs, self.flows, known.writes, template)
+                    self._forms[form_key] = form
+                for piece in range(len(template.pieces)):
+                    place = piece - len(template.pieces)
+                    self.ops[place] = replace(self.ops[place], form=form, piece=piece)
         for i, out in enumerate(outputs):
             if known.reshapes:  # as by `unsqueeze_`: another view of the same memory from now on
                 self._views.pop(id(out), None)
@@ -305,7 +308,7 @@ class Recorder(TorchDispatchMode):
         self, known: Func, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor],
         written: Sequence[torch.Tensor],
     ) -> None:  # fmt: skip
-        if known.name.endswith(".detach") or not torch.is_grad_enabled() or not any(map(self.flows, inputs)):
+        if known.name.endswith(".detach") or known.creates or not torch.is_grad_enabled() or not any(map(self.flows, inputs)):
             return
         changed = {id(tensor) for tensor in written}
         for tensor in (*outputs, *written):

@@ -108,7 +108,7 @@ class Alignment:
         self._ops.append(
             Op(
                 x.kind, x.name, inputs, x.outputs, labelled.labels, labelled.special, labelled.offsets, x.call,
-                None if x.form is None else self.memories.of(x.form, y.form if y is not None else None),
+                None if x.form is None else self.memories.of(x.form, None if y is None else y.form)[x.piece],
             )
         )  # fmt: skip
 
