@@ -147,6 +147,10 @@ class WorkCounter(ValueFlow):
 
     def __init__(self, graph: Graph) -> None:
         super().__init__(graph)
+        self.unmade = frozenset(
+            (*op.inputs, *op.outputs)[place] for op in graph.ops if op.memory is not None for place in op.memory.unmade
+        )
+        """The values that have no memory: those between ops that stand for one call."""
         self.live = LiveBytes(graph, self._alias, self._needs_gradient, self._parameters, self._users)
 
     def calls(self, unit: Unit) -> tuple[ParameterCall, ...]:
@@ -345,6 +349,8 @@ class _UnitCount:
 
     def memory(self, tensor: int) -> int:
         """Bytes of a tensor on one rank, as it lies between ops."""
+        if tensor in self.counter.unmade:
+            return 0
         return self.size_bytes(tensor) // self.cut.memory_ways(tensor)
 
     def held(self, index: int, position: int) -> int:

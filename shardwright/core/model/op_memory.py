@@ -13,7 +13,7 @@ class OpBytes:
     kept: Line = (0, 0)
     """What the backward reads that is neither operand nor result: indices, masks, statistics."""
     forward: Line = (0, 0)
-    """The most that the forward holds for a while; below 0 where the result overwrites an operand."""
+    """The most that the forward holds for a while; below 0 where a result is in the memory of an operand."""
     backward: Line = (0, 0)
     """The same of the backward, beside what it reads, the gradients of the results and those that it makes."""
 
@@ -26,6 +26,7 @@ class OpMemory:
         keeps: the operands and results that the backward reads.
         handed_on: the inputs whose gradient is in the memory of the result's gradient.
         weightless: the inputs whose gradient repeats fewer numbers, and so has next to no memory.
+        unmade: the operands and results that have no memory: values between ops that stand for one call.
         wide: the bytes of a step in float32.
         narrow: those of a step in 16 bits.
         is_known: False where nothing was seen: everything is counted then, from above.
@@ -34,6 +35,7 @@ class OpMemory:
     keeps: tuple[int, ...] = ()
     handed_on: tuple[int, ...] = ()
     weightless: tuple[int, ...] = ()
+    unmade: tuple[int, ...] = ()
     wide: OpBytes = OpBytes()
     narrow: OpBytes = OpBytes()
     is_known: bool = True

@@ -10,23 +10,28 @@ import itertools
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from shardwright.backends.torch.capture.ops.template import Template
-from shardwright.backends.torch.compat import FakeTensorMode, TorchDispatchMode
+from shardwright.backends.torch.compat import FakeTensor, FakeTensorMode, TorchDispatchMode
 from shardwright.core.model.op_memory import Line, OpBytes, OpMemory
 
 REAL_LIMIT_BYTES = 2**26
 """The largest operand, in bytes, with which an op is run for real."""
 NARROW = (torch.bfloat16, torch.float16)
-WIDE_BYTES, NARROW_BYTES = 4, 2
+SMALL_ENTRIES = 2**16
 SMALL_SHARE = 8
 """A gradient that has this many times fewer bytes than its tensor repeats numbers."""
+SEEN_KINDS = frozenset({
+    "elementwise", "reduction", "softmax", "normalization", "copy", "sort", "opaque", "gather", "scatter", "concat",
+})  # fmt: skip
+"""The kinds of op whose memory is what autograd holds for the call itself. Of the others it follows from the kind."""
+FREE_KINDS = frozenset({"view", "slice", "create"})
+RECURRENT = frozenset({"aten.lstm", "aten.gru", "aten.rnn_tanh", "aten.rnn_relu"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +45,8 @@ class Form:
     """Whether a gradient flows through it."""
     first: int
     """The place of the same tensor among the inputs, the first time that it is given."""
+    values: torch.Tensor | None
+    """The values of a small tensor of integers, where it has any."""
 
     @property
     def size_bytes(self) -> int:
@@ -54,7 +61,9 @@ class CallForm:
         pieces: for each of these its inputs and outputs as the call numbers its tensors: the inputs, then the outputs,
             then the values between the pieces.
         inputs: of each piece the number of inputs.
-        between: the entries of those values, by their numbers.
+        outer: the number of the call's own inputs and outputs.
+        parameters: those that are parameters.
+        flowing: those through which gradients flow.
     """
 
     func: Any
@@ -62,7 +71,14 @@ class CallForm:
     kwargs: tuple[tuple[str, Any], ...]
     pieces: tuple[tuple[int, ...], ...]
     inputs: tuple[int, ...]
-    between: tuple[tuple[int, int], ...]
+    outer: int
+    parameters: frozenset[int]
+    flowing: frozenset[int]
+
+    @property
+    def head(self) -> int:
+        """The piece that stands for the whole call: the first one through which a gradient flows."""
+        return next(n for n, slots in enumerate(self.pieces) if not self.flowing.isdisjoint(slots[: self.inputs[n]]))
 
 
 def form_of(
@@ -71,16 +87,23 @@ def form_of(
     kwargs: dict[str, Any],
     flows: Callable[[torch.Tensor], bool],
     writes: Sequence[str],
-    template: Template,
+    pieces: Sequence[tuple[Sequence[int], Sequence[int]]],
+    outer: int,
+    parameters: frozenset[int],
 ) -> CallForm:
-    """The form of a call; ``writes`` names the arguments that it writes, and that it is given by name alone."""
+    """The form of a call. ``writes`` names the arguments that it writes, and that it is given by name alone;
+    ``pieces`` gives the inputs and outputs of each."""
     places: dict[Any, int] = {}
+    flowing: set[int] = set()
 
     def form(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             strides = value.stride() if value.layout is torch.strided else ()
             place = places["count"] = places.get("count", -1) + 1
-            return Form(tuple(value.shape), strides, value.dtype, flows(value), places.setdefault(id(value), place))
+            first = places.setdefault(id(value), place)
+            if flows(value):
+                flowing.add(first)
+            return Form(tuple(value.shape), strides, value.dtype, first in flowing, first, _values(value))
         if isinstance(value, (list, tuple)):
             return tuple(map(form, value)) if isinstance(value, tuple) else list(map(form, value))
         return value
@@ -90,10 +113,46 @@ def form_of(
         func,
         form(tuple(args)),
         given,
-        tuple((*piece.inputs, *piece.outputs) for piece in template.pieces),
-        tuple(len(piece.inputs) for piece in template.pieces),
-        tuple((ref.slot, math.prod(ref.shape)) for ref in template.between),
+        tuple((*inputs, *outputs) for inputs, outputs in pieces),
+        tuple(len(inputs) for inputs, _ in pieces),
+        outer,
+        parameters,
+        frozenset(flowing),
     )
+
+
+def is_seen_whole(name: str, kinds: Collection[str]) -> bool:
+    """Whether the memory of a composite op, made of ops of these kinds, is that of the whole call."""
+    return name in RECURRENT or (not SEEN_KINDS.isdisjoint(kinds) and SEEN_KINDS.union(FREE_KINDS).issuperset(kinds))
+
+
+def pieces_of(
+    ops: Sequence[tuple[str, Sequence[int], Sequence[int]]],
+    inputs: Sequence[int | None],
+    outputs: Sequence[int | None],
+) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """The inputs and outputs of the ops that a call is made of, each (kind, inputs, outputs), in the call's numbers.
+    None where the call's own tensors are not among those of the ops."""
+    slots: dict[int, int] = {}
+    for slot, number in enumerate((*inputs, *outputs)):
+        if number is not None:
+            slots.setdefault(number, slot)
+    for kind, given, made in reversed(ops):  # a result that is a view: the memory is that of what it is a view of
+        if kind == "view" and made[0] in slots and slots[made[0]] >= len(inputs):
+            slots.setdefault(given[0], slots[made[0]])
+    between = itertools.count(len(inputs) + len(outputs))
+
+    def numbered(numbers: Sequence[int]) -> tuple[int, ...]:
+        return tuple(slots[n] if n in slots else slots.setdefault(n, next(between)) for n in numbers)
+
+    return [(numbered(given), numbered(made)) for _, given, made in ops]
+
+
+def _values(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The values of a small tensor of integers; None where it has none."""
+    if isinstance(tensor, FakeTensor) or tensor.is_meta or tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+        return None
+    return tensor.detach().to("cpu", copy=True) if tensor.numel() <= SMALL_ENTRIES else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,36 +197,29 @@ class OpMemories:
         if len(runs) < 4:
             return tuple(OpMemory(keeps=tuple(range(len(slots))), is_known=False) for slots in small.pieces)
         keeps = set(frozenset.union(*(seen.keeps for seen in runs)))
-        handed_on = frozenset.intersection(*(seen.handed_on for seen in runs)) | dict(small.between).keys()
+        handed_on = frozenset.intersection(*(seen.handed_on for seen in runs))
         weightless = frozenset.intersection(*(seen.weightless for seen in runs))
-        found = []
+        found, head = [], small.head
         for piece, (slots, inputs) in enumerate(zip(small.pieces, small.inputs, strict=True)):
             kept = [place for place, slot in enumerate(slots) if slot in keeps]
             keeps -= set(slots)
-            of_piece = []
-            for (one, other), width in ((wide, WIDE_BYTES), (narrow, NARROW_BYTES)):
-                assert one is not None
-                assert other is not None
-                # There are no values between pieces: the kernel makes the result at once.
-                unmade = [-width * sum(dict(call.between).get(n, 0) for n in slots) for call in (small, large)]
-                of_piece.append(self._bytes(one, other, unmade, is_first=piece == 0))
             found.append(
                 OpMemory(
                     tuple(kept),
-                    tuple(place for place in range(inputs) if slots[place] in handed_on),
-                    tuple(place for place in range(inputs) if slots[place] in weightless),
-                    *of_piece,
+                    tuple(n for n in range(inputs) if slots[n] in handed_on or slots[n] >= small.outer),
+                    tuple(n for n in range(inputs) if slots[n] in weightless),
+                    tuple(n for n, slot in enumerate(slots) if slot >= small.outer),
+                    *((self._bytes(*wide), self._bytes(*narrow)) if piece == head else ()),
                 )
             )
         return tuple(found)
 
-    def _bytes(self, small: _Seen, large: _Seen, beside: Sequence[int], *, is_first: bool) -> OpBytes:
-        """The bytes of a piece. The first one stands for the whole call; ``beside`` is added to the forward of each."""
-        if not is_first:
-            return OpBytes(forward=self._line(*beside))
+    def _bytes(self, small: _Seen | None, large: _Seen | None) -> OpBytes:
+        assert small is not None
+        assert large is not None
         return OpBytes(
             self._line(small.kept, large.kept),
-            self._line(small.forward + beside[0], large.forward + beside[1]),
+            self._line(small.forward, large.forward),
             self._line(small.backward, large.backward),
         )
 
@@ -294,7 +346,7 @@ class _Trial:
                 self._scalar_bytes += leaf.nbytes
                 tensor = _Source.apply(leaf, value, len(self._sources), self)  # type: ignore[no-untyped-call]
             else:
-                tensor = self.empty(value)
+                tensor = self.empty(value) if self.is_fake or value.values is None else value.values.clone()
             self._sources.append(tensor)
             return tensor
         if isinstance(value, (list, tuple)):
@@ -314,13 +366,15 @@ class _Trial:
         if not outputs:
             raise ValueError("no results")
         of_output = [live.note(tensor) for tensor in outputs]
-        forward = live.most - before - sum(map(_own_bytes, outputs))
+        inputs = len(of_input)
+        first_piece = self.call.pieces[self.call.head]
+        made_first = [_own_bytes(t) for i, t in enumerate(outputs) if inputs + i in first_piece]
+        forward = live.most - before - sum(made_first)
         flowing = [tensor for tensor in outputs if tensor.requires_grad]
         end = _Target.apply(self, *flowing) if flowing else None  # type: ignore[no-untyped-call]
         del result, outputs, flowing, args, kwargs
         self._sources.clear()
         first = torch.ones(())
-        inputs = len(of_input)
         keeps = frozenset(
             [inputs + i for i, number in enumerate(of_output) if number in live.sizes]
             + [i for i, number in enumerate(of_input) if number in live.sizes and number not in of_output]
@@ -341,7 +395,7 @@ class _Trial:
                 weightless.add(slot)
             elif live.note(gradient) in self.given:
                 handed_on.add(slot)
-            elif slot in self.call.pieces[0]:
+            elif slot in first_piece or slot not in self.call.parameters:
                 made += input_bytes[slot]
         backward = live.most - read - sum(self.given.values()) - made
         return _Seen(keeps, frozenset(handed_on), frozenset(weightless), kept, forward, backward)

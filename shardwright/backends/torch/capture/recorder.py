@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from shardwright.backends.torch.capture.op_memory import CallForm, form_of
+from shardwright.backends.torch.capture.op_memory import SEEN_KINDS, CallForm, form_of, is_seen_whole, pieces_of
 from shardwright.backends.torch.capture.op_schemas import Func, bind, by_name, dtype_name, key_of, ref_of
 from shardwright.backends.torch.capture.ops import RULES, OpCall, Ref, Template
 from shardwright.backends.torch.capture.ops.products import is_plain_einsum
@@ -24,8 +24,6 @@ from shardwright.core.rules.op_rules import Labelled
 
 BOOLEAN = frozenset({"aten.is_nonzero", "aten.item", "aten._local_scalar_dense"})
 """Ops by which a tensor decides a branch."""
-SEEN_KINDS = frozenset({"elementwise", "reduction", "softmax", "normalization", "copy", "sort", "opaque", "gather", "scatter", "concat"})
-"""The kinds of op whose memory is what autograd holds for the call itself. Of the others it follows from the kind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +50,10 @@ class Recorded:
     """The call that its memory is seen by; None where that follows from the kind of op."""
     piece: int = 0
     """Which of the call's ops it is."""
+    whole: CallForm | None = None
+    """The call around it that torch takes apart."""
+    part: int = 0
+    """Which of that call's ops it is."""
 
 
 @dataclass(slots=True)
@@ -98,6 +100,8 @@ class Recorder(TorchDispatchMode):
         self._drawn: set[int] = set()
         """Tensors that follow from random numbers alone; all of them are kept."""
         self._forms: dict[Any, CallForm] = {}
+        self._inside = False
+        """Whether a composite op is being taken apart."""
         self._flowing: set[int] = set()
         """Tensors through which gradients would flow to a parameter or an input; all of them are kept."""
 
@@ -228,8 +232,7 @@ class Recorder(TorchDispatchMode):
             if known.silent:
                 return func(*args, **kwargs)
             if known.composite and (known.rule is None or not _is_whole(known.name, args)):
-                with self:
-                    made = func.decompose(*args, **kwargs)
+                made = self._taken_apart(func, known, args, kwargs)
                 if made is not NotImplemented:
                     return made
             return self._record(func, known, args, kwargs)
@@ -237,6 +240,39 @@ class Recorder(TorchDispatchMode):
             if self.failed_op is None:
                 self.failed_op, self.failed_path = known.name, self.path
             raise
+
+    def _taken_apart(self, func: Any, known: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of a composite op, of which the ops that it is made of are recorded."""
+        if self._inside or not torch.is_grad_enabled():
+            with self:
+                return func.decompose(*args, **kwargs)
+        inputs: list[torch.Tensor] = []
+        key = func, key_of(args, inputs), key_of(tuple(kwargs.items()), inputs), tuple(map(self.flows, inputs))
+        numbers = [self._value_of.get(id(tensor)) for tensor in inputs]
+        first = len(self.ops)
+        self._inside = True
+        try:
+            with self:
+                made = func.decompose(*args, **kwargs)
+        finally:
+            self._inside = False
+        ops = self.ops[first:]
+        if len(ops) > 1 and any(key[-1]) and is_seen_whole(known.name, {op.kind for op in ops}):
+            outputs = [self._value_of.get(id(tensor)) for tensor in _tensors(made)]
+            form_key = key, tuple(numbers.index(n) for n in numbers)
+            form = self._forms.get(form_key)
+            if form is None:
+                pieces = pieces_of([(op.kind, op.inputs, op.outputs) for op in ops], numbers, outputs)
+                outer = len(numbers) + len(outputs)
+                held = self._parameters_among(numbers)
+                form = form_of(func, args, kwargs, self.flows, known.writes, pieces, outer, held)
+                self._forms[form_key] = form
+            if len(form.pieces) == len(ops):
+                self.ops[first:] = [replace(op, whole=form, part=part) for part, op in enumerate(ops)]
+        return made
+
+    def _parameters_among(self, numbers: Sequence[int | None]) -> frozenset[int]:
+        return frozenset(i for i, n in enumerate(numbers) if n is not None and self.values[n].role == "parameter")
 
     def _record(self, func: Any, known: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         inputs: list[torch.Tensor] = []
@@ -285,7 +321,9 @@ class Recorder(TorchDispatchMode):
                 form_key = cache_key, flows, tuple([numbers.index(n) for n in numbers])
                 form = self._forms.get(form_key)
                 if form is None:
-                    form = form_of(func, args, kwargs, self.flows, known.writes, template)
+                    pieces = [(piece.inputs, piece.outputs) for piece in template.pieces]
+                    outer, held = len(inputs) + len(outputs), self._parameters_among(numbers)
+                    form = form_of(func, args, kwargs, self.flows, known.writes, pieces, outer, held)
                     self._forms[form_key] = form
                 for piece in range(len(template.pieces)):
                     place = piece - len(template.pieces)

@@ -14,6 +14,7 @@ from shardwright.backends.torch.capture.op_memory import OpMemories
 from shardwright.backends.torch.capture.recorder import Recorded, Recorder, Value
 from shardwright.core.errors import CaptureError, UnrecordableError
 from shardwright.core.model.graph import Op, Tensor
+from shardwright.core.model.op_memory import OpMemory
 from shardwright.core.rules.op_rules import meet
 
 WIDE, NARROW = "float32", "bfloat16"
@@ -108,9 +109,17 @@ class Alignment:
         self._ops.append(
             Op(
                 x.kind, x.name, inputs, x.outputs, labelled.labels, labelled.special, labelled.offsets, x.call,
-                None if x.form is None else self.memories.of(x.form, None if y is None else y.form)[x.piece],
+                self._memory(x, y),
             )
         )  # fmt: skip
+
+    def _memory(self, x: Recorded, y: Recorded | None) -> OpMemory | None:
+        """The memory of the call that an op is a part of, or else of its own."""
+        if x.whole is not None:
+            found = self.memories.of(x.whole, None if y is None else y.whole)[x.part]
+            if found.is_known:
+                return found
+        return None if x.form is None else self.memories.of(x.form, None if y is None else y.form)[x.piece]
 
     # -- ops -----------------------------------------------------------------------------------------------------
 
