@@ -151,7 +151,11 @@ class WorkCounter(ValueFlow):
             (*op.inputs, *op.outputs)[place] for op in graph.ops if op.memory is not None for place in op.memory.unmade
         )
         """The values that have no memory: those between ops that stand for one call."""
-        self.live = LiveBytes(graph, self._alias, self._needs_gradient, self._parameters, self._users)
+        kept_from: dict[int, int] = {}
+        for index, op in enumerate(graph.ops):
+            for root in self.kept.by(op):
+                kept_from.setdefault(root, index)
+        self.live = LiveBytes(graph, self._alias, self._needs_gradient, self._parameters, self._users, kept_from)
 
     def calls(self, unit: Unit) -> tuple[ParameterCall, ...]:
         """The calls of a unit that use parameters."""

@@ -48,6 +48,7 @@ class LiveBytes:
         needs_gradient: the tensors through which a gradient flows.
         parameters: their gradients are made, added to what is there, and gone.
         users: tensor → the ops that read it.
+        kept_from: memory → the first op whose backward reads it.
     """
 
     def __init__(
@@ -57,8 +58,9 @@ class LiveBytes:
         needs_gradient: Collection[int],
         parameters: Collection[int],
         users: Mapping[int, Sequence[int]],
+        kept_from: Mapping[int, int],
     ) -> None:
-        self.graph, self._alias = graph, alias
+        self.graph, self._alias, self._kept_from = graph, alias, kept_from
         self._needs_gradient, self._parameters, self._users = needs_gradient, parameters, users
 
     def beside_kept(
@@ -135,6 +137,11 @@ class LiveBytes:
             passing = collecting = ending
         return tuple(found)
 
+    def _enters(self, root: int, ops: range) -> bool:
+        """Whether a value is an activation that an op before these makes, and that no backward of such an op reads."""
+        maker = self.graph.producer.get(root)
+        return maker is not None and maker < ops.start and self._kept_from.get(root, ops.start) >= ops.start
+
     def _root(self, tensor: int) -> int:
         return self._alias.get(tensor, tensor)
 
@@ -158,8 +165,13 @@ class LiveBytes:
         for root, index in last.items():
             if root in made and root not in kept:
                 dying.setdefault(index, []).append(root)
-        live = peak = sum(size_of(root) for root in kept if root not in made)
-        alive: set[int] = set()
+        # What comes from earlier units stays until it is read, also where no backward reads it.
+        entering = {root for root in last if root not in made and root not in kept and self._enters(root, ops)}
+        for root in entering:
+            dying.setdefault(last[root], []).append(root)
+        live = sum(size_of(root) for root in kept if root not in made) + sum(map(size_of, entering))
+        peak = live
+        alive: set[int] = set(entering)
         for index in ops:
             op = self.graph.ops[index]
             for root in {self._root(t) for t in op.outputs} - alive:

@@ -7,6 +7,7 @@ The second run may compute in 16 bits, as the steps of a plan in bf16 do. It the
 that change nothing in the first run, and the values that it has in float32 are marked (`Tensor.stays_wide`).
 """
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -203,6 +204,15 @@ class Alignment:
         self._add(x, y)
 
     def _pair_regions(self, x: _Region, y: _Region) -> None:
+        if self._grow_alike(x, y):
+            before = dict(self._of_b), dict(self._partner), list(self._ops)
+            try:
+                for one, other in zip(x.ops, y.ops, strict=True):
+                    self._pair_ops(one, other)
+            except CaptureError:  # the same ops on other tensors
+                self._of_b, self._partner, self._ops = before
+            else:
+                return
         left, right = self._leaving(0, x), self._leaving(1, y)
         if len(left) != len(right) or not all(self._same_kind(n, m) for n, m in zip(left, right, strict=True)):
             raise self._error(
@@ -212,6 +222,22 @@ class Alignment:
         self._match(left, right)
         for op in x.ops:
             self._add(op, None)
+
+    def _grow_alike(self, x: _Region, y: _Region) -> bool:
+        """Whether two regions run the same ops, on tensors of the same sizes or of sizes as the batch."""
+        if [(op.kind, op.name) for op in x.ops] != [(op.kind, op.name) for op in y.ops]:
+            return False
+        for one, other in zip(x.ops, y.ops, strict=True):
+            shapes = (
+                [recorder.values[n].shape for n in (*op.inputs, *op.outputs)]
+                for recorder, op in ((self.a, one), (self.b, other))
+            )
+            for small, large in itertools.zip_longest(*shapes):
+                if small is None or large is None or len(small) != len(large):
+                    return False
+                if any(n != m and n * self.sizes[1] != m * self.sizes[0] for n, m in zip(small, large, strict=True)):
+                    return False
+        return True
 
     def _leaving(self, which: int, region: _Region) -> list[int]:
         """The values that a region makes and that are used outside of it, in order."""
