@@ -62,7 +62,6 @@ class CallForm:
             then the values between the pieces.
         inputs: of each piece the number of inputs.
         outer: the number of the call's own inputs and outputs.
-        parameters: those that are parameters.
         flowing: those through which gradients flow.
     """
 
@@ -72,7 +71,6 @@ class CallForm:
     pieces: tuple[tuple[int, ...], ...]
     inputs: tuple[int, ...]
     outer: int
-    parameters: frozenset[int]
     flowing: frozenset[int]
 
     @property
@@ -89,7 +87,6 @@ def form_of(
     writes: Sequence[str],
     pieces: Sequence[tuple[Sequence[int], Sequence[int]]],
     outer: int,
-    parameters: frozenset[int],
 ) -> CallForm:
     """The form of a call. ``writes`` names the arguments that it writes, and that it is given by name alone;
     ``pieces`` gives the inputs and outputs of each."""
@@ -116,7 +113,6 @@ def form_of(
         tuple((*inputs, *outputs) for inputs, outputs in pieces),
         tuple(len(inputs) for inputs, _ in pieces),
         outer,
-        parameters,
         frozenset(flowing),
     )
 
@@ -165,6 +161,9 @@ class _Seen:
     kept: int
     forward: int
     backward: int
+    """The most in the backward beside what it reads and the gradients of the results."""
+    gradients: tuple[int, ...]
+    """The bytes of the gradient that each input is given; 0 where it has no memory of its own."""
 
 
 class OpMemories:
@@ -209,18 +208,27 @@ class OpMemories:
                     tuple(n for n in range(inputs) if slots[n] in handed_on or slots[n] >= small.outer),
                     tuple(n for n in range(inputs) if slots[n] in weightless),
                     tuple(n for n, slot in enumerate(slots) if slot >= small.outer),
-                    *((self._bytes(*wide), self._bytes(*narrow)) if piece == head else ()),
+                    *(self._bytes(*runs, slots, small.outer, is_head=piece == head) for runs in (wide, narrow)),
                 )
             )
         return tuple(found)
 
-    def _bytes(self, small: _Seen | None, large: _Seen | None) -> OpBytes:
+    def _bytes(
+        self, small: _Seen | None, large: _Seen | None, slots: Sequence[int], outer: int, *, is_head: bool
+    ) -> OpBytes:
+        """The bytes of one piece of a call. What is kept and what the forward holds is counted at the ``is_head`` one,
+        what the backward holds where the gradients of results arrive."""
         assert small is not None
         assert large is not None
+        inputs = len(small.gradients)
+        backward = []
+        for seen in (small, large):
+            given = {slot for slot in slots if slot < inputs}
+            backward.append(seen.backward - sum(seen.gradients[slot] for slot in given))
         return OpBytes(
-            self._line(small.kept, large.kept),
-            self._line(small.forward, large.forward),
-            self._line(small.backward, large.backward),
+            self._line(small.kept, large.kept) if is_head else (0, 0),
+            self._line(small.forward, large.forward) if is_head else (0, 0),
+            self._line(*backward) if any(inputs <= slot < outer for slot in slots) else (0, 0),
         )
 
     def _line(self, small: int, large: int) -> Line:
@@ -388,18 +396,18 @@ class _Trial:
         forward -= kept
         live.most = read
         if end is None:
-            return _Seen(keeps, frozenset(), frozenset(), kept, forward, 0)
+            return _Seen(keeps, frozenset(), frozenset(), kept, forward, 0, (0,) * inputs)
         end.backward(first)
-        made, handed_on, weightless = 0, set(), set()
+        made, handed_on, weightless = [0] * inputs, set(), set()
         for slot, gradient in self.gradients.items():
             if gradient.untyped_storage().nbytes() * SMALL_SHARE <= input_bytes[slot]:
                 weightless.add(slot)
             elif live.note(gradient) in self.given:
                 handed_on.add(slot)
-            elif slot in first_piece or slot not in self.call.parameters:
-                made += input_bytes[slot]
-        backward = live.most - read - sum(self.given.values()) - made
-        return _Seen(keeps, frozenset(handed_on), frozenset(weightless), kept, forward, backward)
+            else:
+                made[slot] = input_bytes[slot]
+        backward = live.most - read - sum(self.given.values())
+        return _Seen(keeps, frozenset(handed_on), frozenset(weightless), kept, forward, backward, tuple(made))
 
 
 def _own_bytes(tensor: torch.Tensor) -> int:

@@ -264,15 +264,11 @@ class Recorder(TorchDispatchMode):
             if form is None:
                 pieces = pieces_of([(op.kind, op.inputs, op.outputs) for op in ops], numbers, outputs)
                 outer = len(numbers) + len(outputs)
-                held = self._parameters_among(numbers)
-                form = form_of(func, args, kwargs, self.flows, known.writes, pieces, outer, held)
+                form = form_of(func, args, kwargs, self.flows, known.writes, pieces, outer)
                 self._forms[form_key] = form
             if len(form.pieces) == len(ops):
                 self.ops[first:] = [replace(op, whole=form, part=part) for part, op in enumerate(ops)]
         return made
-
-    def _parameters_among(self, numbers: Sequence[int | None]) -> frozenset[int]:
-        return frozenset(i for i, n in enumerate(numbers) if n is not None and self.values[n].role == "parameter")
 
     def _record(self, func: Any, known: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         inputs: list[torch.Tensor] = []
@@ -322,8 +318,8 @@ class Recorder(TorchDispatchMode):
                 form = self._forms.get(form_key)
                 if form is None:
                     pieces = [(piece.inputs, piece.outputs) for piece in template.pieces]
-                    outer, held = len(inputs) + len(outputs), self._parameters_among(numbers)
-                    form = form_of(func, args, kwargs, self.flows, known.writes, pieces, outer, held)
+                    outer = len(inputs) + len(outputs)
+                    form = form_of(func, args, kwargs, self.flows, known.writes, pieces, outer)
                     self._forms[form_key] = form
                 for piece in range(len(template.pieces)):
                     place = piece - len(template.pieces)
