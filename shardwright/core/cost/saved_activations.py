@@ -74,7 +74,10 @@ class Kept:
             case "elementwise" if op.base_name == "mul":
                 wanted = [t for t in factors if self._is_as_made(t)]
             case "attention":
-                wanted = [*op.inputs[:3], *op.outputs]
+                # A mask of numbers is kept too, but where it is trained: its gradient needs the scores alone.
+                masks = [t for t in op.inputs[3:] if self.graph.tensors[t].is_floating]
+                trained_mask = any(t in self._needs_gradient for t in masks)
+                wanted = [*op.inputs[:3], *([] if trained_mask else masks), *op.outputs]
             case "softmax":
                 wanted = list(op.outputs)
             case "elementwise" if op.base_name in RESULT_NAMES:
