@@ -12,7 +12,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,7 +22,6 @@ from shardwright.core.model.op_memory import Line, OpBytes, OpMemory
 
 REAL_LIMIT_BYTES = 2**26
 """The largest operand, in bytes, with which an op is run for real."""
-NARROW = (torch.bfloat16, torch.float16)
 SMALL_ENTRIES = 2**16
 SMALL_SHARE = 8
 """A gradient that has this many times fewer bytes than its tensor repeats numbers."""
@@ -117,6 +116,20 @@ def form_of(
     )
 
 
+def _typed_as(call: CallForm, other: CallForm) -> CallForm:
+    """A call with the dtypes of another one of the same form."""
+
+    def typed(value: Any, like: Any) -> Any:
+        if isinstance(value, Form):
+            return replace(value, dtype=like.dtype)
+        if isinstance(value, (list, tuple)):
+            made = [typed(*pair) for pair in zip(value, like, strict=True)]
+            return tuple(made) if isinstance(value, tuple) else made
+        return like if isinstance(value, torch.dtype) else value
+
+    return replace(call, args=typed(call.args, other.args), kwargs=typed(call.kwargs, other.kwargs))
+
+
 def is_seen_whole(name: str, kinds: Collection[str]) -> bool:
     """Whether the memory of a composite op, made of ops of these kinds, is that of the whole call."""
     return name in RECURRENT or (not SEEN_KINDS.isdisjoint(kinds) and SEEN_KINDS.union(FREE_KINDS).issuperset(kinds))
@@ -169,8 +182,9 @@ class _Seen:
 class OpMemories:
     """The memory of the calls of one capture; equal calls are run once."""
 
-    def __init__(self, sizes: tuple[int, int]) -> None:
-        self._sizes = sizes
+    def __init__(self, sizes: tuple[int, int], *, narrow: bool) -> None:
+        """``narrow``: whether the second run of the capture was in 16 bits."""
+        self._sizes, self._narrow = sizes, narrow
         self._seen: dict[tuple[int, bool], _Seen | None] = {}
         self._found: dict[tuple[int, int], tuple[OpMemory, ...]] = {}
         self._calls: list[CallForm] = []
@@ -186,14 +200,16 @@ class OpMemories:
         return self._found[key]
 
     def _combined(self, small: CallForm, large: CallForm) -> tuple[OpMemory, ...]:
-        wide = self._run(small, narrow=False), self._run(large, narrow=False)
-        narrow = self._run(small, narrow=True), self._run(large, narrow=True)
+        # In 16 bits a call has the dtypes of the second run, which has in float32 what the model casts to that.
+        in_16_bits = (_typed_as(small, large), large) if self._narrow else (small, large)
+        wide = self._run(small, narrow=False), self._run(_typed_as(large, small), narrow=False)
+        narrow = tuple(self._run(call, narrow=not self._narrow) for call in in_16_bits)
         if wide[0] is None or wide[1] is None:
             wide = narrow
         if narrow[0] is None or narrow[1] is None:
             narrow = wide
         runs = [seen for seen in (*wide, *narrow) if seen is not None]
-        if len(runs) < 4:
+        if len(runs) < len(wide) + len(narrow):
             return tuple(OpMemory(keeps=tuple(range(len(slots))), is_known=False) for slots in small.pieces)
         keeps = set(frozenset.union(*(seen.keeps for seen in runs)))
         handed_on = frozenset.intersection(*(seen.handed_on for seen in runs))
@@ -238,12 +254,13 @@ class OpMemories:
     def _run(self, call: CallForm, *, narrow: bool) -> _Seen | None:
         key = id(call), narrow
         if key not in self._seen:
+            self._calls.append(call)
             self._seen[key] = seen_of(call, narrow=narrow)
         return self._seen[key]
 
 
 def seen_of(call: CallForm, *, narrow: bool) -> _Seen | None:
-    """A run of the call, with floats in 16 bits or in float32; None where it fails."""
+    """A run of the call, as it is or ``narrow``, with bfloat16 in the place of float32; None where it fails."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         # The workspace of oneDNN's recurrent layers is empty without values.
@@ -334,9 +351,7 @@ class _Trial:
             return self._run()
 
     def _dtype(self, dtype: torch.dtype) -> torch.dtype:
-        if self.narrow:
-            return torch.bfloat16 if dtype is torch.float32 else dtype
-        return torch.float32 if dtype in NARROW else dtype
+        return torch.bfloat16 if self.narrow and dtype is torch.float32 else dtype
 
     def empty(self, form: Form) -> torch.Tensor:
         made = torch.empty_strided(form.shape, form.strides, dtype=self._dtype(form.dtype))

@@ -51,7 +51,7 @@ class Alignment:
         narrow: bool,
     ) -> None:
         self.a, self.b, self.sizes = a, b, sizes
-        self.memories = OpMemories(sizes)
+        self.memories = OpMemories(sizes, narrow=narrow)
         self.with_values, self.narrow = with_values, narrow
         self._of_b: dict[int, int] = {}
         self._cast_of: dict[int, int] = {}
