@@ -59,7 +59,7 @@ class Layered(nn.Module):
         self.before = nn.Parameter(torch.rand(case.shape[-1]))
         self.layer = case.build()
         with torch.no_grad():
-            made = self._run({k: v for k, v in case.batch(2).items()})
+            made = self._run(case.batch(2))
         self.behind = nn.Parameter(torch.rand(made.shape[-1])) if made.dim() > 1 else None
 
     def _run(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -134,7 +134,9 @@ for _d, _shape in (("1d", SIGNAL), ("2d", IMAGE), ("3d", VOLUME)):
     _add(f"BatchNorm{_d}", _c, shape=_shape)
     _add(f"LazyBatchNorm{_d}", shape=_shape)
     _add(f"InstanceNorm{_d}", _c, shape=_shape)
-    _add(f"InstanceNorm{_d}", _c, affine=True, track_running_stats=True, shape=_shape, note="affine, running statistics")
+    _add(
+        f"InstanceNorm{_d}", _c, affine=True, track_running_stats=True, shape=_shape, note="affine, running statistics"
+    )
     _add(f"LazyInstanceNorm{_d}", shape=_shape)
     # Pooling.
     for _kind in ("Max", "Avg"):
@@ -246,7 +248,9 @@ _add("MarginRankingLoss", others={"other": ROWS, "target": _signs(*ROWS)})
 _add("TripletMarginLoss", others={"positive": ROWS, "negative": ROWS})
 _add("TripletMarginWithDistanceLoss", others={"positive": ROWS, "negative": ROWS})
 _add("CrossEntropyLoss", shape=(512, 64), others={"target": _integers(512, 64)})
-_add("CrossEntropyLoss", shape=(32768,), note="label smoothing", label_smoothing=0.1, others={"target": _integers(32768)})
+_add(
+    "CrossEntropyLoss", shape=(32768,), note="label smoothing", label_smoothing=0.1, others={"target": _integers(32768)}
+)
 _add("CrossEntropyLoss", shape=(32768,), note="probabilities", others={"target": (32768,)})
 _add("NLLLoss", shape=(32768,), others={"target": _integers(32768)})
 _add("NLLLoss2d", shape=IMAGE, others={"target": _integers(32, 32, 32)})

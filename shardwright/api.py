@@ -18,7 +18,7 @@ from shardwright.core.schedule.simulate import simulate_schedule
 from shardwright.core.schedule.timeline import Timeline
 from shardwright.core.search import make_plan
 from shardwright.core.search.request import Options, Request, request_for
-from shardwright.core.tables.cost_tables import unpriced_of
+from shardwright.core.tables.cost_tables import unknown_memory_of, unpriced_of
 from shardwright.core.values.fields import Field, fields_of
 
 
@@ -110,6 +110,8 @@ def resolve(options: Options, graph: Graph) -> Request:
     by the model's own marks too. Raises PlanError for a framework without a runtime, LayoutError as `plan`."""
     if (unpriced := unpriced_of(graph)) is not None:
         warnings.warn(f"{graph.model_name}: {unpriced}", stacklevel=3)
+    if (unknown := unknown_memory_of(graph)) is not None:
+        warnings.warn(f"{graph.model_name}: {unknown}", stacklevel=3)
     runtimes = runtimes_of(graph.capabilities, options.frameworks)
     return request_for(options, pins_of(graph, options.layouts), runtimes)
 

@@ -416,6 +416,8 @@ class _UnitCount:
         share = cut.share(index)
         if (seen := saved.seen(op, self.precision)) is not None:
             kept, forward, backward = (at(line, batch) // share for line in (seen.kept, seen.forward, seen.backward))
+            if op.memory is not None and not op.memory.is_known:
+                forward = backward = sum(self.held(index, n) for n in range(len(op.inputs) + len(op.outputs)))
             self.mask_bytes[index] = kept
             self.statistics += kept
             self.working[index] = forward, backward

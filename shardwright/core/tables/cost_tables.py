@@ -14,6 +14,7 @@ from shardwright.core.cluster.hardware.device import MeasuredUnit
 from shardwright.core.cost.shared_values import as_they_lie
 from shardwright.core.cost.unit_seconds import UnitCost, seconds_of, unit_cost
 from shardwright.core.cost.unit_work import PRECISION_BYTES
+from shardwright.core.cost.unknown_memory import unknown_memory_text
 from shardwright.core.cost.unpriced import unpriced_text
 from shardwright.core.cost.value_flow import SharedValue
 from shardwright.core.errors import PlanError
@@ -52,6 +53,11 @@ HOST_LINK_EFFICIENCY = 0.75
 def unpriced_of(graph: Graph) -> str | None:
     """The text of `unpriced_text` for a graph, found once."""
     return read(graph).remembered("unpriced", lambda: unpriced_text(graph))
+
+
+def unknown_memory_of(graph: Graph) -> str | None:
+    """The text of `unknown_memory_text` for a graph, found once."""
+    return read(graph).remembered("unknown memory", lambda: unknown_memory_text(graph))
 
 
 LARGE_BYTES = 2**32

@@ -267,7 +267,7 @@ def seen_of(call: CallForm, *, narrow: bool) -> _Seen | None:
         for is_fake in (False, True) if call.func._schema.name == "aten::lstm" else (True, False):
             try:
                 return _Trial(call, narrow=narrow, is_fake=is_fake).run()
-            except Exception:  # noqa: BLE001 - whatever an op raises, it is counted from above then
+            except Exception:
                 continue
     return None
 

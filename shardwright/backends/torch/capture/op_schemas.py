@@ -18,8 +18,8 @@ class Func:
     """The properties of one overload of an op, read once from its schema, its tags and the table."""
 
     __slots__ = (
-        "composite", "creates", "draws", "name", "passing", "pointwise", "reads", "reshapes", "rule", "schema", "silent", "views",
-        "writes",
+        "composite", "creates", "draws", "name", "passing", "pointwise", "reads", "reshapes", "rule", "schema",
+        "silent", "views", "writes",
     )  # fmt: skip
 
     def __init__(self, func: Any) -> None:

@@ -342,7 +342,12 @@ class Recorder(TorchDispatchMode):
         self, known: Func, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor],
         written: Sequence[torch.Tensor],
     ) -> None:  # fmt: skip
-        if known.name.endswith(".detach") or known.creates or not torch.is_grad_enabled() or not any(map(self.flows, inputs)):
+        if (
+            known.name.endswith(".detach")
+            or known.creates
+            or not torch.is_grad_enabled()
+            or not any(map(self.flows, inputs))
+        ):
             return
         changed = {id(tensor) for tensor in written}
         for tensor in (*outputs, *written):
