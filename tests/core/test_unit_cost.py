@@ -222,6 +222,6 @@ def test_a_forward_without_gradients_holds_what_an_op_reads_and_what_it_writes()
         values.append(b.op("opaque", name, [values[-1]], (-1, width), L.Labelled(((-1, -1), (-1, -1)))))
     graph = b.build(values[-1])
     users = {value: (index,) for index, value in enumerate(values[:-1])}
-    live = LiveBytes(graph, {}, frozenset(), frozenset(), users)
+    live = LiveBytes(graph, {}, frozenset(), frozenset(), users, {})
     found = live.beside_kept(range(3), {}, {}, lambda tensor: graph.tensors[tensor].elements(2) * 4)
     assert found == (120 + 400, 120 + 400)
