@@ -6,6 +6,7 @@ from typing import Literal, get_args
 
 from shardwright.core.cluster.hardware import check
 from shardwright.core.cluster.hardware.frozen_mapping import Table
+from shardwright.core.cluster.hardware.protocol import Protocol, protocols_of
 from shardwright.core.errors import ClusterError, nearest
 
 Sharing = Literal["device", "node"]
@@ -19,6 +20,8 @@ class Link:
         is "device", that of the whole node's port when it is "node" (all devices of the node then share it).
     latency_s: the time from the start of a message until its first byte arrives (the α of an α-β model).
     efficiency: the share of the bandwidth that large messages reach.
+    transport: the kind of wire, whose protocols are known ("nvlink", "pci", "infiniband", "efa", "tcp"); "": nothing is
+        known but latency and bandwidth.
     origins: the source of each constant.
 
     Raises ClusterError when a constant is not positive and finite, or an efficiency is above 1.
@@ -29,6 +32,7 @@ class Link:
     latency_s: float
     sharing: Sharing = "device"
     efficiency: float = 1.0
+    transport: str = ""
     origins: Mapping[str, str] = field(default_factory=Table, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -39,6 +43,7 @@ class Link:
         if self.sharing not in get_args(Sharing):
             known = nearest(str(self.sharing), get_args(Sharing))
             raise ClusterError(f"{owner}: sharing {self.sharing!r} is not known; {known}")
+        protocols_of(self.transport)
         check.origins(owner, self.origins)
         object.__setattr__(self, "origins", Table(self.origins))
 
@@ -46,6 +51,17 @@ class Link:
     def effective_bandwidth_bytes_per_s(self) -> float:
         """The bandwidth that large messages reach, in one direction."""
         return self.bandwidth_bytes_per_s * self.efficiency
+
+    @property
+    def protocols(self) -> tuple[Protocol, ...]:
+        """The protocols that carry messages over it."""
+        return protocols_of(self.transport)
+
+    def bandwidth_by(self, protocol: Protocol) -> float:
+        """The bytes per second, in one direction, that large messages reach with one of its protocols."""
+        reached = self.effective_bandwidth_bytes_per_s * protocol.bandwidth_share
+        most = protocol.most_bandwidth_bytes_per_s
+        return reached if most is None else min(reached, most)
 
     def scaled(self, factor: float) -> "Link":
         """This link with ``factor`` times the bandwidth: several ports together, or one shared by several flows."""

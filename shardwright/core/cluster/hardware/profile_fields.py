@@ -51,6 +51,7 @@ class LinkTable(_Section):
 
     summary: str = ""
     sharing: Sharing
+    transport: str = ""
     bandwidth_bytes_per_s: Constant
     latency_s: Constant
     efficiency: Constant
@@ -61,6 +62,7 @@ class UserLinkTable(_Section):
 
     name: str = "custom"
     sharing: Sharing = "device"
+    transport: str = ""
     bandwidth_bytes_per_s: Given
     latency_s: Given
     efficiency: Given = 1.0
@@ -294,7 +296,7 @@ def to_link(name: str, table: LinkTable | UserLinkTable, source: str) -> Link:
         origins[path] = given.origin if isinstance(given, Constant) else f"user: {source}"
         check_plausible(source, f"{name}.{path}", numbers[path])
     try:
-        return Link(name=name, sharing=table.sharing, origins=origins, **numbers)
+        return Link(name=name, sharing=table.sharing, transport=table.transport, origins=origins, **numbers)
     except ClusterError as error:
         raise ClusterError(f"{source}: {error}") from error
 
@@ -322,6 +324,8 @@ def device_document(device: Device, known: Device | None = None) -> dict[str, An
 def link_document(link: Link, known: Link | None = None) -> dict[str, Any]:
     """The inverse of ``to_link``: a document that a UserLinkTable reads; ``known`` as in ``device_document``."""
     document: dict[str, Any] = {"name": link.name, "sharing": link.sharing}
+    if link.transport:
+        document["transport"] = link.transport
     for name in ("bandwidth_bytes_per_s", "latency_s", "efficiency"):
         document[name] = _labelled(link, known, name, getattr(link, name), getattr(known, name, None))
     return document

@@ -23,6 +23,7 @@ MEANINGS = {
     "price_usd_per_hour": "US dollars per hour of one device. Without it: not known.",
     "peak_flops_per_s": "Multiplications and additions per second of dense products, in each precision that it has.",
     "sharing": 'Whose the bandwidth is: each "device" has such a port, or the "node" has one that all share.',
+    "transport": "The kind of wire, whose protocols are known: nvlink, pci, infiniband, efa or tcp. Without it: none.",
     "bandwidth_bytes_per_s": "Bytes per second in one direction, by data sheet (100 Gb/s are 12.5e9).",
     "latency_s": "Seconds from the start of a message until its first byte arrives.",
     "efficiency": "The share of the bandwidth that large messages reach, up to 1.",
