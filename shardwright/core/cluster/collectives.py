@@ -44,8 +44,10 @@ def broadcast_s(size_bytes: float, ranks: int, link: Link) -> float:
 
 
 def send_s(size_bytes: float, link: Link) -> float:
-    """Seconds of one message from one rank to another, by the fastest of the link's protocols."""
+    """Seconds of one message from one rank to another: as measured, or by the fastest of the link's protocols."""
     require_size(size_bytes)
+    if (measured_s := link.measured.seconds("send", 2, size_bytes)) is not None:
+        return measured_s
     return min(
         by.start_s + by.ring_hop_share * link.latency_s + size_bytes / link.bandwidth_by(by) for by in link.protocols
     )

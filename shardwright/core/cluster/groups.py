@@ -6,7 +6,7 @@ Speck, Träff, "Two-tree algorithms for full bandwidth broadcast, reduction and 
 out of a node, which wins where messages are small or nodes many. Each is carried by one of the protocols that the wire
 between the nodes, or within one, has (`hardware.protocol`): small messages by one with short hops, large ones by one
 that reaches the whole bandwidth. As NCCL does, the fastest of all is taken, so that the time of a collective is the
-least of a few straight lines over its bytes.
+least of a few straight lines over its bytes. What a link's file says was measured of as many ranks stands in for them.
 
 A gather may go in two stages instead: between the nodes first, among the ranks that have one place on their nodes, then
 within each node; a sum the other way round (MiCS, Zhang et al., arXiv 2205.00119, section 3.3). A node then takes in
@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 
 from shardwright.core.cluster.collectives import require_size
 from shardwright.core.cluster.hardware import Link
+from shardwright.core.cluster.hardware.collective_table import CollectiveKind
 from shardwright.core.cluster.hardware.protocol import SIMPLE, Protocol
 
 TREE_BANDWIDTH = 0.9
@@ -79,7 +80,7 @@ class Group:
 
     def all_reduce_s(self, size_bytes: float) -> float:
         """Seconds to reduce and share ``size_bytes``, one member's whole tensor. Raises ClusterError for bad sizes."""
-        return _least(self._reduce, size_bytes)
+        return self._seconds("all_reduce", self._reduce, size_bytes)
 
     def all_gather_s(self, size_bytes: float, *, in_stages: bool = False) -> float:
         """Seconds to share the parts of each; ``size_bytes`` is what each member has in the end. ``in_stages``: between
@@ -87,12 +88,15 @@ class Group:
         if in_stages and self._staged is not None:
             between, within = self._staged
             return between.all_gather_s(size_bytes / self.ranks_per_node) + within.all_gather_s(size_bytes)
-        return _least(self._gather, size_bytes)
+        return self._seconds("all_gather", self._gather, size_bytes)
 
     def reduce_scatter_s(self, size_bytes: float, *, in_stages: bool = False) -> float:
         """Seconds to reduce, each member keeping a part; ``size_bytes`` is what each has at first. ``in_stages``:
         within each node and then between them, where `has_stages`."""
-        return self.all_gather_s(size_bytes, in_stages=in_stages)
+        if in_stages and self._staged is not None:
+            between, within = self._staged
+            return within.reduce_scatter_s(size_bytes) + between.reduce_scatter_s(size_bytes / self.ranks_per_node)
+        return self._seconds("reduce_scatter", self._gather, size_bytes)
 
     @property
     def has_stages(self) -> bool:
@@ -107,6 +111,16 @@ class Group:
             return 0.0
         large = min(self._gather, key=lambda line: line.per_byte_s)
         return large.fixed_s / large.per_byte_s
+
+    def _seconds(self, kind: CollectiveKind, lines: tuple[Line, ...], size_bytes: float) -> float:
+        """The seconds of a collective, as measured over the one link that the group crosses, or by the fastest line."""
+        require_size(size_bytes)
+        link = self.inside if self.outside is None else self.outside
+        if link.measured and (self.outside is None or self.ranks == self.nodes):
+            measured_s = link.measured.seconds(kind, self.ranks, size_bytes)
+            if measured_s is not None:
+                return measured_s
+        return min(line.fixed_s + size_bytes * line.per_byte_s for line in lines)
 
     def _rings(self, passes: int) -> Iterator[Line]:
         """The line of a ring with each protocol, for one pass (a gather, a scatter) or two (both)."""
@@ -157,8 +171,3 @@ class Group:
         if self.outside is not None and outside_by is not None:
             found["outside"] = self.outside.bandwidth_by(outside_by)
         return found
-
-
-def _least(lines: tuple[Line, ...], size_bytes: float) -> float:
-    require_size(size_bytes)
-    return min(line.fixed_s + size_bytes * line.per_byte_s for line in lines)

@@ -3,12 +3,13 @@
 import tomllib
 import types
 from collections.abc import Mapping
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, create_model
 
+from shardwright.core.cluster.hardware.collective_table import CollectiveTable, MeasuredCollective
 from shardwright.core.cluster.hardware.device import Device, Kind, MeasuredProduct, MeasuredUnit
 from shardwright.core.cluster.hardware.link import Link, Sharing
 from shardwright.core.cluster.hardware.plausible_units import check_plausible
@@ -46,6 +47,13 @@ Given = Annotated[
 """A number in a user's own file: with an origin, or plain."""
 
 
+def _section_of(cls: type) -> type[_Section]:
+    """The schema of a measured value: the fields of its class, with the ranges that their annotations give."""
+    hints = get_type_hints(cls, include_extras=True)
+    held = {each.name: (hints[each.name], ... if each.default is MISSING else each.default) for each in fields(cls)}
+    return create_model(cls.__name__, __base__=_Section, **held)  # type: ignore[call-overload, no-any-return]
+
+
 class LinkTable(_Section):
     """A link of the catalogue, with an origin for every constant."""
 
@@ -66,6 +74,7 @@ class UserLinkTable(_Section):
     bandwidth_bytes_per_s: Given
     latency_s: Given
     efficiency: Given = 1.0
+    collectives: list[_section_of(MeasuredCollective)] = []  # type: ignore[valid-type]
 
 
 class DeviceTable(_Section):
@@ -132,13 +141,6 @@ class LinkNames(_Section):
 
     intra_node: AnyLink
     inter_node: AnyLink
-
-
-def _section_of(cls: type) -> type[_Section]:
-    """The schema of a measured value: the fields of its class, with the ranges that their annotations give."""
-    hints = get_type_hints(cls, include_extras=True)
-    held = {each.name: (hints[each.name], ... if each.default is MISSING else each.default) for each in fields(cls)}
-    return create_model(cls.__name__, __base__=_Section, **held)  # type: ignore[call-overload, no-any-return]
 
 
 class ProfileFile(DeviceTable):
@@ -296,7 +298,15 @@ def to_link(name: str, table: LinkTable | UserLinkTable, source: str) -> Link:
         origins[path] = given.origin if isinstance(given, Constant) else f"user: {source}"
         check_plausible(source, f"{name}.{path}", numbers[path])
     try:
-        return Link(name=name, sharing=table.sharing, transport=table.transport, origins=origins, **numbers)
+        measured = CollectiveTable(MeasuredCollective(**c.model_dump()) for c in getattr(table, "collectives", ()))
+        return Link(
+            name=name,
+            sharing=table.sharing,
+            transport=table.transport,
+            measured=measured,
+            origins=origins,
+            **numbers,
+        )
     except ClusterError as error:
         raise ClusterError(f"{source}: {error}") from error
 
@@ -326,6 +336,8 @@ def link_document(link: Link, known: Link | None = None) -> dict[str, Any]:
     document: dict[str, Any] = {"name": link.name, "sharing": link.sharing}
     if link.transport:
         document["transport"] = link.transport
+    if link.measured:
+        document["collectives"] = [asdict(each) for each in link.measured]
     for name in ("bandwidth_bytes_per_s", "latency_s", "efficiency"):
         document[name] = _labelled(link, known, name, getattr(link, name), getattr(known, name, None))
     return document
