@@ -71,6 +71,12 @@ def test_between_two_sizes_logarithms_are_on_a_line() -> None:
     assert table.seconds("all_reduce", 2, 1000) is None
 
 
+def test_a_disturbed_time_is_that_of_the_next_size() -> None:
+    times = {1000: 5e-3, 2000: 1e-3, 4000: 3e-3}
+    table = CollectiveTable([MeasuredCollective("send", 2, n, s) for n, s in times.items()])
+    assert [table.seconds("send", 2, n) for n in times] == [1e-3, 1e-3, 3e-3]
+
+
 def test_other_numbers_of_ranks_take_the_links_constants() -> None:
     four, plain = Group(4, 1, link(*samples(2))), Group(4, 1, link())
     assert four.all_reduce_s(1 << 20) == plain.all_reduce_s(1 << 20)

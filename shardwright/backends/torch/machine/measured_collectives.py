@@ -1,19 +1,29 @@
-"""The collectives that a profile times, by kind, ranks and bytes, as the tensor axis and pipelines call them."""
+"""The collectives that a profile times, by kind, ranks and bytes, as the runtime calls them.
 
-from collections.abc import Callable
+Sums of whole tensors and messages go through the process group. Shards are gathered and summed as the data axis does
+it: through the process group on GPUs, and between CPU ranks of one host by reading each other's memory, where they may.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from shardwright.backends.torch.machine.cross_memory import CrossMemory
+from shardwright.backends.torch.machine.watchdog import Watchdog
 from shardwright.core.cluster.hardware.collective_table import CollectiveKind, MeasuredCollective
 
 MESSAGES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 22, 1 << 24)
 """The sizes in bytes of what is measured: one rank's whole tensor."""
 CUDA_MESSAGES = (*MESSAGES, 1 << 26, 1 << 28)
 """The sizes on GPUs, whose links are not filled before."""
+LONGEST_S = 120.0
+"""Seconds after which a rank that waits for the others gives up."""
 
 Call = Callable[[], object]
 
@@ -36,43 +46,82 @@ class CollectiveRun:
         return MeasuredCollective(self.kind, self.ranks, self.size_bytes, one_s)
 
 
-def collective_runs(device: torch.device) -> tuple[CollectiveRun, ...]:
-    """The runs over the default process group, and over groups of every number of ranks that divides it. All ranks call
-    this, and then each run, together and equally often."""
-    world, found = dist.get_world_size(), []
-    sizes = CUDA_MESSAGES if device.type == "cuda" else MESSAGES
-    for ranks in (ranks for ranks in range(2, world + 1) if world % ranks == 0):
+def run_count(ranks: int, device: torch.device) -> int:
+    """The number of runs that `collective_runs` gives on so many ranks."""
+    kinds = sum(3 + (degree == 2) for degree in _degrees(ranks))
+    return kinds * len(_sizes(device))
+
+
+@contextmanager
+def collective_runs(device: torch.device) -> Iterator[tuple[CollectiveRun, ...]]:
+    """The runs over the default process group, and over groups of every number of ranks that divides it. All ranks
+    enter this, and then each run, together and equally often."""
+    world, found, opened = dist.get_world_size(), [], []
+    for ranks in _degrees(world):
         peers = [list(range(first, first + ranks)) for first in range(0, world, ranks)]
         groups = [dist.new_group(members) for members in peers]
-        mine = dist.get_rank() // ranks
-        for size in sizes:
+        number, place = divmod(dist.get_rank(), ranks)
+        group, memory = groups[number], None
+        if device.type == "cpu":
+            memory = CrossMemory.bind(place, group, Watchdog("this rank, measuring", LONGEST_S))
+            opened.append(memory)
+        kinds: tuple[tuple[CollectiveKind, Callable[[int], Call]], ...] = (
+            ("all_reduce", partial(_all_reduce, group, ranks, device)),
+            ("all_gather", partial(_all_gather, group, memory, place, ranks, device)),
+            ("reduce_scatter", partial(_reduce_scatter, group, memory, ranks, device)),
+        )
+        for size in _sizes(device):
             shard = size // 4 // ranks
-            kinds: tuple[tuple[CollectiveKind, Callable[..., Call]], ...] = (
-                ("all_reduce", _all_reduce),
-                ("all_gather", _all_gather),
-                ("reduce_scatter", _reduce_scatter),
-            )
-            for kind, prepare in kinds:
-                prepared = partial(prepare, groups[mine], ranks, shard, device)
-                found.append(CollectiveRun(kind, ranks, shard * ranks * 4, prepared))
+            found += [CollectiveRun(kind, ranks, shard * ranks * 4, partial(make, shard)) for kind, make in kinds]
             if ranks == 2:
-                found.append(CollectiveRun("send", 2, size, partial(_message, peers[mine], size, device)))
-    return tuple(found)
+                found.append(CollectiveRun("send", 2, size, partial(_message, peers[number], size, device)))
+    try:
+        yield tuple(found)
+    finally:
+        for each in opened:
+            if each is not None:
+                each.close()
 
 
-def _all_reduce(group: ProcessGroup, ranks: int, shard: int, device: torch.device) -> Call:
+def _degrees(world: int) -> list[int]:
+    return [ranks for ranks in range(2, world + 1) if world % ranks == 0]
+
+
+def _sizes(device: torch.device) -> tuple[int, ...]:
+    return CUDA_MESSAGES if device.type == "cuda" else MESSAGES
+
+
+def _all_reduce(group: ProcessGroup, ranks: int, device: torch.device, shard: int) -> Call:
     tensor = torch.ones(ranks * shard, device=device)
     return lambda: dist.all_reduce(tensor, group=group)
 
 
-def _all_gather(group: ProcessGroup, ranks: int, shard: int, device: torch.device) -> Call:
-    own, every = torch.ones(shard, device=device), list(torch.ones(ranks, shard, device=device).unbind(0))
-    return lambda: dist.all_gather(every, own, group=group)
+def _all_gather(
+    group: ProcessGroup, memory: CrossMemory | None, place: int, ranks: int, device: torch.device, shard: int
+) -> Call:
+    every = list(torch.ones(ranks, shard, device=device).unbind(0))
+    if memory is None:
+        own = torch.ones(shard, device=device)
+        return lambda: dist.all_gather(every, own, group=group)
+    numbers = count()
+
+    def read() -> None:
+        memory.begin_gather(every, every[place], next(numbers))()
+        memory.settle()
+
+    return read
 
 
-def _reduce_scatter(group: ProcessGroup, ranks: int, shard: int, device: torch.device) -> Call:
-    own, every = torch.ones(shard, device=device), list(torch.ones(ranks, shard, device=device).unbind(0))
-    return lambda: dist.reduce_scatter(own, every, group=group)
+def _reduce_scatter(
+    group: ProcessGroup, memory: CrossMemory | None, ranks: int, device: torch.device, shard: int
+) -> Call:
+    whole = torch.ones(ranks * shard, device=device)
+    every = list(whole.view(ranks, shard).unbind(0))
+    if memory is None:
+        own = torch.ones(shard, device=device)
+        return lambda: dist.reduce_scatter(own, every, group=group)
+    numbers = count()
+    return lambda: memory.begin_scatter(whole, every, next(numbers))()
 
 
 def _message(pair: list[int], size_bytes: int, device: torch.device) -> Call:

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from shardwright.backends.torch.machine.measured_collectives import collective_runs
+from shardwright.backends.torch.machine.measured_collectives import collective_runs, run_count
 from shardwright.backends.torch.machine.process import choose_device, start, this_launch
 from shardwright.core.cluster.hardware.device import MeasuredProduct
 from shardwright.core.cluster.hardware.measurements import Measurements, MeasureProgress
@@ -58,8 +58,7 @@ def profile_device(
     sides = CUDA_SIDES if is_cuda else SIDES
     precisions = ("fp32", "bf16", "fp16") if is_cuda else ("fp32",)
     ranks = dist.get_world_size() if dist.is_initialized() else 1
-    runs = collective_runs(device) if ranks > 1 else ()
-    total = len(sides) * len(precisions) + 4 + len(runs)
+    total = len(sides) * len(precisions) + 4 + run_count(ranks, device)
     each = budget_s / total
     done = 0
 
@@ -105,10 +104,12 @@ def profile_device(
         pinned = torch.empty(large.shape, dtype=large.dtype, pin_memory=True)
         host = large.nbytes / _quartile_s(lambda: pinned.copy_(large), device, each)
     samples = []
-    for run in runs:
-        step(f"{run.kind.replace('_', '-')} of {run.size_bytes >> 10} KiB over {run.ranks} ranks")
-        # Every rank runs as often as every other: a time budget of its own would leave one waiting.
-        samples.append(run.measured(_quartile_s(run.prepare(), device, each, runs=7)))
+    if ranks > 1:
+        with collective_runs(device) as runs:
+            for run in runs:
+                step(f"{run.kind.replace('_', '-')} of {run.size_bytes >> 10} KiB over {run.ranks} ranks")
+                # Every rank runs as often as every other: a time budget of its own would leave one waiting.
+                samples.append(run.measured(_quartile_s(run.prepare(), device, each, runs=7)))
     return Measurements(
         name=name,
         kind="gpu" if is_cuda else "cpu",

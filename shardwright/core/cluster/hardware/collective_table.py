@@ -92,8 +92,8 @@ class CollectiveTable:
         """The seconds of a collective; None where this kind was not measured of as many ranks.
 
         Between two sizes the logarithm of the time lies on the line over that of the size. Below the smallest it takes
-        as long, which is latency; above the largest the bandwidth is that of the largest. A size that took less time
-        than a smaller one is taken to need as long.
+        as long, which is latency; above the largest the bandwidth is that of the largest. A size that took longer than
+        a larger one is taken to need no longer: other programs only ever make it longer.
         """
         curve = self._curves.get((kind, ranks))
         if curve is None:
@@ -110,6 +110,7 @@ class CollectiveTable:
 
 
 def _rising(curve: dict[int, float]) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    """The sizes in order, and times that never fall."""
+    """The sizes in order, and times that never fall: each the least of those of its own and of larger sizes."""
     sizes = tuple(sorted(curve))
-    return sizes, tuple(accumulate((curve[size] for size in sizes), max))
+    least = accumulate((curve[size] for size in reversed(sizes)), min)
+    return sizes, tuple(least)[::-1]
