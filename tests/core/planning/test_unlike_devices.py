@@ -63,9 +63,11 @@ def test_a_plan_file_with_the_memory_of_too_few_ranks_is_refused() -> None:
 
 
 def test_a_refusal_names_the_device_that_is_too_small() -> None:
-    graph = decoder(layers=8, hidden=4096, heads=32, vocabulary=8192, sequence=512)
+    graph = decoder(layers=5, hidden=4096, heads=32, vocabulary=8192, sequence=128)
+    groups = [NodeGroup(load_profile(name).device, 1, 1, load_profile(name).intra_node) for name in ("h100", "t4")]
+    cluster = Cluster.of_groups(groups, "ethernet-100g")
     with pytest.raises(PlanError, match=r"more than the 14\.25 GiB that t4 has"):
-        sw.plan(graph, mixed("h100", "t4"), batch=16, pp=1, dp=8, tp=1, devices="all", **PINS)
+        sw.plan(graph, cluster, batch=2, pp=1, dp=2, tp=1, microbatch=1, devices="all", **PINS)
 
 
 LINKS = st.sampled_from(["nvlink2", "nvlink4", "pcie3", "pcie3-host", "pcie5"])
