@@ -11,13 +11,14 @@ import heapq
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 from shardwright.core.cluster.cluster import Cluster
 from shardwright.core.search.request import Progress, Request
 from shardwright.core.search.scoring import Cut, Draft, Scored, Scorer
 from shardwright.core.search.space import Pipelining, Policy, Shape, Space, splits_backward
 from shardwright.core.tables.cost_tables import CostTables
+from shardwright.core.tables.memory import Recompute
 
 REPORTED = 4
 """The number of runners-up that are reported, each with degrees of its own."""
@@ -182,7 +183,7 @@ def preference(scored: Scored) -> tuple[float, int, int, int, int, int, bool, in
         d.shard_group or 0,
         d.gathered_stages or 0,
         d.reduce_after is not None,
-        ("none", "selective", "full").index(d.recompute),
+        get_args(Recompute).index(d.recompute),
         -len(d.kept_units),
         d.virtual_stages,
         d.schedule != "1f1b",
