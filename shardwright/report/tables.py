@@ -210,16 +210,19 @@ def _stages(plan: Plan) -> Table:
 
 
 def _memory(plan: Plan) -> Table:
-    limit = plan.provenance.device_memory_bytes
-    uses = plan.predicted.memory_by_stage_rank
+    limits, uses = plan.provenance.device_memory_bytes, plan.predicted.memory_by_stage_rank
     apart = [">not at once"] if any(use.apart_bytes for use in uses) else []
     classes = _classes(uses)
+    unlike = len(set(limits)) > 1
+    title = "each of its smallest device" if unlike else f"of {bytes_text(limits[0])}"
+    whose = [">of"] if unlike else []
     table = new_table(
-        f"Memory per rank (of {bytes_text(limit)})", "pp", *(f">{name}" for name in classes), *apart, ">total", ">used"
+        f"Memory per rank ({title})", "pp", *(f">{name}" for name in classes), *apart, ">total", *whose, ">used"
     )
-    for rank, use in enumerate(uses):
+    for rank, (use, limit) in enumerate(zip(uses, limits, strict=True)):
         less = [f"-{bytes_text(use.apart_bytes)}"] if apart else []
-        total = (bytes_text(use.total_bytes), f"{use.total_bytes / limit:.1%}")
+        own = [bytes_text(limit)] if unlike else []
+        total = (bytes_text(use.total_bytes), *own, f"{use.total_bytes / limit:.1%}")
         table.add_row(str(rank), *(bytes_text(use.classes[name]) for name in classes), *less, *total)
     return table
 

@@ -80,7 +80,7 @@ def as_plan(
             captured_from=graph.framework,
             cluster=str(scorer.cluster),
             world_size=scorer.cluster.world_size,
-            device_memory_bytes=min(best.tables.limits_bytes),
+            device_memory_bytes=best.tables.limits_bytes,
             peak_flops_per_s=tuple(scorer.cluster.peak_flops_per_s.items()),
             pinned=_pinned(scorer.request),
             pinned_layouts=_pinned_layouts(scorer) if decision.tp > 1 else (),
