@@ -1,7 +1,6 @@
-"""Five questions as users ask them, each with nothing pinned: the plan, its rates, its memory, and what is published for
-the like.
+"""Five questions as users ask them, each with nothing pinned: the plan, its rates and memory, what is published beside.
 
-    python benchmarks/five_questions.py [--only 8B] [--write benchmarks/results/five_questions.md]
+python benchmarks/five_questions.py [--only 8B] [--write benchmarks/results/five_questions.md]
 """
 
 import argparse
@@ -36,7 +35,8 @@ def llama(hidden: int, inner: int, layers: int, heads: int, kv_heads: int, words
 
         config = LlamaConfig(
             hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers, num_attention_heads=heads,
-            num_key_value_heads=kv_heads, vocab_size=words, max_position_embeddings=sequence, attn_implementation="sdpa",
+            num_key_value_heads=kv_heads, vocab_size=words, max_position_embeddings=sequence,
+            attn_implementation="sdpa",
         )  # fmt: skip
         with torch.device("meta"):
             return LlamaForCausalLM(config), _tokens(sequence)

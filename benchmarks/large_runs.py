@@ -124,7 +124,10 @@ def _virtual(row: Row, layers: int, pp: int) -> list[int]:
 
 def _rate(row: Row, plan: sw.Plan) -> float:
     """What the row gives: TFLOP/s of a device by the formula of arXiv 2104.04473, section 3, or tokens of a device."""
-    step_s, gpus, batch, sequence = plan.predicted.step_time_s, *(int(row[n]) for n in ("gpus", "global_batch", "sequence"))
+    step_s, gpus, batch, sequence = (
+        plan.predicted.step_time_s,
+        *(int(row[n]) for n in ("gpus", "global_batch", "sequence")),
+    )
     if row["unit"].startswith("tokens"):
         return batch * sequence / step_s / gpus
     hidden, layers, words = (int(row[name]) for name in ("hidden", "layers", "vocabulary"))

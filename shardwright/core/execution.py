@@ -15,8 +15,8 @@ from shardwright.core.values.fields import Amount, require_fields
 
 Kernels = Literal["eager", "fused", "compiled"]
 """``eager``: every op is a kernel that reads its operands and writes its results. ``fused``: chains of elementwise ops
-are kernels written by hand, issued one by one. ``compiled``: a compiler makes such kernels, and the host issues them with
-little work for each."""
+are kernels written by hand, issued one by one. ``compiled``: a compiler makes such kernels, each of which the host
+issues with little work."""
 
 COMPILED_DISPATCH = 0.15
 """The host's time to issue a kernel of a compiled program, as a share of that of an eager op with its module, autograd
@@ -38,7 +38,7 @@ class Execution:
     updated_parameters: bool = False
     """Whether updated parameters of sharded optimizer states are gathered while the next forward goes on."""
     prefetched_units: Amount = 0
-    """The number of units whose sharded parameters are gathered ahead of their use; 0: a pass waits for every gather."""
+    """The number of units whose sharded parameters are gathered ahead of use; 0: a pass waits for every gather."""
     tensor_chunks: Annotated[int, Ge(0)] = 0
     """The number of parts into which a gather or scatter of divided sequences is cut, so that all but one travel beside
     the product that reads or makes them; 0: as many as the tensor axis has ranks; 1: nothing is hidden."""

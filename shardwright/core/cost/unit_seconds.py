@@ -24,6 +24,10 @@ OVERLAP_POWER = 2.32
 """The sharpness with which the slower of host and device decides: (host^p + device^p)^(1/p). Some kernels of a unit are
 waited for and others queue, so near equality both count. Fitted: benchmarks/fit_cost_model.py."""
 
+HOST_WAITS = 0.05
+"""The share by which a pass that waits for its host takes longer for each further rank of the tensor group: a
+collective begins when the slowest of their hosts has issued it. Fitted: benchmarks/fit_cost_model.py."""
+
 SLOWED_BY_COLLECTIVE = 0.25
 """The time by which a collective slows the products beside it, as a share of the collective's time. Prior: NCCL takes
 up to 24 of an A100's 108 multiprocessors while it runs."""
@@ -105,6 +109,7 @@ def unit_cost(
     collective_s: Callable[[Collective], float] | None = None,
     execution: Execution = PLAIN,
     chunks: int = 1,
+    ranks: int = 1,
     parameters: int = 0,
     trained: int = 0,
     gradient_bytes: int = 0,
@@ -117,11 +122,12 @@ def unit_cost(
     tensor axis (``collective_s`` gives the seconds of one; None: there is no tensor axis). The host meanwhile issues
     the kernels, one after the other; where that takes longer, the device waits for it.
 
-    ``parameter_tensors`` is the number of the unit's parameters, ``parameters`` the number of entries that the rank holds, ``trained`` the number of those that have gradients,
-    ``gradient_bytes`` the bytes that it moves in all to add the gradients of one microbatch to those of the others.
+    ``parameter_tensors`` is the number of the unit's parameters, ``parameters`` the number of entries that the rank
+    holds of them, ``trained`` the number of those that have gradients, ``gradient_bytes`` the bytes that it moves in
+    all to add the gradients of one microbatch to those of the others.
     With sequence parallelism operands are gathered once more in the backward, beside the products, which that slows.
-    ``execution`` says how kernels are made; ``chunks`` into how many parts a system cuts gathers and scatters of divided
-    sequences, of which products hide all but one.
+    ``execution`` says how kernels are made; ``chunks`` into how many parts gathers and scatters of divided sequences
+    are cut, of which products hide all but one. ``ranks`` is the size of the tensor group.
     """
     forward = input_grad = weight_grad = 0.0
     for product in work.products:
@@ -147,7 +153,7 @@ def unit_cost(
         forward, input_grad, collective = forward + ahead, input_grad + back + slowed, ahead + back
         input_grad += sum(map(collective_s, work.backward_gathered)) * SLOWED_BY_COLLECTIVE
         issued += sum(0.5 if c.kind == "all_reduce" else 0.25 for c in (*work.forward_moved, *work.backward_moved))
-    host = issued * device.dispatched_s * execution.dispatch_share
+    host = issued * device.dispatched_s * execution.dispatch_share * (1 + HOST_WAITS * (ranks - 1))
     forward = _overlapped(forward, host)
     backward = input_grad + weight_grad
     if backward > 0:

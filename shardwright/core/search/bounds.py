@@ -10,7 +10,8 @@ from shardwright.core.cluster.cluster import Cluster
 from shardwright.core.cost.unit_work import PRECISION_BYTES
 from shardwright.core.errors import PlanError
 from shardwright.core.plan.decision import Decision
-from shardwright.core.search.predict import StepModel
+from shardwright.core.search.exchanges import Held
+from shardwright.core.search.predict import StepModel, largest_unit
 from shardwright.core.search.request import VIRTUAL_STAGES, Request
 from shardwright.core.search.space import RECOMPUTES, Pipelining, Policy, Shape
 from shardwright.core.tables.cost_tables import CostTables, Place, is_one_stage
@@ -224,13 +225,14 @@ class Bounds:
         pipeline = self._lending_s(shape, recompute, pipeline)
         pp = shape.mesh.axis_size("pp")
         first = self._first(shape, recompute)
+        busy = 0.0 if self._idle_lent(shape, [first]) else float(first.seconds.sum()) / pp * shape.microbatches
         entries = float(first.range_trained[0, -1]) / pp, float(first.range_elements[0, -1]) / pp
+        mean = Held(*entries, busy, len(first.units), largest_unit(first))
         least = math.inf
         for policy in policies:
             if self._may_fit(shape, policy):
                 decision = self.undivided(shape, policy)
-                units = len(first.units)
-                least = min(least, self.step.least_tail_s(shape.mesh, decision, entries, units, pipeline))
+                least = min(least, self.step.least_tail_s(shape.mesh, decision, mean, pipeline))
         return (pipeline + least) * SAFE
 
     def _may_fit(self, shape: Shape, policy: Policy) -> bool:

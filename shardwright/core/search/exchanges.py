@@ -58,9 +58,7 @@ class Exchanges:
 
     def widths(self, decision: Decision) -> _Widths:
         """The bytes of an entry on its way."""
-        return _Widths(
-            PRECISION_BYTES[self.precision], PRECISION_BYTES[decision.gradient_precision or self.precision]
-        )
+        return _Widths(PRECISION_BYTES[self.precision], PRECISION_BYTES[decision.gradient_precision or self.precision])
 
     def slowed(self, devices: Sequence[Device]) -> float:
         """The share of the compute rate that a message takes, of the slowest of some devices."""
@@ -101,9 +99,7 @@ class Exchanges:
             )
         return self._known[key]
 
-    def _units(
-        self, decision: Decision, table: UnitTable, ends: tuple[int, int], rank: int
-    ) -> tuple[UnitTraffic, ...]:
+    def _units(self, decision: Decision, table: UnitTable, ends: tuple[int, int], rank: int) -> tuple[UnitTraffic, ...]:
         """The units of a stage with their traffic."""
         a, b = ends
         again, width = table.again_s[a:b], self.widths(decision)
@@ -208,35 +204,68 @@ class Exchanges:
 
     # Bounds ------------------------------------------------------------------------------------------------------
 
-    def least_exposed_s(
-        self, mesh: Mesh, decision: Decision, trained: float, held: float, units: int, pipeline_s: float, rank: int
-    ) -> float:
-        """Seconds below which no rank's exposed traffic gets that trains and holds at least so many entries, of a model
-        of so many units, beside a pipeline of at least ``pipeline_s``."""
-        if decision.dp == 1 or not (trained or held):
+    def least_exposed_s(self, held: "Held", mesh: Mesh, decision: Decision, pipeline_s: float, rank: int) -> float:
+        """Seconds below which the exposed traffic of a rank does not get that holds at least so much, beside a pipeline
+        of at least ``pipeline_s``: it moves all of it before the step ends, and where nothing is hidden not while it
+        computes."""
+        moved = self.least_moved_s(held, mesh, decision, rank)
+        return max(0.0, moved - pipeline_s + (0.0 if self._hides(mesh, decision, rank) else held.busy_s))
+
+    def least_mean_exposed_s(self, held: "Held", mesh: Mesh, decision: Decision, pipeline_s: float, rank: int) -> float:
+        """The same of the rank that holds and computes most, where ``held`` is the mean of all ranks, which are alike.
+        What a byte takes falls with the size, so that all of it together gives the least for each."""
+        pp = mesh.axis_size("pp")
+        least = self.least_exposed_s(replace(held, busy_s=0.0), mesh, decision, pipeline_s, rank)
+        if self._hides(mesh, decision, rank):
+            return least
+        whole = replace(held, trained=held.trained * pp, held=held.held * pp)
+        return max(least, held.busy_s + self.least_moved_s(whole, mesh, decision, rank) / pp - pipeline_s)
+
+    def least_moved_s(self, held: "Held", mesh: Mesh, decision: Decision, rank: int) -> float:
+        """Seconds below which the traffic of a step does not get, of a rank that holds at least so much."""
+        trained, parameters = held.trained, held.held
+        if decision.dp == 1 or not (trained or parameters):
             return 0.0
         width = self.widths(decision)
-        reduced = trained * width.gradient
         if decision.shard == 0:
-            moved = self.links.axis(mesh, rank, "dp").all_reduce_s(reduced)
-        else:
-            traffic = _ShardTraffic(self, decision, rank)
-            if decision.shard < 3:
-                times = decision.microbatches if decision.reduces_each else 1
-                moved = times * traffic.scatter_s(reduced) + traffic.gather_s(trained * width.parameter)
-                moved += traffic.across_s(reduced)
-            elif decision.gathered_stages is not None:
-                moved = traffic.gather_s(held * width.parameter) + traffic.scatter_s(reduced)
-            else:
-                small = units * decision.whole_below_bytes / width.parameter
-                held, trained = max(0.0, held - small), max(0.0, trained - small)
-                moved = decision.microbatches * traffic.gather_s(held * width.parameter)
-                moved += traffic.scatter_s(trained * width.gradient)
-        nothing_hides = mesh.axis_size("pp") == 1 and (
-            self.slowed(self.links.devices(mesh, rank)) == 1.0
-            or (decision.shard < 3 and not self.execution.gradients and not self.execution.updated_parameters)
-        )
-        return moved if nothing_hides else max(0.0, moved - pipeline_s)
+            return self.links.axis(mesh, rank, "dp").all_reduce_s(trained * width.gradient)
+        traffic = _ShardTraffic(self, decision, rank)
+        if decision.shard < 3:
+            times = decision.microbatches if decision.reduces_each else 1
+            moved = times * traffic.scatter_s(trained * width.gradient) + traffic.gather_s(trained * width.parameter)
+            return moved + traffic.across_s(trained * width.gradient)
+        if decision.gathered_stages is not None:
+            return traffic.gather_s(parameters * width.parameter) + traffic.scatter_s(trained * width.gradient)
+        small = held.units * decision.whole_below_bytes / width.parameter
+        parameters, trained = max(0.0, parameters - small), max(0.0, trained - small)
+        # On one rank the last unit stays for the backward.
+        again = parameters if mesh.axis_size("pp") > 1 else max(0.0, parameters - held.largest)
+        moved = traffic.gather_s(parameters * width.parameter) + traffic.gather_s(again * width.parameter)
+        return decision.microbatches * moved + traffic.scatter_s(trained * width.gradient)
+
+    def _hides(self, mesh: Mesh, decision: Decision, rank: int) -> bool:
+        """Whether a rank may compute while traffic is under way."""
+        if self.slowed(self.links.devices(mesh, rank)) == 1.0 and decision.gathered_stages is None:
+            return False
+        if decision.shard == 3:
+            return self.execution.prefetched_units > 0
+        return self.execution.gradients or self.execution.updated_parameters
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a rank holds and does, or the mean of all ranks."""
+
+    trained: float
+    """The parameter entries that it trains."""
+    held: float
+    """All of them."""
+    busy_s: float
+    """The seconds that it computes in a step; 0 where idle time is lent."""
+    units: int
+    """The number of units of the model."""
+    largest: float
+    """The parameter entries of the largest unit."""
 
 
 class _ShardTraffic:

@@ -10,11 +10,13 @@ from shardwright.core.plan.decision import Decision
 from shardwright.core.plan.record import Predicted
 from shardwright.core.schedule import AUTO, StageCosts
 from shardwright.core.schedule.simulate import simulate_schedule
-from shardwright.core.search.exchanges import Exchanges, RankExchange
+from shardwright.core.search.exchanges import Exchanges, Held
 from shardwright.core.tables.memory import MemoryUse
 from shardwright.core.tables.mesh_links import Links
 from shardwright.core.tables.optimizers import OPTIMIZERS
 from shardwright.core.tables.rank_tables import RankTables, RankWork
+from shardwright.core.tables.unit_table import UnitTable
+
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
@@ -23,6 +25,11 @@ class Pipeline:
     makespan_s: float
     drained_s: tuple[float, ...]
     """The time before the end at which each rank has done all of its own work."""
+
+
+def largest_unit(table: UnitTable) -> float:
+    """The parameter entries of the largest unit on one rank."""
+    return float(table.range_elements.diagonal(1).max())
 
 
 class StepModel:
@@ -55,8 +62,8 @@ class StepModel:
         if pipeline is None:
             pipeline = self.pipeline(decision, self.stage_costs(decision, tables, placement))
         makespan = pipeline.makespan_s
-        tails = zip(exchanged, pipeline.drained_s, ranks, strict=True)
-        reduce_s = max(max(0.0, rank.tail_s - drained) + own.once_s for rank, drained, own in tails)
+        tails = zip(exchanged, pipeline.drained_s, strict=True)
+        reduce_s = max(max(0.0, rank.tail_s - drained) for rank, drained in tails) + max(rank.once_s for rank in ranks)
         reduce_s += self._tied_s(decision, tables.tied(starts, placement))
         update_s = self._slowest_update_s(mesh, decision, ranks)
         return Predicted(
@@ -107,46 +114,50 @@ class StepModel:
     def least_steps_s(
         self,
         decisions: Sequence[Decision],
-        ranks: Sequence[RankWork],
-        tied: Sequence[tuple[tuple[int, ...], int]],
+        tables: RankTables,
+        starts: Sequence[int],
+        placement: Sequence[int],
         pipeline_s: float | None,
-        units: int,
     ) -> list[float]:
-        """Seconds below which the steps do not get, for decisions that differ in what they shard; ``ranks`` and
-        ``tied`` are those of their cut, of a model of so many units."""
-        first = decisions[0]
-        pipeline = max(rank.seconds for rank in ranks) * first.microbatches if pipeline_s is None else pipeline_s
-        shared = pipeline + self._tied_s(first, tied)
-        return [shared + self._least_tail_s(decision, ranks, pipeline, units) for decision in decisions]
+        """Seconds below which the steps of one cut do not get, for decisions that differ in what they shard."""
+        ranks, tied, first = tables.work(starts, placement), tables.tied(starts, placement), decisions[0]
+        busy = [rank.seconds * first.microbatches for rank in ranks]
+        pipeline = max(busy) if pipeline_s is None else pipeline_s
+        largest = largest_unit(tables.tables[0])
+        held = [
+            Held(rank.elements, rank.held_elements, 0.0 if tables.idle_lent else own, tables.units, largest)
+            for rank, own in zip(ranks, busy, strict=True)
+        ]
+        shared = pipeline + self._tied_s(first, tied) + max(rank.once_s for rank in ranks)
+        return [
+            shared
+            + max(
+                self.exchanges.least_exposed_s(own, decision.mesh, decision, pipeline, rank)
+                for rank, own in enumerate(held)
+            )
+            + self._slowest_update_s(decision.mesh, decision, ranks)
+            for decision in decisions
+        ]
 
-    def _least_tail_s(self, decision: Decision, ranks: Sequence[RankWork], pipeline_s: float, units: int) -> float:
-        mesh, found = decision.mesh, 0.0
-        for alike in self.links.alike(mesh):
-            own = [ranks[pp] for pp in alike]
-            held = max(rank.elements for rank in own), max(rank.held_elements for rank in own)
-            exposed = self.exchanges.least_exposed_s(mesh, decision, *held, units, pipeline_s, alike[0])
-            found = max(found, exposed, max(rank.once_s for rank in own))
-        return found + self._slowest_update_s(mesh, decision, ranks)
-
-    def least_tail_s(
-        self, mesh: Mesh, decision: Decision, entries: tuple[float, float], units: int, pipeline_s: float
-    ) -> float:
-        """Seconds below which the tail does not get when some rank, no matter which, trains and holds at least
-        ``entries``, of a model of so many units."""
-        trained, held = entries
+    def least_tail_s(self, mesh: Mesh, decision: Decision, mean: Held, pipeline_s: float) -> float:
+        """Seconds below which the tail does not get where ``mean`` is the mean of what ranks hold and do."""
         kinds = self.links.alike(mesh)
 
-        def least_s(trained: float, held: float) -> float:
+        def least_s(held: Held) -> float:
             return min(
-                self.exchanges.least_exposed_s(mesh, decision, trained, held, units, pipeline_s, alike[0])
-                + self._update_s(mesh, decision, trained * self._least_share, alike[0])
+                self.exchanges.least_exposed_s(held, mesh, decision, pipeline_s, alike[0])
+                + self._update_s(mesh, decision, held.trained * self._least_share, alike[0])
                 for alike in kinds
             )
 
-        if decision.shard == 3 and len(kinds) > 1:
+        if len(kinds) == 1:
+            exposed = self.exchanges.least_mean_exposed_s(mean, mesh, decision, pipeline_s, kinds[0][0])
+            return exposed + self._update_s(mesh, decision, mean.trained * self._least_share, kinds[0][0])
+        mean = replace(mean, busy_s=0.0)
+        if decision.shard == 3:
             # Where ranks differ, one may train most and another hold most.
-            return max(least_s(trained, 0.0), least_s(0.0, held))
-        return least_s(trained, held)
+            return max(least_s(replace(mean, held=0.0)), least_s(replace(mean, trained=0.0)))
+        return least_s(mean)
 
     def _slowest_update_s(self, mesh: Mesh, decision: Decision, ranks: Sequence[RankWork]) -> float:
         return max(

@@ -181,8 +181,8 @@ class Options:
     like: Annotated[
         Annotated[str, Words(lambda: SYSTEMS)] | None,
         Option(
-            "the system that is to run the plan, whose overlap of traffic and computing, and whose kernels, the figures "
-            "are counted for",
+            "the system that is to run the plan: the figures are counted for its kernels, and for what it overlaps of "
+            "traffic and computing",
             "the captured framework's own runtime",
         ),
     ] = None

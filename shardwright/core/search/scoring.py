@@ -138,8 +138,7 @@ class Scorer:
         placement = placement_of(pipelining.schedule, ranked.ranks, pipelining.virtual_stages)
         pipeline = _least_pipeline_s(shape, pipelining, starts, ranked)
         decisions = [self._sharing(shape, policy, pipelining) for policy in policies]
-        ranks, tied = ranked.work(starts, placement), ranked.tied(starts, placement)
-        return min(self.step.least_steps_s(decisions, ranks, tied, pipeline, ranked.units)) * SAFE
+        return min(self.step.least_steps_s(decisions, ranked, starts, placement, pipeline)) * SAFE
 
     def _sharing(self, shape: Shape, policy: Policy, pipelining: Pipelining) -> Decision:
         """A decision of degrees and policy, on which the tail of a step depends; how often stages are gathered depends
@@ -207,15 +206,21 @@ class Scorer:
             for policy, _ in draft.policies
         ]
         pipelines: dict[StageCosts, Pipeline] = {}
-        found = []
-        for decision, (_, memory) in zip(decisions, draft.policies, strict=True):
+        pipeline_s = _least_pipeline_s(shape, pipelining, starts, ranked)
+        least_s = self.step.least_steps_s(decisions, ranked, starts, placement, pipeline_s)
+        best: tuple[float, int, Predicted] | None = None
+        for number in sorted(range(len(decisions)), key=lambda number: least_s[number]):
+            if best is not None and least_s[number] * SAFE > best[0] * (1 + 1e-5):
+                break
+            decision = decisions[number]
             costs = self.step.stage_costs(decision, ranked, placement)
             if costs not in pipelines:
                 pipelines[costs] = self.step.pipeline(decision, costs)
-            found.append(self.step.predicted(decision, ranked, memory, placement, pipelines[costs]))
-        times = [float(f"{predicted.step_time_s:.6g}") for predicted in found]
-        best = times.index(min(times))
-        decision, predicted = decisions[best], found[best]
+            made = self.step.predicted(decision, ranked, draft.policies[number][1], placement, pipelines[costs])
+            one = float(f"{made.step_time_s:.6g}"), number, made
+            best = one if best is None or one[:2] < best[:2] else best
+        assert best is not None
+        decision, predicted = decisions[best[1]], best[2]
         memory = by_stage(decision, ranked, predicted.memory_by_stage_rank, self._request_of(decision))
         return Scored(decision, ranked, replace(predicted, memory_by_stage_rank=memory), 0)
 

@@ -1,9 +1,9 @@
 """The traffic of one rank over the data axis beside its computing: what of it is hidden, and what is exposed.
 
-A rank's passes are laid on lanes (`core.schedule.lanes`): the compute stream, the gathers of sharded parameters, the sums
-of gradients, and the sums between shard groups. A unit's parameters are gathered at most so many units ahead of their use
-as the system does (`core.execution`); gradients leave as their unit's backward, or a bucket of several, is done. What a
-step takes longer than its computing alone is exposed, the rest of the traffic is hidden.
+A rank's passes are laid on lanes (`core.schedule.lanes`): the compute stream, the gathers of sharded parameters, the
+sums of gradients, and the sums between shard groups. A unit's parameters are gathered at most so many units ahead of
+their use as the system does (`core.execution`); gradients leave as their unit's backward, or a bucket of several, is
+done. What a step takes longer than its computing alone is exposed, the rest of the traffic is hidden.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,8 +16,8 @@ GATHER, SUM, ACROSS = 1, 2, 3
 PORTS = (0, 1, 1, 1)
 """All messages of the data axis leave by one port."""
 FEW_ALIKE, MOST_ALIKE = 6, 10
-"""The numbers of units of one run, alike and neighbours, that are laid on lanes; what more of them take follows from the
-difference, as lanes settle into a period of one unit or of two."""
+"""The numbers of units of one run, alike and neighbours, that are laid on lanes; what more of them take follows from
+the difference, as lanes settle into a period of one unit or of two."""
 MOST_MICROBATCHES = 3
 """The number of microbatches that are laid on lanes; what more of them take follows from the last one."""
 
@@ -114,8 +114,8 @@ def one_stage_of_several(
 ) -> Exchange:
     """The exchange of one stage in a pipeline, whose passes have those of other microbatches and stages between them.
 
-    Each pass begins with a gather that nothing hides. Where the traffic of a backward takes longer than its computing, so
-    does the backward. Arguments as in `whole_step`.
+    Each pass begins with a gather that nothing hides. Where the traffic of a backward takes longer than its computing,
+    so does the backward. Arguments as in `whole_step`.
     """
     if not any(unit.gather_s or unit.sum_s or unit.update_gather_s for unit in units):
         return NONE
@@ -210,9 +210,7 @@ def _forward(lanes: _Lanes, units: Sequence[UnitTraffic]) -> None:
         lanes.compute(unit.forward_s, unit.gather_s)
 
 
-def _backward(
-    lanes: _Lanes, units: Sequence[UnitTraffic], *, after_forward: bool, sums: bool, last: bool
-) -> None:
+def _backward(lanes: _Lanes, units: Sequence[UnitTraffic], *, after_forward: bool, sums: bool, last: bool) -> None:
     """Issue a backward pass. ``after_forward``: whether the last unit's parameters are still there."""
     waits: list[UnitTraffic] = []
     kept = max((n for n, unit in enumerate(units) if unit.gather_s), default=-1) if after_forward else -1
@@ -285,5 +283,7 @@ def _updated_s(units: Sequence[UnitTraffic], execution: Execution, slowed: float
 def _ended(lanes: _Lanes, slowed: float) -> tuple[float, float]:
     times = run_lanes(lanes.tasks, slowed, PORTS)
     end = max((end for _, end in times), default=0.0)
-    computed = max((end for (_, end), task in zip(times, lanes.tasks, strict=True) if task.lane == COMPUTE), default=0.0)
+    computed = max(
+        (end for (_, end), task in zip(times, lanes.tasks, strict=True) if task.lane == COMPUTE), default=0.0
+    )
     return end, end - computed

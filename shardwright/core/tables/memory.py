@@ -12,8 +12,8 @@ from shardwright.core.tables.optimizers import optimizer_of
 from shardwright.core.values.fields import Amount
 
 Recompute = Literal["none", "selective", "elementwise", "alternate", "full"]
-"""What is computed again in the backward pass: nothing; the softmax part of attention (arXiv 2205.05198, section 5); all
-but products and attention, whose results are kept op by op (PyTorch's selective checkpointing of products, JAX's
+"""What is computed again in the backward pass: nothing; the softmax part of attention (arXiv 2205.05198, section 5);
+all but products and attention, whose results are kept op by op (PyTorch's selective checkpointing of products, JAX's
 ``dots_saveable``); these and every second product (torchtitan's policy by op); whole units."""
 Precision = Literal["fp32", "bf16", "fp16", "fp8"]
 """In fp8 linear products compute in 8 bits (`core.model.fp8_products`), and everything else is as in bf16."""

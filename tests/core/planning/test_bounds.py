@@ -12,16 +12,13 @@ from shardwright.core.cluster.hardware import load_profile
 from shardwright.core.cluster.hardware.device import MeasuredUnit
 from shardwright.core.errors import ScheduleError
 from shardwright.core.model.structure import measured_name
-from shardwright.core.plan.decision import Decision, placement_of
+from shardwright.core.plan.decision import placement_of
 from shardwright.core.schedule import Schedule, schedule_names
 from shardwright.core.schedule.peak_memory import StageMemory, peak_below_sum
 from shardwright.core.search.best_first import Search
-from shardwright.core.search.predict import StepModel
 from shardwright.core.search.request import VIRTUAL_STAGES, Request
 from shardwright.core.search.search import tables_of
 from shardwright.core.search.space import Policy, splits_backward
-from shardwright.core.tables.mesh_links import Links
-from shardwright.core.tables.rank_tables import RankWork
 from tests.core.toy import decoder
 
 GRAPH = decoder(layers=3, hidden=256, heads=8, vocabulary=1024, sequence=128)
