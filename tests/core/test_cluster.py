@@ -304,7 +304,7 @@ def test_groups_at_one_distance_are_counted_as_ranks_one_by_one_are() -> None:
 
 
 def test_devices_that_share_their_nodes_link_share_its_bandwidth() -> None:
-    """A ring in the node has a hop from every member, one that leaves it a hop less, and so have the rings beside it."""
+    """A ring in the node has a hop from every member, one that leaves it a hop less; so have the rings beside it."""
     inside = Link("host", 12e9, 1e-5, sharing="node")
     cluster = Cluster("t4", nodes=4, devices_per_node=4, intra_node=inside, inter_node=SHARED)
     rates = {ranks: cluster.group(ranks).inside.bandwidth_bytes_per_s for ranks in ((0, 1), (0, 1, 2, 3), (0, 2))}
