@@ -112,7 +112,7 @@ def _heading(plan: Plan) -> Text:
     policy += sharing_words(d)
     terms = {
         "pipeline": p.pipeline_s,
-        "gradient reduction": p.data_parallel_s,
+        "traffic over the data axis": p.data_parallel_s,
         "optimizer": p.optimizer_s,
     }
     lines = [
@@ -126,8 +126,10 @@ def _heading(plan: Plan) -> Text:
         f"step {seconds_text(p.step_time_s)} = "
         + " + ".join(f"{name} {seconds_text(value)}" for name, value in terms.items() if value),
         f"of the pipeline, idle {p.bubble_fraction:.1%}, tensor collectives {seconds_text(p.tensor_collective_s)}"
+        + (f", waiting for sharded parameters {seconds_text(p.passes_wait_s)}" if p.passes_wait_s else "")
         + (f"; ranks at work get {plan.costs.idle_lent:.0%} of what idle ones leave" if plan.costs.idle_lent else ""),
     ]
+    lines += _hidden(plan)
     lines += _rates(plan)
     if plan.provenance.left_out:
         why = "left out" if plan.is_pinned("devices") else "not worth using, left out"
@@ -135,6 +137,17 @@ def _heading(plan: Plan) -> Text:
     return Text(f"{plan.model_name} on {plan.provenance.cluster}", style="bold").append(
         "".join(f"\n  {line}" for line in lines), style="not bold"
     )
+
+
+def _hidden(plan: Plan) -> list[str]:
+    """The traffic that a step hides, and by whose overlap."""
+    p, parts = plan.predicted, []
+    if p.data_parallel_hidden_s:
+        parts.append(f"{seconds_text(p.data_parallel_hidden_s)} of traffic over the data axis")
+    if p.tensor_hidden_s:
+        parts.append(f"{seconds_text(p.tensor_hidden_s)} of tensor collectives")
+    runs = f"as {plan.costs.execution.system} {plan.costs.execution.version} overlaps"
+    return [f"hidden behind computing: {' and '.join(parts)}, {runs}"] if parts else []
 
 
 def _rates(plan: Plan) -> list[str]:

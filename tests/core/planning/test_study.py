@@ -49,7 +49,8 @@ def test_changes_bring_what_a_plan_of_the_changed_cluster_says(found: Study) -> 
 
 
 def test_nothing_on_the_front_is_beaten(found: Study) -> None:
-    assert found.front[0].step_time_s == pytest.approx(found.plan.predicted.step_time_s, rel=1e-6)
+    of_all = [one.step_time_s for one in found.front if one.devices == 4]
+    assert min(of_all) == pytest.approx(found.plan.predicted.step_time_s, rel=1e-6)
     for one in found.front:
         for other in found.front:
             worse = (
