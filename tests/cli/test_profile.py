@@ -71,7 +71,7 @@ def test_under_torchrun_the_group_and_a_models_units_are_measured_and_rank_0_wri
         for rank in range(2)
     ]
     try:
-        said = [process.communicate(timeout=120) for process in ranks]
+        said = [process.communicate(timeout=240) for process in ranks]
     finally:
         for process in ranks:
             process.kill()
