@@ -22,7 +22,8 @@ from shardwright.core.cluster.hardware.device import MeasuredProduct
 from shardwright.core.errors import ClusterError
 
 EXPECTED = {
-    "v100", "a100-40gb", "a100-80gb", "h100", "h100-500w", "h200", "b200", "t4", "tpu-v4", "tpu-v5e", "tpu-v5p", "trn1", "cpu",
+    "v100", "a100-40gb", "a100-80gb", "h100", "h100-500w", "h200", "b200", "t4", "tpu-v4", "tpu-v5e", "tpu-v5p", "trn1",
+    "cpu",
 }  # fmt: skip
 
 
