@@ -59,6 +59,18 @@ class Draft:
     kept_units: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """A draft under one of its policies, with the time of its step."""
+
+    draft: Draft
+    policy: Policy
+    memory: tuple[MemoryUse, ...]
+    pipeline_s: float | None
+    """The makespan of the simulated pipeline; None where there is one rank."""
+    step_time_s: float
+
+
 class Scorer:
     """The scorer of choices for one model on one cluster, with what all of them share."""
 
@@ -191,9 +203,8 @@ class Scorer:
         able = all(runtime.offload for runtime in self.request.runtimes or (self.tables.graph.capabilities,))
         return able if self.request.offload is None else self.request.offload
 
-    def finished(self, draft: Draft) -> Scored:
-        """A draft with its pipeline simulated, under the best of its policies; among equals the first, which saves
-        least."""
+    def timed(self, draft: Draft) -> list[Timed]:
+        """A draft with its pipeline simulated, under each of its policies."""
         shape, pipelining, starts = draft.shape, draft.pipelining, draft.starts
         pp = shape.mesh.axis_size("pp")
         ranked = draft.tables
@@ -204,15 +215,24 @@ class Scorer:
             pipeline = simulated_makespan_s(decision, ranked.stage_costs(starts, placement))
         ranks, tied = ranked.work(starts, placement), ranked.tied(starts, placement)
         sharded = [self._sharing(shape, policy, pipelining) for policy, _ in draft.policies]
-        times = [float(f"{seconds:.6g}") for seconds in self.step.steps_s(sharded, ranks, tied, pipeline)]
-        policy, memory = draft.policies[times.index(min(times))]
+        times = self.step.steps_s(sharded, ranks, tied, pipeline)
+        return [
+            Timed(draft, policy, memory, pipeline, seconds)
+            for (policy, memory), seconds in zip(draft.policies, times, strict=True)
+        ]
+
+    def finished(self, timed: Timed) -> Scored:
+        """A timed choice with its decision and all that is predicted of it."""
+        draft, policy = timed.draft, timed.policy
+        shape, pipelining, starts, ranked = draft.shape, draft.pipelining, draft.starts, draft.tables
+        placement = placement_of(pipelining.schedule, ranked.ranks, pipelining.virtual_stages)
         decision = replace(
             self.bounds.decision(shape, policy, pipelining, starts),
             kept_units=draft.kept_units,
             offloaded_units=tuple(sorted(ranked.tables[0].offloaded)),
         )
-        memory = by_stage(decision, ranked, memory, self._request_of(decision))
-        predicted = self.step.predicted(decision, ranked, memory, pipeline, placement)
+        memory = by_stage(decision, ranked, timed.memory, self._request_of(decision))
+        predicted = self.step.predicted(decision, ranked, memory, timed.pipeline_s, placement)
         return Scored(decision, ranked, predicted, 0)
 
     def without_limit(self, shape: Shape, policy: Policy, pipelining: Pipelining) -> Scored | None:
