@@ -8,7 +8,7 @@ the gradients.
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from scipy.cluster.hierarchy import DisjointSet
 
@@ -71,6 +71,7 @@ class UnitWork:
     vector_bytes: int
     """Memory traffic of everything else in the forward pass, chains of elementwise ops fused."""
     kernels: int
+    """The number of products, and of chains of elementwise ops."""
     saved_bytes: int
     """Bytes of the activations kept for the backward pass when nothing is recomputed."""
     saved_selective_bytes: int
@@ -112,6 +113,12 @@ class UnitWork:
     phases: tuple[PhaseBytes, ...] = ()
     """The bytes in the phases of the backward (`LiveBytes.backward_phases`), where the runtime gathers parameters and
     sums gradients call by call. Empty: not known."""
+    eager_bytes: int = 0
+    """Memory traffic of everything beside the products in the forward pass where each op is a kernel of its own."""
+    eager_selective_bytes: int = 0
+    """The same of what selective recompute runs once more."""
+    eager_kernels: int = 0
+    """The number of products, and of ops that are kernels of their own."""
 
     @property
     def forward_flops(self) -> int:
@@ -120,6 +127,12 @@ class UnitWork:
     @property
     def backward_flops(self) -> float:
         return sum(p.flops * (p.backward_input + p.backward_weight) for p in self.products)
+
+
+def is_part_of_a_kernel(op: Op) -> bool:
+    """Whether an op was told from the rest of a framework's op, whose one kernel does both: the bias of a linear layer,
+    scale and shift of a norm. Their names say of what they are a part: ``aten.addmm/bias``."""
+    return "/" in op.name
 
 
 def contraction_flops(graph: Graph, op: Op, batch: int) -> int:
@@ -287,6 +300,13 @@ class WorkCounter(ValueFlow):
                 moved += held(index, position)
         return moved
 
+    def whole_bytes(self, op: Op, held: Callable[[int], int]) -> int:
+        """Bytes that an op moves as a kernel of its own: it reads its operands and writes its results; a lookup reads
+        only the rows that it returns."""
+        is_table = op.kind == "gather"
+        operands = range(1 if is_table else 0, len(op.inputs) + len(op.outputs))
+        return sum(map(held, operands)) + (held(len(op.inputs)) if is_table else 0)
+
     def chains(self, unit: Unit) -> int:
         """The number of kernels that the ops beside the products make when those that feed each other are fused: the
         connected parts of the unit without its products. However finely a framework decomposes them, the number is the
@@ -331,6 +351,7 @@ class _UnitCount:
         self.working: dict[int, tuple[int, int]] = {}
         """Op → the bytes that it takes for a while in the forward and in the backward pass, beside what it reads."""
         self.vector_bytes = self.vector_again = 0
+        self.eager_bytes = self.eager_again = self.eager_kernels = 0
         self.kept: dict[int, int] = {}
         self.kept_by: dict[int, list[int]] = {}
         self.mask_bytes: dict[int, int] = {}
@@ -379,6 +400,11 @@ class _UnitCount:
             moved = self.counter.unfused_bytes(index, self.unit, self.made_here, self.held)
             self.vector_bytes += moved
             self.vector_again += moved if is_again else 0
+            if not is_part_of_a_kernel(op):
+                whole = self.counter.whole_bytes(op, partial(self.held, index))
+                self.eager_kernels += 1
+                self.eager_bytes += whole
+                self.eager_again += whole if is_again else 0
 
     def _in_fp8(self, index: int, product: Product) -> Product:
         """A product computed in fp8, with its casts. The scale of an operand that several ranks share is that of the
@@ -457,4 +483,7 @@ class _UnitCount:
             put_off_bytes=counter.put_off_bytes(self.ops, self.cut, self.held),
             forward_beside_bytes=counter.live.forward_beside_kept(*held) if phases else passing,
             phases=phases,
+            eager_bytes=self.eager_bytes,
+            eager_selective_bytes=self.eager_again,
+            eager_kernels=len(self.products) + self.eager_kernels,
         )

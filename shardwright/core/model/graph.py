@@ -11,6 +11,7 @@ from typing import Literal, get_args
 
 from shardwright.core.capabilities import PLAIN_MEMORY, Capabilities, MemoryTraits
 from shardwright.core.errors import CaptureError
+from shardwright.core.execution import PLAIN, Execution
 from shardwright.core.layout.pinned_layout import Pin
 from shardwright.core.values.amounts import count_text
 
@@ -266,6 +267,8 @@ class Graph:
     kept_twice_in_16_bits: tuple[KeptTwice, ...] = ()
     """The neighbouring units that keep less or more together in such steps."""
     memory_traits: MemoryTraits = PLAIN_MEMORY
+    execution: Execution = PLAIN
+    """What the framework's runtime overlaps, and how it makes kernels."""
     in_16_bits: "Graph | None" = None
     """The graph of steps that compute in 16 bits beside float32 parameters, with the model's own casts, which a step in
     float32 does not have. None: the same."""

@@ -108,7 +108,10 @@ def compare(plan_a: Plan, plan_b: Plan) -> Comparison:
         digests = [held[name].digest if name in held else "" for held in (programs, others)]
         note("programs", f"{name}.digest", *digests)
     p, q = plan_a.predicted, plan_b.predicted
-    for field in ("step_time_s", "pipeline_s", "bubble_fraction", "tensor_collective_s", "data_parallel_s"):
+    for field in (
+        "step_time_s", "pipeline_s", "bubble_fraction", "tensor_collective_s", "tensor_hidden_s", "data_parallel_s",
+        "passes_wait_s", "data_parallel_hidden_s",
+    ):  # fmt: skip
         note("predicted", field, f"{getattr(p, field):.4g}", f"{getattr(q, field):.4g}")
     note("predicted", "error", p.error, q.error)
     note("predicted", "largest peak_memory_bytes", max(p.peak_memory_bytes), max(q.peak_memory_bytes))

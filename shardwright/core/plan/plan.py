@@ -121,13 +121,15 @@ class Plan(PlanRecord):
     def stage_costs(self) -> StageCosts:
         """The seconds and bytes of every stage for one microbatch, from the folded costs."""
         forward, input_grad, weight_grad, transfer, kept = [], [], [], [], []
+        waits = self.costs.waits_s if len(self.costs.waits_s) == self.stages else ((0.0, 0.0),) * self.stages
         for stage, (units, rank) in enumerate(zip(self.stage_units, self.decision.stage_ranks, strict=True)):
             costs = self.costs.on_rank(rank)
             held = [costs.classes[costs.unit_classes[unit]] for unit in units]
             swapped = sum(c.swapped_s for c in held)
             weights = sum(c.weight_grad_s for c in held)
-            forward.append(max(sum(c.forward_s for c in held), swapped))
-            input_grad.append(max(sum(c.input_grad_s for c in held), swapped - weights))
+            ahead, behind = waits[stage]
+            forward.append(max(sum(c.forward_s for c in held), swapped) + ahead)
+            input_grad.append(max(sum(c.input_grad_s for c in held), swapped - weights) + behind)
             weight_grad.append(weights)
             kept.append(sum(c.activation_bytes for c in held))
             if stage:
@@ -139,6 +141,7 @@ class Plan(PlanRecord):
             tuple(transfer),
             tuple(kept),
             idle_lent=self.costs.idle_lent,
+            sender_waits=not self.costs.execution.sends,
         )
 
     def binding(self, framework: str) -> Binding:

@@ -5,6 +5,7 @@ from typing import Annotated
 
 from annotated_types import Ge, Le
 
+from shardwright.core.execution import PLAIN, Execution
 from shardwright.core.layout.mesh import Mesh
 from shardwright.core.model.structure import Binding, Structure
 from shardwright.core.plan.decision import Decision
@@ -50,6 +51,10 @@ class Costs:
     """The costs of each pipeline rank where devices or links differ; empty where all ranks cost the same."""
     idle_lent: Share = 0.0
     """The share of idle time that is lent, as in `StageCosts`."""
+    waits_s: tuple[tuple[Seconds, Seconds], ...] = ()
+    """The seconds that a forward and a backward of each stage wait for traffic over the data axis; empty: none."""
+    execution: Execution = PLAIN
+    """What the system overlaps that the plan was counted for, and how it makes kernels."""
 
     def on_rank(self, rank: int) -> "Costs":
         """The costs of units on one pipeline rank."""
@@ -79,10 +84,17 @@ class StepFigures:
     tensor_collective_s: Seconds
     """The part of the pipeline time that is communication on the tensor axis, on the slowest stage."""
     data_parallel_s: Seconds
-    """The part of the step that is gradient reduction which nothing hides."""
+    """The part of the step after the pipeline that waits for gradients, updated parameters and what was measured beside
+    microbatches."""
     optimizer_s: Seconds
     memory_by_stage_rank: tuple[MemoryUse, ...]
     """The memory of each coordinate on pp; ranks that differ only in dp or tp hold the same amounts."""
+    passes_wait_s: Seconds
+    """The part of the pipeline time that passes wait for traffic over the data axis, on the rank that waits most."""
+    data_parallel_hidden_s: Seconds
+    """The traffic over the data axis that computing and idle time hide, on the rank that hides most."""
+    tensor_hidden_s: Seconds
+    """The collectives on the tensor axis that computing hides, on the rank that hides most."""
     error: PredictionError = field(default=PredictionError(), kw_only=True)
     """How far predictions of this kind are off."""
 

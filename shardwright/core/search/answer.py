@@ -76,6 +76,8 @@ def as_plan(
             tables.rates(decision.tp),
             ranks,
             best.tables.idle_lent,
+            scorer.step.waits(decision, best.tables, decision.stage_ranks),
+            tables.execution,
         ),
         predicted=replace(
             best.predicted,
@@ -181,10 +183,10 @@ def terms_s(predicted: Predicted) -> dict[str, float]:
     """The terms of a step by which plans differ, in seconds; they add up to the step time."""
     busy = predicted.pipeline_s * (1 - predicted.bubble_fraction)
     return {
-        "compute": busy - predicted.tensor_collective_s,
+        "compute": busy - predicted.tensor_collective_s - predicted.passes_wait_s,
         "tensor collectives": predicted.tensor_collective_s,
         "pipeline bubble": predicted.bubble_fraction * predicted.pipeline_s,
-        "gradient reduction": predicted.data_parallel_s,
+        "traffic over the data axis": predicted.data_parallel_s + predicted.passes_wait_s,
         "optimizer step": predicted.optimizer_s,
     }
 

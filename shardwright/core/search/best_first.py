@@ -169,7 +169,7 @@ class Search:
                 self._push(max(draft.bound_s, entry.bound_s), draft)
         elif isinstance(first, Draft):
             for timed in self.scorer.timed(first):
-                self._push(timed.step_time_s, timed)
+                self._push(timed.predicted.step_time_s, timed)
         else:
             for bound, further in self._opened(*entry.choice):
                 self._push(max(bound, entry.bound_s), *further)
@@ -244,10 +244,11 @@ def _least_simplicity(choice: tuple[Any, ...]) -> Simplicity:
         return least_simplicity(*choice)
     if isinstance(first, Cut):
         return least_simplicity(first.shape, first.policies, (first.pipelining,))
-    draft = first.draft if isinstance(first, Timed) else first
-    policies = (first.policy,) if isinstance(first, Timed) else tuple(policy for policy, _ in draft.policies)
-    offload = bool(draft.tables.tables[0].offloaded)
-    return least_simplicity(draft.shape, policies, (draft.pipelining,), offload=offload)
+    if isinstance(first, Timed):
+        return simplicity(first.decision)
+    policies = tuple(policy for policy, _ in first.policies)
+    offload = bool(first.tables.tables[0].offloaded)
+    return least_simplicity(first.shape, policies, (first.pipelining,), offload=offload)
 
 
 def _expected_s(entry: _Entry) -> float:
@@ -260,8 +261,6 @@ def _expected_s(entry: _Entry) -> float:
 
 def _degrees(choice: Shape | Cut | Draft | Timed | Scored) -> tuple[int, int, int]:
     """The degrees of a choice, as (pp, dp, tp)."""
-    if isinstance(choice, Timed):
-        choice = choice.draft
-    if isinstance(choice, Scored):
+    if isinstance(choice, Timed | Scored):
         return choice.decision.pp, choice.decision.dp, choice.decision.tp
     return choice.degrees if isinstance(choice, Shape) else choice.shape.degrees

@@ -36,7 +36,7 @@ class Bounds:
     def __init__(self, tables: CostTables, cluster: Cluster, request: Request) -> None:
         self.tables, self.cluster, self.request = tables, cluster, request
         self.links = Links(cluster)
-        self.step = StepModel(self.links, tables.precision)
+        self.step = StepModel(self.links, tables.precision, tables.execution)
         self._ranked: dict[tuple[object, ...], RankTables] = {}
         self._alike: dict[tuple[object, ...], RankTables] = {}
         self._fluid: dict[tuple[int, int], float] = {}
@@ -198,6 +198,7 @@ class Bounds:
             whole_below_bytes=self.whole_below_bytes(shape, policy),
             bucket_bytes=self.bucket_bytes(shape, policy),
             fp8_weights=self.tables.fp8_products.slots,
+            like=request.like or "",
         )
 
     # Bounds ------------------------------------------------------------------------------------------------------
@@ -232,7 +233,8 @@ class Bounds:
         for policy in policies:
             if self._may_fit(shape, policy):
                 decision = self.undivided(shape, policy)
-                least = min(least, self.step.least_tail_s(shape.mesh, decision, entries, pipeline))
+                units = len(first.units)
+                least = min(least, self.step.least_tail_s(shape.mesh, decision, entries, units, pipeline))
         return (pipeline + least) * SAFE
 
     def _may_fit(self, shape: Shape, policy: Policy) -> bool:

@@ -9,6 +9,7 @@ from annotated_types import Ge, Le
 
 from shardwright.core.capabilities import Capabilities
 from shardwright.core.errors import PlanError
+from shardwright.core.execution import SYSTEMS
 from shardwright.core.layout.pinned_layout import Pin
 from shardwright.core.partition.partitioners import DEFAULT, PARTITIONERS
 from shardwright.core.plan.decision import (
@@ -32,7 +33,9 @@ from shardwright.core.values.fields import Amount, Count, Option, Share, Words, 
 VIRTUAL_STAGES = (1, 2, 3, 4, 6, 8)
 """Stages per pipeline rank that a search tries."""
 SEARCHED = "searched"
-NUMBERS = ("batch", "precision", "optimizer", "loss_scope", "gradient_precision", "pins", "runtimes", "left_free")
+NUMBERS = (
+    "batch", "precision", "optimizer", "loss_scope", "gradient_precision", "like", "pins", "runtimes", "left_free",
+)  # fmt: skip
 """The fields of a request that are no choice of the plan's form."""
 
 Progress = Callable[[int, int], None]
@@ -176,6 +179,14 @@ class Options:
             'whose runtimes must be able to carry the plan out, "torch", "jax" or both. What is pinned is planned all '
             "the same; where nothing that they carry out fits, the best of all is taken, with a warning",
             "that of the captured model; both are named where a model and its twin are to get one plan",
+        ),
+    ] = None
+    like: Annotated[
+        Annotated[str, Words(lambda: SYSTEMS)] | None,
+        Option(
+            "the system that is to run the plan, whose overlap of traffic and computing, and whose kernels, the figures "
+            "are counted for",
+            "the captured framework's own runtime",
         ),
     ] = None
     devices: Annotated[

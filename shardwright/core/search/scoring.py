@@ -8,11 +8,11 @@ from shardwright.core.errors import ScheduleError
 from shardwright.core.partition.partitioners import DEFAULT, cut_units
 from shardwright.core.plan.decision import Decision, placement_of
 from shardwright.core.plan.record import Predicted
-from shardwright.core.schedule import AUTO, Schedule
+from shardwright.core.schedule import AUTO, Schedule, StageCosts
 from shardwright.core.schedule.peak_memory import peak_live
 from shardwright.core.search.bounds import SAFE, Bounds
 from shardwright.core.search.partition_input import partition_input
-from shardwright.core.search.predict import least_makespan_s, simulated_makespan_s
+from shardwright.core.search.predict import Pipeline, least_makespan_s
 from shardwright.core.search.rank_peaks import by_stage, less_apart, with_activations
 from shardwright.core.search.recomputed_units import as_few_as_memory_asks_for
 from shardwright.core.search.request import Request
@@ -61,14 +61,11 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """A draft under one of its policies, with the time of its step."""
+    """A draft under one of its policies, whose pipeline is simulated; its memory is as counted for cuts."""
 
-    draft: Draft
-    policy: Policy
-    memory: tuple[MemoryUse, ...]
-    pipeline_s: float | None
-    """The makespan of the simulated pipeline; None where there is one rank."""
-    step_time_s: float
+    decision: Decision
+    tables: RankTables
+    predicted: Predicted
 
 
 class Scorer:
@@ -151,7 +148,7 @@ class Scorer:
         pipeline = _least_pipeline_s(shape, pipelining, starts, ranked)
         decisions = [self._sharing(shape, policy, pipelining) for policy in policies]
         ranks, tied = ranked.work(starts, placement), ranked.tied(starts, placement)
-        return min(self.step.steps_s(decisions, ranks, tied, pipeline)) * SAFE
+        return min(self.step.least_steps_s(decisions, ranks, tied, pipeline, ranked.units)) * SAFE
 
     def _sharing(self, shape: Shape, policy: Policy, pipelining: Pipelining) -> Decision:
         """A decision of degrees and policy, on which the tail of a step depends; how often stages are gathered depends
@@ -209,31 +206,29 @@ class Scorer:
         pp = shape.mesh.axis_size("pp")
         ranked = draft.tables
         placement = placement_of(pipelining.schedule, pp, pipelining.virtual_stages)
-        pipeline: float | None = None
-        if pp > 1:
-            decision = self.bounds.decision(shape, draft.policies[0][0], pipelining, starts)
-            pipeline = simulated_makespan_s(decision, ranked.stage_costs(starts, placement))
-        ranks, tied = ranked.work(starts, placement), ranked.tied(starts, placement)
-        sharded = [self._sharing(shape, policy, pipelining) for policy, _ in draft.policies]
-        times = self.step.steps_s(sharded, ranks, tied, pipeline)
-        return [
-            Timed(draft, policy, memory, pipeline, seconds)
-            for (policy, memory), seconds in zip(draft.policies, times, strict=True)
+        decisions = [
+            replace(
+                self.bounds.decision(shape, policy, pipelining, starts),
+                kept_units=draft.kept_units,
+                offloaded_units=tuple(sorted(ranked.tables[0].offloaded)),
+            )
+            for policy, _ in draft.policies
         ]
+        pipelines: dict[StageCosts, Pipeline] = {}
+        found = []
+        for decision, (_, memory) in zip(decisions, draft.policies, strict=True):
+            costs = self.step.stage_costs(decision, ranked, placement)
+            if costs not in pipelines:
+                pipelines[costs] = self.step.pipeline(decision, costs)
+            predicted = self.step.predicted(decision, ranked, memory, placement, pipelines[costs])
+            found.append(Timed(decision, ranked, predicted))
+        return found
 
     def finished(self, timed: Timed) -> Scored:
-        """A timed choice with its decision and all that is predicted of it."""
-        draft, policy = timed.draft, timed.policy
-        shape, pipelining, starts, ranked = draft.shape, draft.pipelining, draft.starts, draft.tables
-        placement = placement_of(pipelining.schedule, ranked.ranks, pipelining.virtual_stages)
-        decision = replace(
-            self.bounds.decision(shape, policy, pipelining, starts),
-            kept_units=draft.kept_units,
-            offloaded_units=tuple(sorted(ranked.tables[0].offloaded)),
-        )
-        memory = by_stage(decision, ranked, timed.memory, self._request_of(decision))
-        predicted = self.step.predicted(decision, ranked, memory, timed.pipeline_s, placement)
-        return Scored(decision, ranked, predicted, 0)
+        """A timed choice with its memory counted rank by rank."""
+        decision, predicted = timed.decision, timed.predicted
+        memory = by_stage(decision, timed.tables, predicted.memory_by_stage_rank, self._request_of(decision))
+        return Scored(decision, timed.tables, replace(predicted, memory_by_stage_rank=memory), 0)
 
     def without_limit(self, shape: Shape, policy: Policy, pipelining: Pipelining) -> Scored | None:
         """The choice with the cut that memory does not bind, with the bytes that it lacks and a bound of its time; None
@@ -248,8 +243,9 @@ class Scorer:
         request = self._request_of(decision)
         memory = by_stage(decision, ranked, ranked.memory(starts, placement, live, request), request)
         memory = less_apart(decision, ranked, memory, request)
-        pipeline = _least_pipeline_s(shape, pipelining, starts, ranked)
-        predicted = self.step.predicted(decision, ranked, memory, pipeline, placement)
+        pipeline = Pipeline(_least_pipeline_s(shape, pipelining, starts, ranked) or 0.0, (0.0,) * ranked.ranks)
+        known = pipeline if ranked.ranks > 1 else None
+        predicted = self.step.predicted(decision, ranked, memory, placement, known)
         return Scored(decision, ranked, predicted, ranked.over_bytes(memory))
 
     def _starts(
@@ -326,8 +322,7 @@ class Scorer:
         live = [peak_live(order, *sizes) for order in schedule.table]
         memory = scored.predicted.memory_by_stage_rank
         memory = with_activations(made, ranked, memory, live, self._request_of(made))
-        pipeline = simulated_makespan_s(made, costs)
-        predicted = self.step.predicted(made, ranked, memory, pipeline, schedule.placement)
+        predicted = self.step.predicted(made, ranked, memory, schedule.placement)
         found = self.with_peaks(Scored(made, ranked, predicted, 0))
         return None if ranked.over_bytes(found.predicted.memory_by_stage_rank) else found
 

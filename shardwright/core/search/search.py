@@ -6,6 +6,7 @@ from typing import Any
 
 from shardwright.core.cluster.cluster import Cluster
 from shardwright.core.errors import PlanError, PlanWarning
+from shardwright.core.execution import system
 from shardwright.core.model.graph import Graph
 from shardwright.core.plan.plan import Plan
 from shardwright.core.plan.prediction_error import LEAD, memory_error
@@ -198,6 +199,7 @@ def tables_of(graph: Graph, cluster: Cluster, request: Request) -> CostTables:
         request.gradient_precision,
         _sequence_form(request),
         request.pins,
+        None if request.like is None else system(request.like),
     )
     key = (id(graph), cluster, options)
     found = _REMEMBERED.pop(key, None) or CostTables(graph, cluster, *options)

@@ -95,8 +95,8 @@ def test_no_bound_is_above_what_it_bounds(cluster: Cluster, frozen: bool) -> Non
                         continue
                     choices = scorer.timed(draft)
                     for each in choices:
-                        assert each.step_time_s == pytest.approx(scorer.finished(each).predicted.step_time_s, rel=1e-9)
-                    done = scorer.finished(min(choices, key=lambda each: float(f"{each.step_time_s:.6g}")))
+                        assert scorer.finished(each).predicted.step_time_s == each.predicted.step_time_s
+                    done = scorer.finished(min(choices, key=lambda each: float(f"{each.predicted.step_time_s:.6g}")))
                     seconds, made = done.predicted.step_time_s, done.decision
                     assert max(of_kind, cut.bound_s) <= draft.bound_s * (1 + 1e-9), cut
                     assert draft.bound_s <= seconds, cut

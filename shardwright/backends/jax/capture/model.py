@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from flax import linen, nnx
 
-from shardwright.backends.capabilities import JAX, JAX_MEMORY
+from shardwright.backends.capabilities import JAX, JAX_EXECUTION, JAX_MEMORY
 from shardwright.backends.jax.capture.loss_results import Weighted
 from shardwright.backends.jax.capture.module_inputs import ModuleCalls
 from shardwright.backends.jax.capture.ops import translate
@@ -354,4 +354,5 @@ def _graph(source: Source, first: Program, second: Program, inputs: Any, sample_
         sample_batch,
         logical_axes=tuple((name, dims) for name, dims in source.logical_axes if name in {p.name for p in parameters}),
         memory_traits=JAX_MEMORY,
+        execution=JAX_EXECUTION,
     )
