@@ -30,6 +30,15 @@ up to 24 of an A100's 108 multiprocessors while it runs."""
 
 
 @dataclass(frozen=True, slots=True)
+class ByOp:
+    """A unit of which products are kept op by op."""
+
+    saved_bytes: int
+    again_s: float
+    """Seconds that computing the rest again adds to the backward."""
+
+
+@dataclass(frozen=True, slots=True)
 class UnitCost:
     """The cost of one microbatch of one unit on one rank, in seconds and bytes."""
 
@@ -71,6 +80,8 @@ class UnitCost:
     """Bytes as in `UnitWork`."""
     collective_hidden_s: float = 0.0
     """Seconds of tensor-axis communication that products hide, beside ``collective_s``."""
+    by_op: tuple[ByOp, ...] = ()
+    """Where all but products is computed again, and where every second product is too."""
 
     def in_one_program(self) -> "UnitCost":
         """The same unit in a step that is one compiled program."""
@@ -164,6 +175,13 @@ def unit_cost(
         forward_beside_bytes=work.forward_beside_bytes,
         phases=work.phases,
         collective_hidden_s=hidden,
+        by_op=(
+            ByOp(min(work.kept_products_bytes[0], work.saved_bytes), vector + launches),
+            ByOp(
+                min(work.kept_products_bytes[1], work.saved_bytes),
+                vector + launches + sum(_product_times(p, device, precision)[0] for p in work.alternate_products),
+            ),
+        ),
     )
 
 

@@ -113,6 +113,11 @@ class UnitWork:
     phases: tuple[PhaseBytes, ...] = ()
     """The bytes in the phases of the backward (`LiveBytes.backward_phases`), where the runtime gathers parameters and
     sums gradients call by call. Empty: not known."""
+    kept_products_bytes: tuple[int, int] = (0, 0)
+    """Bytes kept where everything but products and attention is computed again: what enters the unit, their results and
+    statistics; and where every second product is too."""
+    alternate_products: tuple[Product, ...] = ()
+    """Every second product, without attention."""
     eager_bytes: int = 0
     """Memory traffic of everything beside the products in the forward pass where each op is a kernel of its own."""
     eager_selective_bytes: int = 0
@@ -344,6 +349,8 @@ class _UnitCount:
         self.made_here = {t: i for i in self.ops for t in counter.graph.ops[i].outputs}
         self.products: list[Product] = []
         self.again: list[Product] = []
+        self.results: list[tuple[bool, int]] = []
+        """Whether each product is a plain one, and the bytes of its result."""
         self.small: list[Collective] = []
         self.small_backward: list[Collective] = []
         self.fp8 = counter.fp8.ops if precision == "fp8" else {}
@@ -394,6 +401,8 @@ class _UnitCount:
             size = sum(self.held(index, i) for i in range(len(op.inputs) + len(op.outputs)))
             made = self.counter.product(op, self.batch, self.cut.of_labels(index, op), size)
             self.products.append(self._in_fp8(index, made) if index in self.fp8 else made)
+            result = sum(self.held(index, len(op.inputs) + i) for i in range(len(op.outputs)))
+            self.results.append((op.kind == "contraction", result))
             if is_again:
                 self.again.append(self.products[-1])
         elif op.kind not in FREE_KINDS:
@@ -463,6 +472,10 @@ class _UnitCount:
         if counter.graph.memory_traits.gathers_units:
             phases = counter.live.backward_phases(counter.calls(self.unit), *held)
         forward, backward, gathered, at_the_end = moved
+        entered = sum(self.size_bytes(t) // ways for t, ways in entering.items())
+        plain = [number for number, (is_plain, _) in enumerate(self.results) if is_plain]
+        again = plain[1::2]
+        kept_results = entered + self.statistics + sum(size for _, size in self.results)
         return UnitWork(
             products=tuple(self.products),
             vector_bytes=self.vector_bytes,
@@ -473,7 +486,7 @@ class _UnitCount:
             unfused_dropout_selective_bytes=sum(size for key, size in masks.items() if not is_score(key)),
             selective_products=tuple(self.again),
             selective_vector_bytes=self.vector_again,
-            entering_bytes=sum(self.size_bytes(t) // ways for t, ways in entering.items()),
+            entering_bytes=entered,
             passing_bytes=passing,
             given_bytes=passing_beside_given - passing,
             forward_moved=(*forward, *self.small),
@@ -483,6 +496,8 @@ class _UnitCount:
             put_off_bytes=counter.put_off_bytes(self.ops, self.cut, self.held),
             forward_beside_bytes=counter.live.forward_beside_kept(*held) if phases else passing,
             phases=phases,
+            kept_products_bytes=(kept_results, kept_results - sum(self.results[n][1] for n in again)),
+            alternate_products=tuple(self.products[n] for n in again),
             eager_bytes=self.eager_bytes,
             eager_selective_bytes=self.eager_again,
             eager_kernels=len(self.products) + self.eager_kernels,

@@ -205,7 +205,7 @@ class Bounds:
 
     def shape_bound_s(self, shape: Shape) -> float:
         """Seconds below which no step gets with these degrees and this microbatch, whatever is kept in memory."""
-        recompute = next(mode for mode in RECOMPUTES if self.request.recompute in ("auto", mode))
+        recompute = RECOMPUTES[0] if self.request.recompute == "auto" else self.request.recompute
         if self.request.names_units:
             recompute = "none"
         return self._lending_s(shape, recompute, self._fluid_s(shape, recompute) * shape.microbatches) * SAFE

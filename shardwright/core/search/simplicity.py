@@ -7,10 +7,11 @@ size of a microbatch is not in it, since no size is simpler than another.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 from shardwright.core.plan.decision import Decision
-from shardwright.core.search.space import ORDERS, RECOMPUTES, Pipelining, Policy, Shape
+from shardwright.core.search.space import ORDERS, Pipelining, Policy, Shape
+from shardwright.core.tables.memory import Recompute
 
 SCHEDULES = (
     "1f1b",
@@ -33,6 +34,10 @@ DeepSpeed, PyTorch), SageMaker's two, orders of whole backwards, then split back
 not named, "auto" among it, comes after all of these."""
 
 
+MODES: tuple[Recompute, ...] = get_args(Recompute)
+"""The modes of recompute, from nothing to all."""
+
+
 class Simplicity(NamedTuple):
     """The place of a plan in the order; the smaller is the simpler."""
 
@@ -51,7 +56,7 @@ class Simplicity(NamedTuple):
     """Whether replicas share shards in groups smaller than the data axis."""
     shard: int
     recompute: int
-    """The place in none, selective, full."""
+    """The place in `MODES`."""
     order: bool
     """Whether the axes lie on the ranks in another order than the usual one."""
 
@@ -79,7 +84,7 @@ def simplicity(decision: Decision) -> Simplicity:
         tp=d.tp,
         shard_groups=d.shard_group is not None and d.shard_group < d.dp,
         shard=d.shard,
-        recompute=RECOMPUTES.index(d.recompute),
+        recompute=MODES.index(d.recompute),
         order=d.placement_order != ORDERS[0],
     )
 
@@ -102,7 +107,7 @@ def least_simplicity(
         tp=tp,
         shard_groups=all(p.shard_group is not None and p.shard_group < dp for p in policies),
         shard=min(p.shard for p in policies),
-        recompute=min(RECOMPUTES.index(p.recompute) for p in policies),
+        recompute=min(MODES.index(p.recompute) for p in policies),
         order=shape.order != ORDERS[0],
     )
 

@@ -206,7 +206,7 @@ class Space:
     def policies(self, dp: int) -> Iterator[Policy]:
         """The memory policies for a data degree, the one that saves least first."""
         request = self.request
-        modes = RECOMPUTES if request.recompute == "auto" else tuple(m for m in RECOMPUTES if m == request.recompute)
+        modes = RECOMPUTES if request.recompute == "auto" else (request.recompute,)
         levels: tuple[int, ...] = (0, 1, 2, 3) if dp > 1 else (0,)
         if request.shard is not None:
             levels = (request.shard,)

@@ -3,6 +3,7 @@
 from collections.abc import Collection
 
 from shardwright.core.cost.training_flops import forward_flops, training_flops
+from shardwright.core.model.fold import Unit
 from shardwright.core.model.graph import Graph
 from shardwright.core.plan.decision import Decision
 from shardwright.core.plan.throughput import StepWork
@@ -40,10 +41,20 @@ def _argument(graph: Graph, tensor: int) -> Argument:
     return Argument(held.name, held.shape(graph.sample_batch), is_integer, dims[0] if dims else None)
 
 
+def _plain_products(tables: CostTables, unit: Unit) -> list[int]:
+    ops = tables.graph.ops
+    return [op for op in range(unit.first_op, unit.end_op) if ops[op].kind == "contraction"]
+
+
 def _recomputed(tables: CostTables, decision: Decision) -> Collection[int]:
     """The ops that run forward once more."""
     if decision.recompute == "selective":
         return tables.counter.kept.computed_again
+    if decision.recompute == "elementwise":
+        return ()
+    if decision.recompute == "alternate":
+        units = zip(tables.folded.units, tables.repeated, strict=True)
+        return [op for unit, repeated in units if repeated for op in _plain_products(tables, unit)[1::2]]
     kept = {*decision.kept_units, *decision.offloaded_units}
     return [
         op
