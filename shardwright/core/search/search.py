@@ -44,9 +44,11 @@ def make_plan(graph: Graph, cluster: Cluster, request: Request) -> Plan:
     """The best plan for a captured model on a cluster, or on as much of it as is worth using (`Request.devices`).
 
     Raises PlanError when degrees do not divide, when the batch does not divide, or when no plan fits; the message then
-    says what is lacking, and the nearest plan that fits.
+    says what is lacking, and the nearest plan that fits. Also where no plan meets a deadline or a budget.
     """
     require_price(cluster, request)
+    if request.training_run.is_sized:
+        request.training_run.steps(request.batch, step_tokens(graph, request.batch)[1])
     asked = with_headroom(graph, request)
     chosen, *left = search_parts(graph, cluster, asked, progress=request.progress)
     if chosen.found.best is None:

@@ -1,5 +1,6 @@
 """A deadline or a budget that no plan meets: what the fastest plan takes, what the cheapest costs, what would do."""
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -10,7 +11,8 @@ from shardwright.core.search.devices_in_use import parts
 from shardwright.core.search.request import Request
 
 MOST_DEVICES = 4096
-"""The most devices that are tried, as where a model does not fit (`refusal.smallest_cluster`)."""
+"""The most devices that are tried, as where a model does not fit (`refusal.smallest_cluster`). More and more are tried
+until they are no faster."""
 
 FastestStep = Callable[[Cluster, Request], float | None]
 """The seconds of the fastest step on all of a cluster; None where nothing fits."""
@@ -57,18 +59,20 @@ def out_of_time(
         return Possible(on.world_size, took.days, took.usd)
 
     free = request.unpinned(schedule="1f1b", virtual_stages=1, placement_order="PDT")
-    found, enough = [possible(cluster, step_s)], None
+    found, enough, last_s = [possible(cluster, step_s)], None, math.inf
     for on in _sizes(cluster, free):
-        if on.world_size > cluster.world_size and enough is not None:
-            break
         seconds = fastest_step(on, free)
         if seconds is None:
             continue
+        if on.world_size > cluster.world_size and seconds >= last_s:
+            break
+        last_s = seconds
         each = possible(on, seconds)
         if on.world_size <= cluster.world_size:
             found.append(each)
-        if _meets(run, each) and (enough is None or each.devices < enough.devices):
+        if _meets(run, each):
             enough = each
+            break
     said = []
     if run.deadline_s is not None:
         said.append(f"deadline={request.deadline!r} ({days_text(run.deadline_s / DAY_S)})")
@@ -85,7 +89,7 @@ def out_of_time(
         text += f"; the cheapest found, on {cheapest.devices} of its devices, takes {cheapest}"
     if enough is not None:
         return f"{text}; {enough.devices} devices of this kind would do: {enough}"
-    return f"{text}; with batch={batch}, no number of such devices up to {MOST_DEVICES} was found that would do"
+    return f"{text}; with batch={batch}, no number of such devices was found that would do"
 
 
 def _meets(run: TrainingRun, possible: Possible) -> bool:

@@ -11,10 +11,10 @@ from shardwright import Cluster
 from shardwright.core.cluster.cluster import NodeGroup
 from shardwright.core.cluster.hardware import load_profile
 from shardwright.core.model.graph import Graph
-from shardwright.core.plan.plan import Plan
 from shardwright.core.plan.prediction_error import LEAD
 from shardwright.core.schedule import schedule_names
 from shardwright.core.schedule.catalogue import FAMILIES
+from shardwright.core.search import search
 from shardwright.core.search.best_first import Search
 from shardwright.core.search.request import Request
 from shardwright.core.search.scoring import Scored
@@ -83,21 +83,26 @@ def test_the_answer_is_the_simplest_of_all_within_the_margin() -> None:
     simpler = 0
     for cluster, batch in (
         (Cluster("a100-80gb", devices_per_node=2), 4),
-        (Cluster("v100", nodes=2, devices_per_node=2, inter_node="ethernet-10g"), 4),
-        (Cluster(tight, devices_per_node=2), 8),
-        (Cluster.of_groups(mixed, "ib-hdr200"), 4),
+        (Cluster(tight, devices_per_node=2), 4),
+        (Cluster.of_groups(mixed, "ib-hdr200"), 2),
     ):
         simpler += check(SMALL, cluster, Request(batch=batch, precision="fp16"), [0.0, LEAD, 0.1, 0.5])
-    assert simpler > 3, "the fastest is the simplest: the cases test nothing"
+    assert simpler > 2, "the fastest is the simplest: the cases test nothing"
 
 
-@settings(max_examples=5)
+@pytest.mark.slow
+def test_the_answer_is_the_simplest_of_all_on_two_nodes() -> None:
+    cluster = Cluster("v100", nodes=2, devices_per_node=2, inter_node="ethernet-10g")
+    check(SMALL, cluster, Request(batch=4), [0.0, LEAD, 0.1, 0.5])
+
+
+@settings(max_examples=4)
 @given(
-    layers=st.integers(1, 4),
+    layers=st.integers(1, 3),
     hidden=st.sampled_from([64, 256, 1024]),
     device=st.sampled_from(["a100-80gb", "h100", "t4", "cpu"]),
     devices=st.sampled_from([2, 3]),
-    samples=st.integers(1, 4),
+    samples=st.integers(1, 2),
     margin=st.floats(0.001, 0.4),
 )
 def test_the_answer_is_never_outside_the_margin(
@@ -108,7 +113,7 @@ def test_the_answer_is_never_outside_the_margin(
 
 
 def test_a_limit_of_time_holds_for_the_answer_too() -> None:
-    cluster, request = Cluster("v100", nodes=2, devices_per_node=2, inter_node="ethernet-10g"), Request(batch=8)
+    cluster, request = Cluster("a100-80gb", devices_per_node=2), Request(batch=4)
 
     def run(within_s: float = float("inf")) -> list[float] | None:
         found = Search(tables_of(SMALL, cluster, request), cluster, request).run(margin=0.5, within_s=within_s)
@@ -127,11 +132,12 @@ def test_a_limit_of_time_holds_for_the_answer_too() -> None:
     assert run(least_s * 0.999) is None
 
 
-def test_the_fastest_stands_beside_a_simpler_answer() -> None:
-    cluster = Cluster("a100-80gb", devices_per_node=4)
-    plan, fastest = (sw.plan(SMALL, cluster, batch=16, answer=answer) for answer in ("simplest", "fastest"))
+def test_the_fastest_stands_beside_a_simpler_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "LEAD", 0.5)  # so that a simpler plan is within it, whatever is predicted
+    cluster = Cluster("a100-80gb", devices_per_node=2)
+    plan, fastest = (sw.plan(SMALL, cluster, batch=4, answer=answer) for answer in ("simplest", "fastest"))
     assert fastest.predicted.step_time_s < plan.predicted.step_time_s
-    assert plan.predicted.step_time_s <= fastest.predicted.step_time_s * (1 + LEAD)
+    assert plan.predicted.step_time_s <= fastest.predicted.step_time_s * 1.5
     assert simplicity(plan.decision) < simplicity(fastest.decision)
     beside = plan.alternatives[0]
     assert beside.summary == fastest.summary()
@@ -142,8 +148,7 @@ def test_the_fastest_stands_beside_a_simpler_answer() -> None:
     assert fastest.is_pinned("answer")
     assert not plan.is_pinned("answer")
     with pytest.raises(sw.core.errors.PlanError, match="did you mean 'simplest'"):
-        sw.plan(SMALL, cluster, batch=16, answer="simple")
-    assert isinstance(plan, Plan)
+        sw.plan(SMALL, cluster, batch=4, answer="simple")
 
 
 def test_the_order_names_every_schedule_that_is_searched() -> None:
