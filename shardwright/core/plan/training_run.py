@@ -97,7 +97,7 @@ class Training:
 def days_text(days: float) -> str:
     """Days in words, hours where it is less than one."""
     if days < 1:
-        return f"{24 * days:.3g} hours"
+        return "1 hour" if days * 24 == 1 else f"{24 * days:.3g} hours"
     return "1 day" if days == 1 else f"{days:.3g} days"
 
 

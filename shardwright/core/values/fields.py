@@ -4,7 +4,6 @@ The annotations of a class say what each field may be (`Count`, a Literal, `Word
 who asks for it. The check, the arguments of `plan()`, the command line's options and the plan file follow from these.
 """
 
-import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -89,7 +88,7 @@ class Field:
             self._require_numbers(value, error)
         elif self.kind is float:
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not is_number or not self.least <= value <= self.most or not math.isfinite(value):  # type: ignore[operator]
+            if not is_number or not self.least <= value <= self.most:  # type: ignore[operator]  # not of NaN either
                 raise error(f"{self.name}={value!r}: expected a number from {self.least:g} to {self.most:g}{beside}")
         elif self.kind is bool:
             if not isinstance(value, bool):

@@ -115,14 +115,14 @@ def device_with(memory_bytes: int) -> Cluster:
 def test_headroom_is_left_free_on_every_device() -> None:
     whole = sw.plan(DEEP, device_with(2**40), batch=64, pp=1, tp=1, microbatch=32, shard=0, recompute="none")
     memory_bytes = max(whole.predicted.peak_memory_bytes)
-    found = []
-    for share in (0.0, 0.1, 0.3, 0.5):
-        plan = sw.plan(DEEP, device_with(memory_bytes), batch=64, headroom=share)
+    pins, found = {"batch": 64, "tp": 1, "schedule": "1f1b", "virtual_stages": 1}, []
+    for share in (0.0, 0.1, 0.4):
+        plan = sw.plan(DEEP, device_with(memory_bytes), headroom=share, **pins)
         assert max(plan.predicted.peak_memory_bytes) <= memory_bytes * (1 - share)
         assert plan.provenance.headroom == share
         assert plan.provenance.device_memory_bytes == memory_bytes
         assert plan.is_pinned("headroom")
-        found.append(sw.plan(DEEP, device_with(memory_bytes), batch=64, headroom=share, answer="fastest"))
+        found.append(sw.plan(DEEP, device_with(memory_bytes), headroom=share, answer="fastest", **pins))
     times = [each.predicted.step_time_s for each in found]
     assert times == sorted(times)
 
@@ -158,4 +158,4 @@ def test_the_default_headroom_is_what_memory_was_ever_underestimated_by() -> Non
 )  # fmt: skip
 def test_a_headroom_that_is_no_share_or_leaves_nothing_is_refused(share: object, said: str) -> None:
     with pytest.raises(PlanError, match=said):
-        sw.plan(DEEP, device_with(2**31), batch=8, pp=1, tp=1, headroom=share)
+        sw.plan(SMALL, device_with(2**31), batch=2, pp=1, tp=1, headroom=share)

@@ -81,18 +81,19 @@ def test_limits_hold_for_the_plan_that_is_given() -> None:
 
 
 def test_a_deadline_before_the_fastest_plan_names_it_and_the_devices_that_would_do() -> None:
-    options = {"batch": 16, "tokens": 1e11, **PINS}
-    fastest = sw.plan(LARGE, NODE, answer="fastest", **options).training
+    pair, options = Cluster("v100", devices_per_node=2, inter_node="ib-hdr200"), {"batch": 16, "tokens": 1e11, **PINS}
+    fastest = sw.plan(LARGE, pair, answer="fastest", **options).training
     assert fastest is not None
     wanted = fastest.days * 0.7
     with pytest.raises(PlanError) as refused:
-        sw.plan(LARGE, NODE, deadline=wanted, **options)
+        sw.plan(LARGE, pair, deadline=wanted, **options)
     said = str(refused.value)
     assert f"the fastest of all takes {fastest.days:.3g} days for {fastest.usd:,.0f} USD" in said
     found = re.search(r"(\d+) devices of this kind would do", said)
     assert found is not None, said
-    more = replace(NODE.groups[0], nodes=int(found[1]) // 4)
-    larger = Cluster.of_groups([more], NODE.inter_node)
+    assert int(found[1]) > 2
+    more = replace(pair.groups[0], nodes=int(found[1]) // 2)
+    larger = Cluster.of_groups([more], pair.inter_node)
     enough = sw.plan(LARGE, larger, deadline=wanted, **options).training
     assert enough is not None
     assert enough.days <= wanted
