@@ -11,7 +11,6 @@ import csv
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -19,7 +18,6 @@ from megatron import gpt
 from published import DATA
 
 import shardwright as sw
-from shardwright.core.cluster.hardware import load_link, load_profile
 from shardwright.core.errors import ShardwrightError
 
 Row = dict[str, str]
@@ -137,13 +135,8 @@ def _rate(row: Row, plan: sw.Plan) -> float:
 
 def _cluster(row: Row) -> sw.Cluster:
     gpus = int(row["gpus"])
-    name = "a100-80gb" if row["device"].startswith("A100") else "h100"
-    device = load_profile(name).device
-    if "2.4 TB/s" in row["device"]:
-        device = replace(device, name="h100-500w", memory_bandwidth_bytes_per_s=2.4e12)
-    profile = load_profile(name)
-    inter = load_link("ib-hdr200" if name == "a100-80gb" else "ib-ndr400")
-    return sw.Cluster(device, nodes=gpus // 8, devices_per_node=8, intra_node=profile.intra_node, inter_node=inter)
+    name = "a100-80gb" if row["device"].startswith("A100") else "h100-500w" if "500 W" in row["device"] else "h100"
+    return sw.Cluster(name, nodes=gpus // 8, devices_per_node=8)  # with its usual ports: HDR and NDR, one a device
 
 
 @lru_cache(maxsize=1)

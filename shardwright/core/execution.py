@@ -46,6 +46,8 @@ class Execution:
     """Whether messages between stages travel while both ranks compute; else the sender waits for them."""
     bucket_elements: Amount = 0
     """The entries of one bucket of gradients; 0: those of one unit."""
+    by_parameter: bool = False
+    """Whether each parameter is gathered, and its gradient scattered, by itself; else a unit's travel together."""
     bandwidth_share: Annotated[float, Gt(0), Le(1)] = 1.0
     """The share of a data group's bandwidth that gathers and scatters of sharded parameters reach."""
 
@@ -82,9 +84,12 @@ SYSTEMS: dict[str, Execution] = {
         # FSDP2 (torch.distributed.fsdp.fully_shard) gathers one unit ahead, and scatters gradients unit by unit.
         Execution("fsdp2", "2.5", kernels="eager", gradients=True, prefetched_units=1, tensor_chunks=1),
         Execution("fsdp2-compiled", "2.5", kernels="compiled", gradients=True, prefetched_units=1, tensor_chunks=1),
-        # DeepSpeed's pipeline engine sends and receives in turn with computing, and sums gradients after it; ZeRO-3
-        # fetches parameters ahead.
-        Execution("deepspeed", "0.10", prefetched_units=1, tensor_chunks=1, sends=False),
+        # DeepSpeed's pipeline engine sends and receives in turn with computing, and sums gradients after it. ZeRO-3
+        # gathers parameter by parameter; it fetches 50 million entries ahead (stage3_prefetch_bucket_size), less than a
+        # large layer has.
+        Execution("deepspeed", "0.10", tensor_chunks=1, sends=False, by_parameter=True),
+        # SageMaker's sharded data parallelism (MiCS) gathers a layer ahead, and overlaps the sums of gradients.
+        Execution("sagemaker", "1.15", gradients=True, prefetched_units=1, tensor_chunks=1),
         # MaxText sets XLA's flags for asynchronous collectives, with its latency-hiding scheduler.
         Execution("maxtext", "2024", kernels="compiled", gradients=True, prefetched_units=1, tensor_chunks=0),
     )

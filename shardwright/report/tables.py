@@ -115,7 +115,7 @@ def _heading(plan: Plan) -> Text:
     policy += sharing_words(d)
     terms = {
         "pipeline": p.pipeline_s,
-        "gradient reduction": p.data_parallel_s,
+        "traffic over the data axis": p.data_parallel_s,
         "optimizer": p.optimizer_s,
     }
     lines = [
@@ -129,15 +129,27 @@ def _heading(plan: Plan) -> Text:
         f"step {seconds_text(p.step_time_s)} ± {p.error.step_time:.0%} ({p.error.basis}) = "
         + " + ".join(f"{name} {seconds_text(value)}" for name, value in terms.items() if value),
         f"of the pipeline, idle {p.bubble_fraction:.1%}, tensor collectives {seconds_text(p.tensor_collective_s)}"
+        + (f", waiting for sharded parameters {seconds_text(p.passes_wait_s)}" if p.passes_wait_s else "")
         + (f"; ranks at work get {plan.costs.idle_lent:.0%} of what idle ones leave" if plan.costs.idle_lent else ""),
     ]
-    lines += [*_rates(plan), *_price(plan)]
+    lines += [*_hidden(plan), *_rates(plan), *_price(plan)]
     if plan.provenance.left_out:
         why = "left out" if plan.is_pinned("devices") else "not worth using, left out"
         lines.insert(1, f"{why}: {plan.provenance.left_out}")
     return Text(f"{plan.model_name} on {plan.provenance.cluster}", style="bold").append(
         "".join(f"\n  {line}" for line in lines), style="not bold"
     )
+
+
+def _hidden(plan: Plan) -> list[str]:
+    """The traffic that a step hides, and by whose overlap."""
+    p, parts = plan.predicted, []
+    if p.data_parallel_hidden_s:
+        parts.append(f"{seconds_text(p.data_parallel_hidden_s)} of traffic over the data axis")
+    if p.tensor_hidden_s:
+        parts.append(f"{seconds_text(p.tensor_hidden_s)} of tensor collectives")
+    runs = f"as {plan.costs.execution.system} {plan.costs.execution.version} overlaps"
+    return [f"hidden behind computing: {' and '.join(parts)}, {runs}"] if parts else []
 
 
 def _rates(plan: Plan) -> list[str]:
@@ -219,26 +231,31 @@ def _stages(plan: Plan) -> Table:
 
 
 def _memory(plan: Plan) -> Table:
-    limit = plan.provenance.device_memory_bytes
-    uses = plan.predicted.memory_by_stage_rank
+    limits, uses = plan.provenance.device_memory_bytes, plan.predicted.memory_by_stage_rank
     apart = [">not at once"] if any(use.apart_bytes for use in uses) else []
     classes = _classes(uses)
+    unlike = len(set(limits)) > 1
+    title = "each of its smallest device" if unlike else f"of {bytes_text(limits[0])}"
+    whose = [">of"] if unlike else []
     free, error = plan.provenance.headroom, plan.predicted.error.memory
-    reserve = f", {free:.1%} of it left free" if free else ""
+    title += f", {free:.1%} of it left free" if free else ""
     table = new_table(
-        f"Memory per rank (of {bytes_text(limit)}{reserve}; predictions may be {error:.1%} too low)",
+        f"Memory per rank ({title}; predictions may be {error:.1%} too low)",
         "pp",
         *(f">{name}" for name in classes),
         *apart,
         ">total",
+        *whose,
         ">used",
         ">margin",
     )
-    for rank, use in enumerate(uses):
+    for rank, (use, limit) in enumerate(zip(uses, limits, strict=True)):
         less = [f"-{bytes_text(use.apart_bytes)}"] if apart else []
+        own = [bytes_text(limit)] if unlike else []
         margin = limit - use.total_bytes
         total = (
             bytes_text(use.total_bytes),
+            *own,
             f"{use.total_bytes / limit:.1%}",
             bytes_text(margin) if margin >= 0 else f"-{bytes_text(-margin)}",
         )

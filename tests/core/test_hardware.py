@@ -182,7 +182,7 @@ def test_a_profile_file_of_ones_own(tmp_path) -> None:
         ("value = 5.1207", "value = 5120700", "price_usd_per_hour: 5.1207e+06 is not plausible"),
         (
             '{ value = 2039e9, origin = "data sheet: 2,039 GB/s" }',
-            "2039e9",
+            '"2,039 GB/s"',
             "memory_bandwidth_bytes_per_s: expected a number and where it comes from",
         ),
         ("value = 2039e9", "value = -2039e9", "memory_bandwidth_bytes_per_s: -2.039e+12 is not plausible"),

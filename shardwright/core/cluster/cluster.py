@@ -22,6 +22,7 @@ from shardwright.core.cluster.hardware import (
     load_profile,
     profile_names,
 )
+from shardwright.core.cluster.hardware.collective_table import CollectiveTable
 from shardwright.core.cluster.hardware.profile_fields import read_toml
 from shardwright.core.cluster.node_group import NodeGroup
 from shardwright.core.cluster.toml_file import write
@@ -239,7 +240,10 @@ class Cluster:
         inside = [self.groups[group].intra_node for group in spread.crowded]
         outside = self._ports(spread, concurrent)
         slowest = min((*inside, outside), key=lambda link: link.effective_bandwidth_bytes_per_s)
-        return replace(slowest, latency_s=max(link.latency_s for link in (*inside, outside)))
+        latency_s = max(link.latency_s for link in (*inside, outside))
+        # What was measured over the slowest alone says nothing of a way that has slower hops.
+        measured = slowest.measured if latency_s == slowest.latency_s else CollectiveTable()
+        return replace(slowest, latency_s=latency_s, measured=measured)
 
     def group(self, ranks: Iterable[int]) -> Group:
         """The group that runs collectives over ``ranks``, while every other device of their nodes runs the same ones in
@@ -251,6 +255,8 @@ class Cluster:
         largest = max(self.groups[group].devices_per_node for group in spread.groups)
         links = [self.groups[group].intra_node for group in spread.crowded]
         slowest = min(links, key=lambda link: link.effective_bandwidth_bytes_per_s, default=inside)
+        if any(link.latency_s > slowest.latency_s for link in links):  # each step waits for the slowest hop
+            slowest = replace(slowest, latency_s=max(link.latency_s for link in links), measured=CollectiveTable())
         outside = self._ports(spread, max(1, largest // spread.fewest))
         return Group(spread.members, spread.nodes, slowest, outside, spread.fewest if spread.is_even else 0)
 

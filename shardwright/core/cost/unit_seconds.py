@@ -80,6 +80,8 @@ class UnitCost:
     """Bytes as in `UnitWork`."""
     collective_hidden_s: float = 0.0
     """Seconds of tensor-axis communication that products hide, beside ``collective_s``."""
+    parameter_tensors: int = 0
+    """The number of the parameters."""
     by_op: tuple[ByOp, ...] = ()
     """Where all but products is computed again, and where every second product is too."""
 
@@ -106,6 +108,7 @@ def unit_cost(
     parameters: int = 0,
     trained: int = 0,
     gradient_bytes: int = 0,
+    parameter_tensors: int = 0,
 ) -> UnitCost:
     """The cost of a unit's work on a device.
 
@@ -114,7 +117,7 @@ def unit_cost(
     tensor axis (``collective_s`` gives the seconds of one; None: there is no tensor axis). The host meanwhile issues
     the kernels, one after the other; where that takes longer, the device waits for it.
 
-    ``parameters`` is the number of entries that the rank holds, ``trained`` the number of those that have gradients,
+    ``parameter_tensors`` is the number of the unit's parameters, ``parameters`` the number of entries that the rank holds, ``trained`` the number of those that have gradients,
     ``gradient_bytes`` the bytes that it moves in all to add the gradients of one microbatch to those of the others.
     With sequence parallelism operands are gathered once more in the backward, beside the products, which that slows.
     ``execution`` says how kernels are made; ``chunks`` into how many parts a system cuts gathers and scatters of divided
@@ -175,6 +178,7 @@ def unit_cost(
         forward_beside_bytes=work.forward_beside_bytes,
         phases=work.phases,
         collective_hidden_s=hidden,
+        parameter_tensors=parameter_tensors,
         by_op=(
             ByOp(min(work.kept_products_bytes[0], work.saved_bytes), vector + launches),
             ByOp(

@@ -29,8 +29,10 @@ def _plan_text(plan: Plan) -> str:
         f"{plan.model_name} on {plan.provenance.cluster}: {plan.summary()}",
         *([f"note: {STALE}"] if plan.is_stale else []),
         f"step {seconds_text(p.step_time_s)} = pipeline {seconds_text(p.pipeline_s)} (bubble {p.bubble_fraction:.1%}, "
-        f"tensor collectives {seconds_text(p.tensor_collective_s)}) + gradient reduction "
-        f"{seconds_text(p.data_parallel_s)} + optimizer {seconds_text(p.optimizer_s)}",
+        f"tensor collectives {seconds_text(p.tensor_collective_s)}, waiting for sharded parameters "
+        f"{seconds_text(p.passes_wait_s)}) + traffic over the data axis {seconds_text(p.data_parallel_s)} + optimizer "
+        f"{seconds_text(p.optimizer_s)}; hidden behind computing: {seconds_text(p.data_parallel_hidden_s)} over the data "
+        f"axis, {seconds_text(p.tensor_hidden_s)} of tensor collectives, as {plan.costs.execution.system} overlaps",
     ]
     for rank, use in enumerate(p.memory_by_stage_rank):
         sizes = ", ".join(f"{name} {bytes_text(size)}" for name, size in use.classes.items())

@@ -155,6 +155,11 @@ def _require_consistent(file: PlanDocument) -> None:
             f"predicted.memory_by_stage_rank: {len(file.predicted.memory_by_stage_rank)} entries, expected one per "
             f"pipeline rank, {file.decision.pp}",
         ),
+        (
+            len(file.provenance.device_memory_bytes) == file.decision.pp,
+            f"provenance.device_memory_bytes: {len(file.provenance.device_memory_bytes)} entries, expected one per "
+            f"pipeline rank, {file.decision.pp}",
+        ),
     ]
     for holds, message in checks:
         if not holds:

@@ -285,10 +285,11 @@ class Plan(PlanRecord):
 
     def __repr__(self) -> str:
         predicted, where = self.predicted, self.provenance
+        uses = zip(predicted.memory_by_stage_rank, where.device_memory_bytes, strict=True)
+        fullest, limit = max(((use.total_bytes, limit) for use, limit in uses), key=lambda pair: pair[0] / pair[1])
         return (
             f"<Plan of {self.model_name} on {where.cluster}: {self.summary()}; step "
-            f"{seconds_text(predicted.step_time_s)}, at most {bytes_text(max(predicted.peak_memory_bytes))} of a "
-            f"device's {bytes_text(where.device_memory_bytes)}>"
+            f"{seconds_text(predicted.step_time_s)}, at most {bytes_text(fullest)} of a device's {bytes_text(limit)}>"
         )
 
 

@@ -136,7 +136,8 @@ class Provenance:
     captured_from: str
     cluster: str
     world_size: Count
-    device_memory_bytes: Annotated[int, Ge(1), Le(1 << 62)]
+    device_memory_bytes: tuple[Annotated[int, Ge(1), Le(1 << 62)], ...]
+    """The memory that a model may use on each coordinate on pp: that of the smallest device there."""
     peak_flops_per_s: tuple[tuple[str, Rate], ...]
     """The peak of matrix products of one device in each precision, the mean over the devices."""
     pinned: tuple[str, ...]

@@ -99,7 +99,7 @@ def as_plan(
             captured_from=graph.framework,
             cluster=str(scorer.cluster),
             world_size=scorer.cluster.world_size,
-            device_memory_bytes=min(scorer.links.memory_bytes(decision.mesh, pp) for pp in range(decision.pp)),
+            device_memory_bytes=tuple(scorer.links.memory_bytes(decision.mesh, pp) for pp in range(decision.pp)),
             peak_flops_per_s=tuple(scorer.cluster.peak_flops_per_s.items()),
             pinned=_pinned(request),
             pinned_layouts=_pinned_layouts(scorer) if decision.tp > 1 else (),

@@ -81,11 +81,11 @@ class Exchanges:
         if decision.gathered_stages is not None:
             return self._by_stages(decision, table, held, rank, slowed)
         stages = [self._units(decision, table, ends, rank) for ends in held]
-        if decision.pp == 1:
-            found = self._found(whole_step, stages[0], decision, slowed)
-            return RankExchange((found,), found.tail_s, found.hidden_s)
-        passes = [self._found(one_stage_of_several, units, decision, slowed) for units in stages]
         together = [unit for units in stages for unit in units]
+        if decision.pp == 1:
+            found = self._found(whole_step, together, decision, slowed)
+            return RankExchange((*[NONE] * (len(stages) - 1), found), found.tail_s, found.hidden_s)
+        passes = [self._found(one_stage_of_several, units, decision, slowed) for units in stages]
         last = passes[0] if len(passes) == 1 else self._found(one_stage_of_several, together, decision, slowed)
         traffic = sum(each.hidden_s + each.exposed_s(decision.microbatches) for each in passes)
         waited = sum(replace(each, tail_s=0.0).exposed_s(decision.microbatches) for each in passes) + last.tail_s
@@ -118,7 +118,8 @@ class Exchanges:
         if decision.shard < 3:
             updated = np.diff(table.range_trained[a, a + 1 : b + 1], prepend=0.0) * width.parameter
             return self._divided(decision, units, sums.tolist(), updated.tolist(), rank)
-        return self._sharded(decision, units, held.tolist(), sums.tolist(), rank)
+        messages = [max(1, u.parameter_tensors) if self.execution.by_parameter else 1 for u in table.units[a:b]]
+        return self._sharded(decision, units, held.tolist(), sums.tolist(), messages, rank)
 
     def bucket_bytes(self, decision: Decision) -> float:
         """The bytes of a full bucket of gradients; 0: those of a unit."""
@@ -159,13 +160,14 @@ class Exchanges:
         units: tuple[UnitTraffic, ...],
         held: Sequence[float],
         sums: Sequence[float],
+        messages: Sequence[int],
         rank: int,
     ) -> tuple[UnitTraffic, ...]:
         """Every pass gathers a unit's parameters, and its gradients are scattered; the parameters of small units stay
         whole, and their gradients are summed once."""
         traffic = _ShardTraffic(self, decision, rank)
         found, staying = [], 0.0
-        for unit, size, made in zip(units, held, sums, strict=True):
+        for unit, size, made, count in zip(units, held, sums, messages, strict=True):
             if size < decision.whole_below_bytes:
                 staying += made
                 found.append(unit)
@@ -173,8 +175,8 @@ class Exchanges:
             found.append(
                 replace(
                     unit,
-                    gather_s=traffic.gather_s(size) if size else 0.0,
-                    sum_s=traffic.scatter_s(made) if made else 0.0,
+                    gather_s=count * traffic.gather_s(size / count),
+                    sum_s=count * traffic.scatter_s(made / count),
                     across_s=traffic.across_s(made) if made else 0.0,
                 )
             )

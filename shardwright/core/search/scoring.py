@@ -243,8 +243,8 @@ class Scorer:
         request = self._request_of(decision)
         memory = by_stage(decision, ranked, ranked.memory(starts, placement, live, request), request)
         memory = less_apart(decision, ranked, memory, request)
-        pipeline = Pipeline(_least_pipeline_s(shape, pipelining, starts, ranked) or 0.0, (0.0,) * ranked.ranks)
-        known = pipeline if ranked.ranks > 1 else None
+        least_s = _least_pipeline_s(shape, pipelining, starts, ranked)
+        known = None if least_s is None else Pipeline(least_s, (least_s,) * ranked.ranks)
         predicted = self.step.predicted(decision, ranked, memory, placement, known)
         return Scored(decision, ranked, predicted, ranked.over_bytes(memory))
 

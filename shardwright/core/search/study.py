@@ -120,7 +120,7 @@ def what_binds(plan: Plan, cluster: Cluster) -> Binds:
             )
     terms = {name: seconds for name, seconds in terms_s(plan.predicted).items() if name != "compute"}
     term = max(terms, key=lambda name: terms[name])
-    axis = {"tensor collectives": "tp", "gradient reduction": "dp"}.get(term)
+    axis = {"tensor collectives": "tp", "traffic over the data axis": "dp"}.get(term)
     link = _link_name(plan, cluster, axis) if axis is not None else ""
     return Binds(rank, use.total_bytes / limits[rank], part, when, term, terms[term], link)
 

@@ -488,4 +488,5 @@ class CostTables:
             parameters=sum(held.values()),
             trained=trained,
             gradient_bytes=trained * self._added_bytes,
+            parameter_tensors=len(held),
         )

@@ -15,9 +15,9 @@ from shardwright.core.schedule.lanes import COMPUTE, Task, run_lanes
 GATHER, SUM, ACROSS = 1, 2, 3
 PORTS = (0, 1, 1, 1)
 """All messages of the data axis leave by one port."""
-MOST_ALIKE = 8
-"""The number of units of one run, alike and neighbours, that are laid on lanes; what more of them take follows from the
-last one, as lanes settle into a period."""
+FEW_ALIKE, MOST_ALIKE = 6, 10
+"""The numbers of units of one run, alike and neighbours, that are laid on lanes; what more of them take follows from the
+difference, as lanes settle into a period of one unit or of two."""
 MOST_MICROBATCHES = 3
 """The number of microbatches that are laid on lanes; what more of them take follows from the last one."""
 
@@ -160,9 +160,11 @@ def _folded(
     if length <= MOST_ALIKE:
         return run(units)
     short, longer = (
-        run([*units[:begin], *[units[begin]] * many, *units[begin + length :]]) for many in (MOST_ALIKE - 1, MOST_ALIKE)
+        run([*units[:begin], *[units[begin]] * many, *units[begin + length :]]) for many in (FEW_ALIKE, MOST_ALIKE)
     )
-    return longer[0] + (length - MOST_ALIKE) * (longer[0] - short[0]), longer[1]
+    further = (length - MOST_ALIKE) / (MOST_ALIKE - FEW_ALIKE)
+    end_s, tail_s = (more + further * (more - less) for less, more in zip(short, longer, strict=True))
+    return end_s, max(0.0, tail_s)
 
 
 class _Lanes:
@@ -181,8 +183,8 @@ class _Lanes:
         self.tasks.append(Task(lane, seconds, tuple(after)))
         return len(self.tasks) - 1
 
-    def compute(self, seconds: float, gather_s: float) -> int:
-        """Issue a unit's pass, after the gather of its parameters where there is one."""
+    def compute(self, seconds: float, gather_s: float, *, is_gathered: bool = False) -> int:
+        """Issue a unit's pass, after the gather of its parameters unless these are there already."""
         after = self.awaited
         self.awaited = []
         if gather_s:
@@ -190,7 +192,7 @@ class _Lanes:
             freed = self.gathered[-1 - ahead :][:1] if len(self.gathered) > ahead else []
             after = [*after, self.add(GATHER, gather_s, freed)]
         number = self.add(COMPUTE, seconds, after)
-        if gather_s:
+        if gather_s or is_gathered:
             self.gathered.append(number)
         self.last_compute = number
         return number
@@ -216,7 +218,8 @@ def _backward(
     kept = max((n for n, unit in enumerate(units) if unit.gather_s), default=-1) if after_forward else -1
     for number in reversed(range(len(units))):
         unit = units[number]
-        done = lanes.compute(unit.backward_s, 0.0 if number == kept else unit.gather_s)
+        is_there = number == kept
+        done = lanes.compute(unit.backward_s, 0.0 if is_there else unit.gather_s, is_gathered=is_there)
         if sums and (unit.sum_s or unit.across_s):
             if lanes.execution.gradients or (unit.gather_s and lanes.execution.prefetched_units):
                 _sum(lanes, unit, done, last=last, hides=True)

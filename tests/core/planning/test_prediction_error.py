@@ -120,7 +120,7 @@ def test_headroom_is_left_free_on_every_device() -> None:
         plan = sw.plan(DEEP, device_with(memory_bytes), headroom=share, **pins)
         assert max(plan.predicted.peak_memory_bytes) <= memory_bytes * (1 - share)
         assert plan.provenance.headroom == share
-        assert plan.provenance.device_memory_bytes == memory_bytes
+        assert plan.provenance.device_memory_bytes == (memory_bytes,) * plan.decision.pp
         assert plan.is_pinned("headroom")
         found.append(sw.plan(DEEP, device_with(memory_bytes), headroom=share, answer="fastest", **pins))
     times = [each.predicted.step_time_s for each in found]

@@ -208,7 +208,7 @@ def test_a_mixed_cluster_gives_the_faster_devices_more() -> None:
 
 def test_memory_is_that_of_each_devices_own() -> None:
     plan = sw.plan(DEEP, mixed(), batch=64, pp=2, tp=1, dp=4, placement_order="PDT", precision="fp16")
-    assert plan.provenance.device_memory_bytes == mixed().memory_bytes(7)
+    assert plan.provenance.device_memory_bytes == (mixed().memory_bytes(0), mixed().memory_bytes(7))
 
 
 @pytest.mark.parametrize("between", ["ib-hdr200", "ethernet-10g"])

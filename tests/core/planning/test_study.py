@@ -18,6 +18,8 @@ from shardwright.core.search.study import Study, study, what_binds
 from tests.core.toy import decoder
 
 GRAPH = decoder(layers=4, hidden=512, heads=8, vocabulary=8192, sequence=128)
+NODES = Cluster("v100", nodes=2, devices_per_node=2, inter_node="ib-hdr200")
+"""A link at which both nodes together are faster than one."""
 PINS = {"schedule": "1f1b", "virtual_stages": 1, "placement_order": "PDT"}
 
 
@@ -27,13 +29,16 @@ def studied(graph: Graph, cluster: Cluster, request: Request) -> Study:
 
 @pytest.fixture(scope="module")
 def found() -> Study:
-    return studied(GRAPH, Cluster("v100", nodes=2, devices_per_node=2), Request(batch=32, answer="fastest", **PINS))
+    return studied(GRAPH, NODES, Request(batch=32, answer="fastest", **PINS))
 
 
 def test_changes_bring_what_a_plan_of_the_changed_cluster_says(found: Study) -> None:
     by_name = {change.name: change for change in found.changes}
     device = load_profile("v100").device
-    larger = Cluster(replace(device, memory_bytes=2 * device.memory_bytes), nodes=2, devices_per_node=2)
+    larger = Cluster(
+        replace(device, memory_bytes=2 * device.memory_bytes), nodes=2, devices_per_node=2, intra_node="nvlink2",
+        inter_node="ib-hdr200",
+    )  # fmt: skip
     again = sw.plan(GRAPH, larger, batch=32, answer="fastest", **PINS)
     memory = by_name["2 times the memory"]
     assert memory.step_time_s == pytest.approx(again.predicted.step_time_s)
@@ -44,7 +49,8 @@ def test_changes_bring_what_a_plan_of_the_changed_cluster_says(found: Study) -> 
 
 
 def test_nothing_on_the_front_is_beaten(found: Study) -> None:
-    assert found.front[0].step_time_s == pytest.approx(found.plan.predicted.step_time_s, rel=1e-6)
+    of_all = [one.step_time_s for one in found.front if one.devices == 4]
+    assert min(of_all) == pytest.approx(found.plan.predicted.step_time_s, rel=1e-6)
     for one in found.front:
         for other in found.front:
             worse = (
