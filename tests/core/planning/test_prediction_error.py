@@ -29,7 +29,7 @@ def plan() -> Plan:
 @pytest.mark.parametrize(
     ("name", "basis"),
     [
-        ("a100-80gb", "fitted"), ("a100-40gb", "fitted"), ("h100", "transferred"), ("t4", "transferred"),
+        ("a100-80gb", "fitted"), ("a100-40gb", "fitted"), ("h100", "transferred"), ("t4", "fitted"),
         ("v100", "transferred"), ("tpu-v5e", "prior"), ("trn1", "prior"), ("cpu", "prior"),
     ],
 )  # fmt: skip
