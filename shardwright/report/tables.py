@@ -14,6 +14,7 @@ from shardwright.core.plan.compare import Comparison
 from shardwright.core.plan.decision import sharing_words
 from shardwright.core.plan.memory_over_time import Moment
 from shardwright.core.plan.plan import STALE, Plan
+from shardwright.core.plan.training_run import DAY_S
 from shardwright.core.schedule.timeline import Timeline
 from shardwright.core.tables.memory import MemoryUse
 from shardwright.core.values.amounts import bytes_text, count_text, seconds_text
@@ -40,6 +41,8 @@ def comparison_view(comparison: Comparison, first: str, second: str) -> Renderab
     verdict = Text("The decisions differ.", style="yellow")
     if comparison.same_decision:
         verdict = Text("Same decision: degrees, cuts, layouts, schedule and memory policy.", style="green")
+    if comparison.faster:
+        verdict.append(f"\n{comparison.faster}", style="default")
     frameworks = {plan.provenance.captured_from for plan in (comparison.first, comparison.second)}
     unexpected = set(comparison.unexpected)
     table = new_table("What differs", "section", "field", Text(first), Text(second), "between frameworks")
@@ -123,14 +126,13 @@ def _heading(plan: Plan) -> Text:
         f"batch {d.batch} = dp {d.dp} × {plan.microbatches} microbatches of {d.microbatch}",
         ", ".join(policy),
         f"given: {', '.join(plan.provenance.pinned) or 'nothing, all was searched'}",
-        f"step {seconds_text(p.step_time_s)} = "
+        f"step {seconds_text(p.step_time_s)} ± {p.error.step_time:.0%} ({p.error.basis}) = "
         + " + ".join(f"{name} {seconds_text(value)}" for name, value in terms.items() if value),
         f"of the pipeline, idle {p.bubble_fraction:.1%}, tensor collectives {seconds_text(p.tensor_collective_s)}"
         + (f", waiting for sharded parameters {seconds_text(p.passes_wait_s)}" if p.passes_wait_s else "")
         + (f"; ranks at work get {plan.costs.idle_lent:.0%} of what idle ones leave" if plan.costs.idle_lent else ""),
     ]
-    lines += _hidden(plan)
-    lines += _rates(plan)
+    lines += [*_hidden(plan), *_rates(plan), *_price(plan)]
     if plan.provenance.left_out:
         why = "left out" if plan.is_pinned("devices") else "not worth using, left out"
         lines.insert(1, f"{why}: {plan.provenance.left_out}")
@@ -167,6 +169,25 @@ def _rates(plan: Plan) -> list[str]:
     if work.recomputed_flops:
         flops.append(f"{_rate(found.hardware_flops_per_s / 1e12)} TFLOP/s with what is computed again")
     return [", ".join(rates), ", ".join(flops)]
+
+
+def _price(plan: Plan) -> list[str]:
+    """The price of the devices and the length and price of the training, as far as they are known."""
+    run, step_s, error = plan.run, plan.predicted.step_time_s, plan.predicted.error.step_time
+    lines = []
+    if run.usd_per_hour is not None:
+        per_step = run.usd_per_hour * step_s / 3600
+        each = f", {per_step / plan.work.tokens * 1e9:,.3g} USD for a billion tokens" if plan.work.tokens else ""
+        lines.append(f"{run.usd_per_hour:,.2f} USD an hour for all devices, {per_step:.3g} USD a step{each}")
+    training = plan.training
+    if training is not None:
+        amount = f"{run.tokens:.4g} tokens" if run.tokens else f"{run.samples:,} samples"
+        lines.append(f"{amount} are {training}, ± {error:.0%}")
+        late = run.deadline_s is not None and training.days * DAY_S * (1 + error) > run.deadline_s
+        dear = run.budget_usd is not None and training.usd is not None and training.usd * (1 + error) > run.budget_usd
+        for limit, tight in (("deadline", late), ("budget", dear)):
+            lines += [f"NOTE: the {limit} is nearer than the prediction's error: it may be missed"] if tight else []
+    return lines
 
 
 def _rate(value: float) -> str:
@@ -216,13 +237,28 @@ def _memory(plan: Plan) -> Table:
     unlike = len(set(limits)) > 1
     title = "each of its smallest device" if unlike else f"of {bytes_text(limits[0])}"
     whose = [">of"] if unlike else []
+    free, error = plan.provenance.headroom, plan.predicted.error.memory
+    title += f", {free:.1%} of it left free" if free else ""
     table = new_table(
-        f"Memory per rank ({title})", "pp", *(f">{name}" for name in classes), *apart, ">total", *whose, ">used"
+        f"Memory per rank ({title}; predictions may be {error:.1%} too low)",
+        "pp",
+        *(f">{name}" for name in classes),
+        *apart,
+        ">total",
+        *whose,
+        ">used",
+        ">margin",
     )
     for rank, (use, limit) in enumerate(zip(uses, limits, strict=True)):
         less = [f"-{bytes_text(use.apart_bytes)}"] if apart else []
         own = [bytes_text(limit)] if unlike else []
-        total = (bytes_text(use.total_bytes), *own, f"{use.total_bytes / limit:.1%}")
+        margin = limit - use.total_bytes
+        total = (
+            bytes_text(use.total_bytes),
+            *own,
+            f"{use.total_bytes / limit:.1%}",
+            bytes_text(margin) if margin >= 0 else f"-{bytes_text(-margin)}",
+        )
         table.add_row(str(rank), *(bytes_text(use.classes[name]) for name in classes), *less, *total)
     return table
 

@@ -25,6 +25,7 @@ from shardwright.core.plan.decision import summarize
 from shardwright.core.plan.realised_layouts import program_for
 from shardwright.core.plan.record import PlanRecord
 from shardwright.core.plan.throughput import Throughput, throughput
+from shardwright.core.plan.training_run import Training
 from shardwright.core.schedule import Schedule, StageCosts
 from shardwright.core.tables.memory import unit_recompute
 from shardwright.core.values.amounts import bytes_text, seconds_text
@@ -272,6 +273,11 @@ class Plan(PlanRecord):
             self.mesh.size,
             dict(self.provenance.peak_flops_per_s),
         )
+
+    @property
+    def training(self) -> Training | None:
+        """The length and the price of the training that the plan is for; None where its length was not said."""
+        return self.run.taking(self.predicted.step_time_s, self.decision.batch, self.work.tokens)
 
     def summary(self) -> str:
         """The degrees in one line."""

@@ -1,6 +1,6 @@
 """The record of a plan, as in its file: decision, model, names, costs, predictions, alternatives, provenance."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Annotated
 
 from annotated_types import Ge, Le
@@ -9,8 +9,10 @@ from shardwright.core.execution import PLAIN, Execution
 from shardwright.core.layout.mesh import Mesh
 from shardwright.core.model.structure import Binding, Structure
 from shardwright.core.plan.decision import Decision
+from shardwright.core.plan.prediction_error import PredictionError
 from shardwright.core.plan.program import Program
 from shardwright.core.plan.throughput import StepWork
+from shardwright.core.plan.training_run import UNSAID, TrainingRun
 from shardwright.core.solver.op_layouts import Rates, SlotAlternatives
 from shardwright.core.tables.memory import MemoryUse
 from shardwright.core.values.fields import Amount, Count, Rate, Seconds, Share
@@ -93,6 +95,8 @@ class StepFigures:
     """The traffic over the data axis that computing and idle time hide, on the rank that hides most."""
     tensor_hidden_s: Seconds
     """The collectives on the tensor axis that computing hides, on the rank that hides most."""
+    error: PredictionError = field(default=PredictionError(), kw_only=True)
+    """How far predictions of this kind are off."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +145,8 @@ class Provenance:
     """The ``class/role`` of every slot with a pinned layout, and the source of its pin."""
     left_out: str = ""
     """The devices that were given and are not worth using; ``cluster`` and ``world_size`` are of the rest."""
+    headroom: Share = 0.0
+    """The share of each device's memory that the plan leaves free, as asked for or by default."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -166,5 +172,7 @@ class PlanRecord:
     counted_for: str = ""
     """A digest of the decision, the model and the costs that ``predicted`` was counted for; by default, that of this
     plan. After an edit it is that of the plan before (`is_stale`)."""
+    run: TrainingRun = UNSAID
+    """The training that the plan is for, and the price of its devices."""
     not_in_fp8: tuple[tuple[str, str], ...] = ()
     """Under precision "fp8", the ``class/role`` of the matrices whose products stay in bf16, and the reason."""

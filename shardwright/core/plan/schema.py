@@ -11,10 +11,11 @@ from shardwright.core.plan.program import Program
 from shardwright.core.plan.record import Alternative, Costs, PlanRecord, Predicted, Provenance, StepFigures
 from shardwright.core.plan.sections import section_of
 from shardwright.core.plan.throughput import StepWork
+from shardwright.core.plan.training_run import TrainingRun
 from shardwright.core.solver.op_layouts import SlotAlternatives
 from shardwright.core.values.fields import Amount, Count
 
-VERSION = 15
+VERSION = 16
 PlanT = TypeVar("PlanT", bound=PlanRecord)
 
 
@@ -62,6 +63,7 @@ class PlanDocument:
     programs: tuple[tuple[str, Program], ...]
     costs: Costs
     predicted: PredictedSection
+    run: TrainingRun
     alternatives: AlternativesSection
     provenance: Provenance
 
@@ -80,6 +82,7 @@ class PlanDocument:
             plan.programs,
             plan.costs,
             PredictedSection(**_figures(plan.predicted), work=plan.work, counted_for=plan.counted_for),
+            plan.run,
             AlternativesSection(plan.alternatives, plan.unsplit, plan.not_in_fp8, plan.layout_alternatives),
             plan.provenance,
         )
@@ -105,6 +108,7 @@ class PlanDocument:
             layout_alternatives=self.alternatives.layouts,
             provenance=self.provenance,
             work=self.predicted.work,
+            run=self.run,
             counted_for=self.predicted.counted_for,
         )
 

@@ -54,7 +54,7 @@ class Bounds:
                 ]
                 # Replicas on unlike devices wait for the slowest.
                 found.append(kinds[0] if len(kinds) == 1 else max(kinds, key=lambda table: float(table.seconds.sum())))
-            limits = tuple(self.links.memory_bytes(shape.mesh, rank) for rank in range(len(found)))
+            limits = tuple(self._limit_bytes(self.links.memory_bytes(shape.mesh, rank)) for rank in range(len(found)))
             # Meshes whose ranks cost the same have the same cuts.
             lent = self._idle_lent(shape, found)
             ranked = RankTables(tuple(found), limits, lent)
@@ -68,6 +68,10 @@ class Bounds:
                 ranked = ranked.keeping(kept, away)
             self._ranked[key] = self._alike.setdefault((tuple(map(id, found)), limits, lent), ranked)
         return self._ranked[key]
+
+    def _limit_bytes(self, memory_bytes: int) -> int:
+        """What a plan may use of a device's memory."""
+        return int(memory_bytes * (1 - self.request.left_free))
 
     def _idle_lent(self, shape: Shape, tables: Sequence[UnitTable]) -> float:
         """The share of the time left by idle ranks that busy ranks of their pipeline get: the least that was measured
@@ -243,7 +247,7 @@ class Bounds:
         held = each * float(table.range_elements[0, -1]) + trained * float(table.range_trained[0, -1])
         held += float(table.range_kept[0, -1])
         if self.cluster.is_uniform:
-            return held <= pp * self.cluster.memory_bytes(0)
+            return held <= pp * self._limit_bytes(self.cluster.memory_bytes(0))
         return held <= sum(self.ranked(shape, policy.recompute).limits_bytes)
 
     def least_state(self, shape: Shape, policy: Policy, virtual_stages: int) -> tuple[float, float]:

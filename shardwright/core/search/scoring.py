@@ -8,7 +8,7 @@ from shardwright.core.errors import ScheduleError
 from shardwright.core.partition.partitioners import DEFAULT, cut_units
 from shardwright.core.plan.decision import Decision, placement_of
 from shardwright.core.plan.record import Predicted
-from shardwright.core.schedule import AUTO, Schedule, StageCosts
+from shardwright.core.schedule import AUTO, Schedule
 from shardwright.core.schedule.peak_memory import peak_live
 from shardwright.core.search.bounds import SAFE, Bounds
 from shardwright.core.search.partition_input import partition_input
@@ -21,6 +21,9 @@ from shardwright.core.tables.cost_tables import CostTables
 from shardwright.core.tables.memory import STAYING, MemoryUse, live_microbatches
 from shardwright.core.tables.memory_request import MemoryRequest
 from shardwright.core.tables.rank_tables import RankTables
+
+REMEMBERED_PIPELINES = 512
+"""The number of simulated pipelines that are remembered: policies that wait alike share one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +62,15 @@ class Draft:
     kept_units: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """A draft under one of its policies, whose pipeline is simulated; its memory is as counted for cuts."""
+
+    decision: Decision
+    tables: RankTables
+    predicted: Predicted
+
+
 class Scorer:
     """The scorer of choices for one model on one cluster, with what all of them share."""
 
@@ -67,6 +79,7 @@ class Scorer:
         self.bounds = Bounds(tables, cluster, request)
         self.links, self.step = self.bounds.links, self.bounds.step
         self._cuts: dict[tuple[object, ...], tuple[int, ...] | None] = {}
+        self._pipelines: dict[object, Pipeline] = {}
 
     def _request_of(self, decision: Decision) -> MemoryRequest:
         policy = Policy(
@@ -190,39 +203,43 @@ class Scorer:
         able = all(runtime.offload for runtime in self.request.runtimes or (self.tables.graph.capabilities,))
         return able if self.request.offload is None else self.request.offload
 
-    def finished(self, draft: Draft) -> Scored:
-        """A draft with its pipeline simulated, under the best of its policies; among equals the first, which saves
-        least."""
-        shape, pipelining, starts = draft.shape, draft.pipelining, draft.starts
-        pp = shape.mesh.axis_size("pp")
-        ranked = draft.tables
-        placement = placement_of(pipelining.schedule, pp, pipelining.virtual_stages)
-        decisions = [
-            replace(
-                self.bounds.decision(shape, policy, pipelining, starts),
-                kept_units=draft.kept_units,
-                offloaded_units=tuple(sorted(ranked.tables[0].offloaded)),
-            )
-            for policy, _ in draft.policies
+    def by_policy(self, draft: Draft) -> list[Draft]:
+        """A draft under each of its policies by itself, with the bound of its own time."""
+        starts, ranked = draft.starts, draft.tables
+        placement = placement_of(draft.pipelining.schedule, ranked.ranks, draft.pipelining.virtual_stages)
+        decisions = [self._decided(draft, policy) for policy, _ in draft.policies]
+        pipeline_s = _least_pipeline_s(draft.shape, draft.pipelining, starts, ranked)
+        bounds = self.step.least_steps_s(decisions, ranked, starts, placement, pipeline_s)
+        return [
+            replace(draft, policies=(own,), bound_s=max(draft.bound_s, bound_s * SAFE))
+            for own, bound_s in zip(draft.policies, bounds, strict=True)
         ]
-        pipelines: dict[StageCosts, Pipeline] = {}
-        pipeline_s = _least_pipeline_s(shape, pipelining, starts, ranked)
-        least_s = self.step.least_steps_s(decisions, ranked, starts, placement, pipeline_s)
-        best: tuple[float, int, Predicted] | None = None
-        for number in sorted(range(len(decisions)), key=lambda number: least_s[number]):
-            if best is not None and least_s[number] * SAFE > best[0] * (1 + 1e-5):
-                break
-            decision = decisions[number]
-            costs = self.step.stage_costs(decision, ranked, placement)
-            if costs not in pipelines:
-                pipelines[costs] = self.step.pipeline(decision, costs)
-            made = self.step.predicted(decision, ranked, draft.policies[number][1], placement, pipelines[costs])
-            one = float(f"{made.step_time_s:.6g}"), number, made
-            best = one if best is None or one[:2] < best[:2] else best
-        assert best is not None
-        decision, predicted = decisions[best[1]], best[2]
-        memory = by_stage(decision, ranked, predicted.memory_by_stage_rank, self._request_of(decision))
-        return Scored(decision, ranked, replace(predicted, memory_by_stage_rank=memory), 0)
+
+    def timed(self, draft: Draft) -> Timed:
+        """A draft of one policy with its pipeline simulated."""
+        ((policy, memory),) = draft.policies
+        decision, ranked, pipelining = self._decided(draft, policy), draft.tables, draft.pipelining
+        placement = placement_of(pipelining.schedule, ranked.ranks, pipelining.virtual_stages)
+        costs = self.step.stage_costs(decision, ranked, placement)
+        key = costs, pipelining, decision.microbatches
+        if key not in self._pipelines:
+            if len(self._pipelines) >= REMEMBERED_PIPELINES:
+                self._pipelines.clear()
+            self._pipelines[key] = self.step.pipeline(decision, costs)
+        return Timed(decision, ranked, self.step.predicted(decision, ranked, memory, placement, self._pipelines[key]))
+
+    def _decided(self, draft: Draft, policy: Policy) -> Decision:
+        return replace(
+            self.bounds.decision(draft.shape, policy, draft.pipelining, draft.starts),
+            kept_units=draft.kept_units,
+            offloaded_units=tuple(sorted(draft.tables.tables[0].offloaded)),
+        )
+
+    def finished(self, timed: Timed) -> Scored:
+        """A timed choice with its memory counted rank by rank."""
+        decision, predicted = timed.decision, timed.predicted
+        memory = by_stage(decision, timed.tables, predicted.memory_by_stage_rank, self._request_of(decision))
+        return Scored(decision, timed.tables, replace(predicted, memory_by_stage_rank=memory), 0)
 
     def without_limit(self, shape: Shape, policy: Policy, pipelining: Pipelining) -> Scored | None:
         """The choice with the cut that memory does not bind, with the bytes that it lacks and a bound of its time; None

@@ -18,14 +18,20 @@ def step_work(tables: CostTables, decision: Decision) -> StepWork:
     units = zip(tables.binding.units, tables.structure.unit_classes, strict=True)
     in_fp8 = {name for unit, c in units for role, name, _ in unit.parameters if f"{c}/{role}" in decision.fp8_weights}
     counted = training_flops(graph, batch, decision.precision, in_fp8)
-    tokens = tokens_in(_argument(graph, tensor) for tensor in graph.inputs)
+    tokens_of, tokens = step_tokens(graph, batch)
     return StepWork(
-        tokens_of=tokens.name if tokens else "",
-        tokens=tokens.shape[0] * tokens.shape[1] * batch // graph.sample_batch if tokens else 0,
+        tokens_of=tokens_of,
+        tokens=tokens,
         flops=tuple(sorted(counted.by_precision.items())),
         recomputed_flops=forward_flops(graph, _recomputed(tables, decision), batch),
         unknown=counted.unknown,
     )
+
+
+def step_tokens(graph: Graph, batch: int) -> tuple[str, int]:
+    """The tokens of a batch, and the input whose entries they are; ("", 0) where it has samples only."""
+    tokens = tokens_in(_argument(graph, tensor) for tensor in graph.inputs)
+    return (tokens.name, tokens.shape[0] * tokens.shape[1] * batch // graph.sample_batch) if tokens else ("", 0)
 
 
 def _argument(graph: Graph, tensor: int) -> Argument:
