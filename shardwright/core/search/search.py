@@ -1,13 +1,14 @@
 """The best plan for a request, over the parts of a cluster that it may use, with a schedule generated on request."""
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shardwright.core.cluster.cluster import Cluster
 from shardwright.core.errors import PlanError, PlanWarning
 from shardwright.core.model.graph import Graph
 from shardwright.core.plan.plan import Plan
+from shardwright.core.plan.plan_input import PlanInput
 from shardwright.core.schedule import AUTO
 from shardwright.core.search.answer import as_plan, not_carried_out
 from shardwright.core.search.best_first import REPORTED, Found, Search, preference
@@ -60,7 +61,9 @@ def make_plan(graph: Graph, cluster: Cluster, request: Request) -> Plan:
             warnings.warn(slow, PlanWarning, stacklevel=3)
     elsewhere = [(tried.part.cluster, tried.found.best) for tried in left if tried.found.best is not None]
     beside = [] if _pins_degrees(request) else defaults(scorer.tables, used, request)
-    return as_plan(scorer, best, others, beside, chosen.part.left_out, elsewhere)
+    found = as_plan(scorer, best, others, beside, chosen.part.left_out, elsewhere)
+    given = PlanInput.of(graph, used, request.beside_decision, request.pins, request.runtimes)
+    return replace(found, counted_for="", input=given)
 
 
 def search_parts(
