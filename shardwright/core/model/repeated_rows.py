@@ -11,7 +11,7 @@ from itertools import chain
 from shardwright.core.errors import PlanError
 from shardwright.core.values.fields import Amount, Count
 
-MOST_ROWS = 2_000_000
+MOST_ROWS = 500_000
 """The most rows of a table that is read. The graphs of models with a trillion parameters have fewer than 100,000; a
 number beyond this asks for more memory than a plan may take."""
 LONGEST_BLOCK = 4096

@@ -5,11 +5,12 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 from pydantic import ValidationError
 
 from shardwright.core.errors import PlanError, PlanFileError, ShardwrightError
+from shardwright.core.model.graph import OpKind
 from shardwright.core.model.structure import Binding, Structure
 from shardwright.core.plan.record import PlanRecord
 from shardwright.core.plan.schema import VERSION, PlanDocument, PlanT
@@ -205,7 +206,8 @@ def _require_consistent(file: PlanDocument) -> None:
     for name, binding in bindings.items():
         _require_bound(name, binding, structure)
     said = file.alternatives
-    for slot in (*dict(said.unsplit), *dict(said.not_in_fp8), *dict(said.layouts)):
+    products = {f"{number}/{kind}" for number in range(len(file.model.classes)) for kind in get_args(OpKind)}
+    for slot in (*sorted(set(dict(said.unsplit)) - products), *dict(said.not_in_fp8), *dict(said.layouts)):
         if slot not in structure.slot_shapes:
             raise PlanFileError(f"alternatives: name slot {slot!r}, which the model lacks")
 

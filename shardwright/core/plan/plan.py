@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-from shardwright.core.errors import PlanError, PlanFileError, PlanWarning, ShardwrightError, nearest
+from shardwright.core.errors import LayoutError, PlanError, PlanFileError, PlanWarning, ShardwrightError, nearest
 from shardwright.core.layout.mesh import Mesh
 from shardwright.core.layout.placements import Layout, Split
 from shardwright.core.model.fold import CallRef, fold
@@ -58,8 +58,7 @@ class Plan(PlanRecord):
         for slot, layout in self.decision.layouts:
             if slot not in shapes:
                 raise PlanError(f"a layout is given for {slot!r}, which the model lacks: {nearest(slot, shapes)}")
-            _require_tensor_axis(slot, layout)
-            layout.check(shapes[slot], self.mesh)
+            require_slot_layout(slot, layout, shapes[slot], self.mesh)
         matrices = {slot for slot, shape in shapes.items() if len(shape) == 2}
         matrices |= self._stacks() if self.decision.fp8_weights else set()
         for slot in self.decision.fp8_weights:
@@ -350,8 +349,9 @@ def _shown(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:57]}…"
 
 
-def _require_tensor_axis(slot: str, layout: Layout) -> None:
-    """Raise PlanError for a layout that no parameter can have: parameters are split, and only on the tensor axis."""
+def require_slot_layout(slot: str, layout: Layout, shape: tuple[int, ...], mesh: Mesh) -> None:
+    """Raise PlanError for a layout that no parameter can have: parameters are split, and only on the tensor axis.
+    Raise LayoutError for one that a slot of this shape cannot have on the mesh. Both name the slot."""
     for axis, placement in layout.placements:
         if axis in ("pp", "dp"):
             raise PlanError(
@@ -360,6 +360,10 @@ def _require_tensor_axis(slot: str, layout: Layout) -> None:
             )
         if not isinstance(placement, Split):
             raise PlanError(f"layout {layout} of {slot}: a parameter is split or whole, not partial")
+    try:
+        layout.check(shape, mesh)
+    except ShardwrightError as error:
+        raise LayoutError(f"layout {layout} of {slot}: {error}") from error
 
 
 def _plain(value: object) -> object:

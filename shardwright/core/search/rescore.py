@@ -11,14 +11,15 @@ from dataclasses import fields, replace
 from typing import Any
 
 from shardwright.core.errors import PlanError, PlanWarning, nearest
+from shardwright.core.layout.mesh import Mesh
 from shardwright.core.layout.pinned_layout import Pin
 from shardwright.core.layout.placements import Layout
 from shardwright.core.model.graph import Graph
 from shardwright.core.model.structure import Structure, in_own_dims, layout_of
 from shardwright.core.plan.decision import Decision
-from shardwright.core.plan.plan import Plan
+from shardwright.core.plan.plan import Plan, require_slot_layout
 from shardwright.core.plan.plan_input import PlanInput
-from shardwright.core.search.request import Options, Request
+from shardwright.core.search.request import Options, Request, request_for
 from shardwright.core.search.search import make_plan, tables_of
 from shardwright.core.solver.op_layouts import AXIS
 from shardwright.core.tables.cost_tables import unpriced_of
@@ -73,6 +74,8 @@ def rescore(plan: Plan, **changes: Any) -> Plan:
     }
     found_anew |= {name for name in DERIVED if name not in edited and not plan.is_pinned(name)}
     _require_devices(plan, wanted)
+    for slot, layout in wanted["layouts"] if "layouts" in changes else ():
+        require_slot_layout(slot, layout, plan.model.slot_shapes[slot], Mesh((AXIS,), (wanted["tp"],)))
     graph = plan.input.graph()
     _require_same_model(plan, graph, before.precision)
     if (unpriced := unpriced_of(graph)) is not None:
@@ -112,7 +115,7 @@ def _require_devices(plan: Plan, wanted: Mapping[str, Any]) -> None:
     fits = [f"{name}={world * degree // ranks}" for name, degree in degrees.items() if world * degree % ranks == 0]
     raise PlanError(
         f"{said} are {ranks} ranks, and the plan is for the {world} devices of {plan.provenance.cluster}: "
-        f"{'change another degree too, to ' + ' or '.join(fits) if fits else f'take degrees that multiply to {world}'}"
+        f"take {' or '.join(fits) or f'degrees that multiply to {world}'}"
     )
 
 
@@ -126,9 +129,6 @@ def _merged(plan: Plan, given: Any) -> tuple[tuple[str, Layout], ...]:
             raise PlanError(f"layouts name slot {slot!r}, which the model lacks: {nearest(str(slot), slots)[:400]}")
         if not isinstance(layout, Layout):
             raise PlanError(f"layouts give {slot} {layout!r}: expected a Layout, as Layout.of(tp=Split(1))")
-        axes = [axis for axis, _ in layout.placements]
-        if any(axis != AXIS for axis in axes):
-            raise PlanError(f"layout {layout} of {slot} is on {', '.join(axes)}: parameters are laid out on {AXIS!r}")
     return tuple(sorted((dict(plan.decision.layouts) | dict(given)).items()))
 
 
@@ -145,12 +145,11 @@ def _request(given: PlanInput, decided: Mapping[str, Any]) -> Request:
         pins["gathered_stages"] = pins["gathered_stages"] or 0
     for name in ("kept_units", "offloaded_units"):
         pins[name] = pins.get(name) or None
-    return Request(
-        **{**dict(given.options), **pins, "devices": "all"},
-        pins=given.pins,
-        runtimes=given.runtimes,
-        sums_as_level="reduce_after" in decided,
-    )
+    beside = dict(given.options)
+    if "stage_starts" in pins:  # the cut is given, and there is none to find
+        beside.pop("partitioner", None)
+    asked = Options(**{**beside, **pins, "devices": "all"})
+    return replace(request_for(asked, given.pins, given.runtimes), sums_as_level="reduce_after" in decided)
 
 
 def _with_layouts(plan: Plan, graph: Graph, request: Request, layouts: Mapping[str, Layout]) -> Request:
@@ -228,9 +227,10 @@ def _require_layouts(plan: Plan, found: Plan, wanted: Mapping[str, Layout]) -> N
         for role, name, dims in bound.parameters:
             asked, came = (in_own_dims(layout_of(of, unit, own, role), dims) for of in (wanted, have))
             if asked != came:
+                slot = f"@{unit}/{role}" if f"@{unit}/{role}" in wanted else f"{own}/{role}"
                 reason = dict(found.unsplit).get(f"{own}/{role}", "no op that reads it can use it")
                 raise PlanError(
-                    f"layout of {own}/{role} ({name}): {asked} cannot be carried out at tp={found.decision.tp}, {came} "
+                    f"layout of {slot} ({name}): {asked} cannot be carried out at tp={found.decision.tp}, {came} "
                     f"would come out: {reason}"
                 )
 
