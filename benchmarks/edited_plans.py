@@ -28,17 +28,18 @@ from tests.plan_edits import Original, judge, random_edit
 from tests.twins.models import Graphs, gpt2, ncf, resnet, t5
 
 MODELS: dict[str, Callable[[], Graphs]] = {
-    "GPT-2": lambda: gpt2(3, 64, 4, 32),
-    "T5": lambda: t5(2, 64, 4, 32),
     "NCF": lambda: ncf(512, 256, 16, 3),
     "residual network": lambda: resnet(8, 32),
+    "GPT-2": lambda: gpt2(3, 32, 2, 16),
+    "T5": lambda: t5(1, 32, 2, 16),
 }
 NODE = sw.Cluster("a100-80gb", devices_per_node=8)
 NODES = sw.Cluster("h100", nodes=2, devices_per_node=4)
+PLAIN: dict[str, Any] = {"schedule": "1f1b", "virtual_stages": 1}
 PLANS: tuple[tuple[sw.Cluster, dict[str, Any]], ...] = (
-    (NODE, {"batch": 32, "pp": 2, "dp": 2, "tp": 2, "microbatch": 4, "schedule": "1f1b", "virtual_stages": 1}),
-    (NODE, {"batch": 64, "pp": 1, "dp": 4, "tp": 2, "microbatch": 4, "shard": 3}),
-    (NODES, {"batch": 64, "pp": 2, "dp": 4, "tp": 1, "microbatch": 2, "recompute": "full", "shard": 3}),
+    (NODE, {"batch": 32, "pp": 2, "dp": 2, "tp": 2, "microbatch": 4, **PLAIN}),
+    (NODE, {"batch": 64, "pp": 1, "dp": 4, "tp": 2, "microbatch": 4, "shard": 3, "recompute": "none"}),
+    (NODES, {"batch": 64, "pp": 2, "dp": 4, "tp": 1, "microbatch": 2, "recompute": "full", "shard": 3, **PLAIN}),
     (NODE, {"batch": 32, "pp": 2, "dp": 4, "tp": 1, "microbatch": 2, "schedule": "auto", "virtual_stages": 1}),
 )
 
