@@ -5,10 +5,12 @@ from typing import Annotated
 
 from annotated_types import Ge, Le
 
+from shardwright.core.errors import PlanError
 from shardwright.core.execution import PLAIN, Execution
 from shardwright.core.layout.mesh import Mesh
 from shardwright.core.model.structure import Binding, Structure
 from shardwright.core.plan.decision import Decision
+from shardwright.core.plan.plan_input import PlanInput
 from shardwright.core.plan.prediction_error import PredictionError
 from shardwright.core.plan.program import Program
 from shardwright.core.plan.throughput import StepWork
@@ -57,9 +59,15 @@ class Costs:
     """What the system overlaps that the plan was counted for, and how it makes kernels."""
 
     def on_rank(self, rank: int) -> "Costs":
-        """The costs of units on one pipeline rank."""
+        """The costs of units on one pipeline rank. Raises PlanError for a rank that a plan had not before it was
+        edited."""
         if not self.ranks:
             return self
+        if rank >= len(self.ranks):
+            raise PlanError(
+                f"costs are counted for {len(self.ranks)} unlike pipeline ranks, and the plan was edited to have more: "
+                f"count them anew with shardwright rescore"
+            )
         own = self.ranks[rank]
         return replace(self, classes=own.classes, boundary_s=own.boundary_s, ranks=())
 
@@ -170,9 +178,13 @@ class PlanRecord:
     programs: tuple[tuple[str, Program], ...] = ()
     """The program on the tensor axis for each framework that the plan is bound to; empty without a tensor axis."""
     counted_for: str = ""
-    """A digest of the decision, the model and the costs that ``predicted`` was counted for; by default, that of this
-    plan. After an edit it is that of the plan before (`is_stale`)."""
+    """A digest of all figures and of what they were counted for; by default, that of this plan. After an edit it is
+    that of the plan before (`is_stale`)."""
     run: TrainingRun = UNSAID
     """The training that the plan is for, and the price of its devices."""
+    counted: Decision | None = None
+    """The decision that costs, predictions and alternatives are of; by default, this plan's."""
+    input: PlanInput | None = None
+    """What the figures were counted from, for counting them anew. None: not known, and the plan cannot be saved."""
     not_in_fp8: tuple[tuple[str, str], ...] = ()
     """Under precision "fp8", the ``class/role`` of the matrices whose products stay in bf16, and the reason."""

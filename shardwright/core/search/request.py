@@ -13,6 +13,7 @@ from shardwright.core.execution import SYSTEMS
 from shardwright.core.layout.pinned_layout import Pin
 from shardwright.core.partition.partitioners import DEFAULT, PARTITIONERS
 from shardwright.core.plan.decision import (
+    Decision,
     LossScope,
     OptimizerName,
     ScheduleName,
@@ -37,6 +38,9 @@ NUMBERS = (
     "batch", "precision", "optimizer", "loss_scope", "gradient_precision", "like", "pins", "runtimes", "left_free",
 )  # fmt: skip
 """The fields of a request that are no choice of the plan's form."""
+
+KEPT_OTHERWISE = {"layouts", "frameworks", "devices", "offload"}
+"""The options that a plan has otherwise: as pins, runtimes, its cluster, and units that were chosen for it."""
 
 Progress = Callable[[int, int], None]
 """A callback that takes (candidates scored, candidates in all)."""
@@ -405,6 +409,17 @@ class Request(Options):
     left_free: float = 0.0
     """The share of each device's memory that plans leave free: the headroom that was given, or that which memory's
     error asks for."""
+
+    sums_as_level: bool = False
+    """Whether gradients are summed when the shard level says so, although ``reduce_after`` is None, which else means
+    that it is searched."""
+
+    @property
+    def beside_decision(self) -> dict[str, Any]:
+        """The options that were given, are no part of a decision and are not kept in another form, for counting a plan
+        anew."""
+        decided = {each.name for each in fields(Decision)}
+        return {name: value for name, value in self.given.items() if name not in decided | KEPT_OTHERWISE}
 
     def unpinned(self, **pins: Any) -> Self:
         """The same batch, optimizer, layouts and kinds of numbers, for the same runtimes, with no other pins than

@@ -9,6 +9,7 @@ from shardwright.core.errors import PlanError, PlanWarning
 from shardwright.core.execution import system
 from shardwright.core.model.graph import Graph
 from shardwright.core.plan.plan import Plan
+from shardwright.core.plan.plan_input import PlanInput
 from shardwright.core.plan.prediction_error import LEAD, memory_error
 from shardwright.core.plan.training_run import usd_per_hour
 from shardwright.core.schedule import AUTO
@@ -66,7 +67,9 @@ def make_plan(graph: Graph, cluster: Cluster, request: Request) -> Plan:
             warnings.warn(slow, PlanWarning, stacklevel=3)
     elsewhere = [(tried.part.cluster, tried.found.fastest) for tried in left if tried.found.fastest is not None]
     beside = [] if _pins_degrees(request) else defaults(scorer.tables, used, asked)
-    return as_plan(scorer, best, others, beside, chosen.part.left_out, elsewhere, fastest)
+    found = as_plan(scorer, best, others, beside, chosen.part.left_out, elsewhere, fastest)
+    given = PlanInput.of(graph, used, request.beside_decision, request.pins, request.runtimes)
+    return replace(found, counted_for="", input=given)
 
 
 def with_headroom(graph: Graph, request: Request) -> Request:

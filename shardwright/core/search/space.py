@@ -235,8 +235,9 @@ class Space:
             gathered = (None, GATHERED_STAGES)
         elif request.gathered_stages and policy.shard < 3:
             return
+        is_searched = request.reduce_after is None and policy.shard == 3 and not request.sums_as_level
         for stages in gathered:
-            for after in REDUCED if request.reduce_after is None and policy.shard == 3 else (request.reduce_after,):
+            for after in REDUCED if is_searched else (request.reduce_after,):
                 yield replace(policy, gathered_stages=stages, look_ahead=request.look_ahead, reduce_after=after)
 
     def _is_carried_out(self, policy: Policy, dp: int) -> bool:
