@@ -88,7 +88,8 @@ def accumulate(
             return _not_before(leaves, own, m)
 
         def plus(old: jax.Array, dim: int | None, place: Any, new: jax.Array) -> jax.Array:
-            return jax.lax.with_sharding_constraint(old + batch.summed(new, dim, old.dtype), place)
+            found: jax.Array = jax.lax.with_sharding_constraint(old + batch.summed(new, dim, old.dtype), place)
+            return found
 
         added = [partial(plus, *each) for each in zip(gradients, dims, at, strict=True)]
         if on_cpu:
