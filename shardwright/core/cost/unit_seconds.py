@@ -76,6 +76,7 @@ class UnitCost:
     """The part of ``collective_s`` in the forward pass, which full recompute runs again."""
     between_bytes: int = 0
     """Bytes as in `UnitWork`."""
+    kept_by_calls_bytes: tuple[int, int] | None = None
     merged_bytes: tuple[int, int, int] | None = None
     """Bytes as in `UnitWork`."""
     forward_beside_bytes: int = 0
@@ -95,6 +96,13 @@ class UnitCost:
             return self
         saved, passing, _ = self.merged_bytes
         return replace(self, saved_bytes=saved, passing_bytes=passing)
+
+    def by_calls(self) -> "UnitCost":
+        """The same unit where a plan has one stage and computes something again."""
+        if self.kept_by_calls_bytes is None:
+            return self
+        full, selective = self.kept_by_calls_bytes
+        return replace(self, entering_bytes=full, saved_selective_bytes=selective)
 
     @property
     def total_s(self) -> float:
@@ -180,6 +188,7 @@ def unit_cost(
         given_bytes=work.given_bytes,
         forward_collective_s=ahead,
         between_bytes=work.between_bytes,
+        kept_by_calls_bytes=work.kept_by_calls_bytes,
         merged_bytes=work.merged_bytes,
         forward_beside_bytes=work.forward_beside_bytes,
         phases=work.phases,

@@ -105,6 +105,8 @@ class UnitWork:
     second half makes gradients of parameters. None: not known."""
     between_bytes: int = 0
     """Bytes that the input gradient of a split backward makes for the weight gradient, beside what is saved."""
+    kept_by_calls_bytes: tuple[int, int] | None = None
+    """What is kept under full and selective recompute on one stage, as in `Footprint.kept_by_calls`."""
     merged_bytes: tuple[int, int, int] | None = None
     """Where the whole step is one compiled program, the bytes saved, those passing, and the latter with the gradients
     that wait to be added to their sums; None: not known."""

@@ -264,6 +264,8 @@ class CostTables:
         is_merged = is_whole and traits.stages_are_programs and all(unit.merged_bytes for unit in units)
         if is_merged:
             units = tuple(unit.in_one_program() for unit in units)
+        if not place.in_stages and not is_whole:
+            units = tuple(unit.by_calls() for unit in units)
         return UnitTable(
             units,
             boundary,

@@ -74,6 +74,8 @@ class Captured:
     names: tuple[str, ...]
     traces_in: Callable[[Any], Traces]
     """A function of a dtype that gives the traces of steps that compute in it."""
+    is_module: bool = False
+    """Whether the model is an NNX module."""
 
 
 def capture(
@@ -113,7 +115,7 @@ def capture(
         )
         return one, other
 
-    return Captured(graph, traces, source.names, traces_in)
+    return Captured(graph, traces, source.names, traces_in, isinstance(model, nnx.Module))
 
 
 def read(source: Source, batch: Any, dims: tuple[int | None, ...], pick: Callable[[Any], Any]) -> tuple[Graph, Traces]:
