@@ -10,20 +10,19 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from shardwright.core.capabilities import Capabilities, MemoryTraits
-from shardwright.core.execution import Execution
 from shardwright.core.errors import PlanError
+from shardwright.core.execution import Execution
 from shardwright.core.layout.pinned_layout import Pin
 from shardwright.core.model.graph import (
     Call,
-    Footprint,
     Graph,
-    KeptTwice,
     LabelRole,
     Op,
     OpKind,
     Parameter,
     Tensor,
     TensorRole,
+    UnitMemory,
 )
 from shardwright.core.model.repeated_rows import Row, Run, folded, unfolded
 from shardwright.core.values.fields import Amount, Count
@@ -68,6 +67,17 @@ class ParameterForm:
 
 
 @dataclass(frozen=True, slots=True)
+class _Known:
+    """The memory of units that has been found."""
+
+    own: UnitMemory
+    in_16_bits: UnitMemory
+
+    def __call__(self, in_16_bits: bool, /) -> UnitMemory:
+        return self.in_16_bits if in_16_bits else self.own
+
+
+@dataclass(frozen=True, slots=True)
 class GraphDocument:
     """One graph. A row of a table is the number of its form, then the numbers that the form leaves open."""
 
@@ -92,10 +102,9 @@ class GraphDocument:
     """The numbers in the names, the tensor."""
     pins: tuple[Pin, ...]
     logical_axes: tuple[tuple[str, tuple[str | None, ...]], ...]
-    footprints: tuple[Footprint, ...]
-    kept_twice: tuple[KeptTwice, ...]
-    footprints_in_16_bits: tuple[Footprint, ...]
-    kept_twice_in_16_bits: tuple[KeptTwice, ...]
+    unit_memory: UnitMemory | None
+    """The memory of units in steps in the model's own precision. None: bytes are counted by kinds of op."""
+    unit_memory_in_16_bits: UnitMemory
 
     @classmethod
     def of(cls, graph: Graph) -> "GraphDocument":
@@ -122,10 +131,8 @@ class GraphDocument:
             folded(parameter_rows),
             graph.pins,
             graph.logical_axes,
-            graph.footprints,
-            graph.kept_twice,
-            graph.footprints_in_16_bits,
-            graph.kept_twice_in_16_bits,
+            None if graph.unit_memory is None else graph.unit_memory(False),
+            UnitMemory() if graph.unit_memory is None else graph.unit_memory(True),
         )
 
     def graph(self, in_16_bits: Graph | None = None) -> Graph:
@@ -167,9 +174,9 @@ class GraphDocument:
             raise PlanError("parameters: two of them are one tensor; expected one with two names")
         found = Graph(
             self.capabilities, self.model_name, tuple(tensors), tuple(ops), tuple(calls), tuple(parameters),
-            self.inputs, self.outputs, self.sample_batch, self.pins, self.logical_axes, self.footprints,
-            self.kept_twice, self.footprints_in_16_bits, self.kept_twice_in_16_bits, self.memory_traits,
-            self.execution,
+            self.inputs, self.outputs, self.sample_batch, self.pins, self.logical_axes,
+            None if self.unit_memory is None else _Known(self.unit_memory, self.unit_memory_in_16_bits),
+            self.memory_traits, self.execution,
         )  # fmt: skip
         return replace(found, in_16_bits=in_16_bits)
 
