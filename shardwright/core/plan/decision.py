@@ -78,8 +78,8 @@ class Decision:
     whole_below_bytes: Amount = 0
     """Under shard 3, the size of a unit's parameters on a rank below which they stay whole all through a step: gathers
     of so few bytes cost their latency alone."""
-    like: Annotated[str, Words(lambda: ("", *SYSTEMS))] = ""
-    """The system whose overlap and kernels the figures are counted for (`core.execution`); empty: the captured
+    like: Annotated[str, Words(lambda: SYSTEMS)] | None = None
+    """The system whose overlap and kernels the figures are counted for (`core.execution`); None: the captured
     framework's own runtime."""
     fp8_weights: tuple[str, ...] = ()
     """The slots ``class/role`` of the weights whose products are computed in fp8, under that precision."""

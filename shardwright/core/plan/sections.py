@@ -45,6 +45,8 @@ def section_of(cls: type) -> type[Section]:
 
 def to_section(value: Any, hint: Any = None) -> Any:
     """The JSON values of a value of this annotation; default: of its class."""
+    if value is None:
+        return None
     kind = _bare(type(value) if hint is None else hint)
     if kind is Layout:
         return {axis: _placement_out(placement) for axis, placement in value.placements}
@@ -64,6 +66,8 @@ def to_section(value: Any, hint: Any = None) -> Any:
 
 def from_section(read: Any, hint: Any) -> Any:
     """The value of an annotation that a section holds. Raises the errors of the value's class."""
+    if read is None:
+        return None
     kind = _bare(hint)
     if kind is Layout:
         return Layout.of({axis: _placement_in(axis, placement) for axis, placement in read.items()})

@@ -199,7 +199,7 @@ class Bounds:
             whole_below_bytes=self.whole_below_bytes(shape, policy),
             bucket_bytes=self.bucket_bytes(shape, policy),
             fp8_weights=self.tables.fp8_products.slots,
-            like=request.like or "",
+            like=request.like,
         )
 
     # Bounds ------------------------------------------------------------------------------------------------------

@@ -126,13 +126,16 @@ def one_stage_of_several(
         plain = [replace(unit, sum_s=0.0, across_s=0.0, update_gather_s=0.0, backward_s=0.0) for unit in units]
         end_s, _ = _folded(plain, lambda own: _passes(own, execution, slowed, backward=False))
         forward = max(0.0, end_s - compute[0])
+    hides = execution.gradients or (gathers and execution.prefetched_units > 0)
+    waited = 0.0
     if gathers or sums_each:
         own = [replace(unit, across_s=0.0, sum_s=unit.sum_s if sums_each else 0.0) for unit in units]
         end_s, tail_s = _folded(own, lambda own: _passes(own, execution, slowed, backward=True))
         moved = sum(unit.gather_s + unit.sum_s for unit in own)
-        backward = max(0.0, end_s - tail_s - compute[1], moved - compute[1])
+        backward = max(0.0, end_s - (tail_s if hides else 0.0) - compute[1], moved - compute[1])
+        waited = 0.0 if hides else tail_s
     last_end_s, last_tail_s = _folded(units, lambda own: _passes(own, execution, slowed, backward=True))
-    tail = last_tail_s if gathers or sums_each else max(0.0, last_end_s - compute[1])
+    tail = max(0.0, last_tail_s - waited) if gathers or sums_each else max(0.0, last_end_s - compute[1])
     if any(unit.update_gather_s for unit in units):
         tail += _updated_s(units, execution, slowed)
     found = Exchange(forward, backward, tail)
