@@ -15,7 +15,7 @@ from typing import Any
 
 from shardwright.core.cluster.cluster import Cluster
 from shardwright.core.search.request import Progress, Request
-from shardwright.core.search.scoring import Cut, Draft, Scored, Scorer
+from shardwright.core.search.scoring import Cut, Draft, Scored, Scorer, Uncut
 from shardwright.core.search.space import Pipelining, Policy, Shape, Space, splits_backward
 from shardwright.core.tables.cost_tables import CostTables
 
@@ -25,7 +25,7 @@ MORE_DEGREES = 2
 """The number of degrees that are searched beyond those that are reported."""
 OPENED = 200
 """The number of choices that are opened for a runner-up's degrees before these are given up; cuts do not count."""
-FURTHER: dict[type, int] = {Cut: 4, Draft: 5, Scored: 6}
+FURTHER: dict[type, int] = {Uncut: 4, Cut: 5, Draft: 6, Scored: 7}
 """The settled steps of a choice that has stages; for a choice without stages they are the number of its parts."""
 SAME = 1e-6
 """The relative difference below which times are equal, so that the simpler plan is taken."""
@@ -104,7 +104,10 @@ class Search:
         first = entry.choice[0]
         if isinstance(first, Scored):
             return first
-        if isinstance(first, Cut):
+        if isinstance(first, Uncut):
+            for cut in self.scorer.fastest_cuts(first):
+                self._push(max(cut.bound_s, entry.bound_s), cut)
+        elif isinstance(first, Cut):
             draft = self.scorer.draft(first)
             if draft is not None:
                 self._push(max(draft.bound_s, entry.bound_s), draft)
@@ -130,6 +133,8 @@ class Search:
             opened = 0
             while self._queue and self._queue[0].bound_s <= longest and opened < OPENED:
                 entry = heapq.heappop(self._queue)
+                if isinstance(entry.choice[0], Uncut):
+                    continue  # a runner-up is cut by its slowest stage, a little slower with few microbatches
                 opened += not isinstance(entry.choice[0], Cut)
                 scored = self._settled(entry)
                 if scored is not None:
@@ -168,6 +173,8 @@ class Search:
         for pipelining in choice[2]:
             for cut in scorer.cuts(shape, policies, pipelining):
                 yield cut.bound_s, (cut,)
+            if (uncut := scorer.uncut(shape, policies, pipelining)) is not None:
+                yield 0.0, (uncut,)
 
 
 def preference(scored: Scored) -> tuple[float, int, int, int, int, int, bool, int, int, int, bool, int, str]:
@@ -199,7 +206,7 @@ def _expected_s(entry: _Entry) -> float:
     return entry.bound_s * (1 + (shape.degrees[0] - 1) / shape.microbatches)
 
 
-def _degrees(choice: Shape | Cut | Draft | Scored) -> tuple[int, int, int]:
+def _degrees(choice: Shape | Uncut | Cut | Draft | Scored) -> tuple[int, int, int]:
     """The degrees of a choice, as (pp, dp, tp)."""
     if isinstance(choice, Scored):
         return choice.decision.pp, choice.decision.dp, choice.decision.tp
