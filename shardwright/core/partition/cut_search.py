@@ -20,6 +20,8 @@ MOST_LISTED = 5_000
 """The number of cuts up to which all are looked at: a few milliseconds for each hundred actions of a schedule."""
 BEAM = 8
 """The number of cuts whose neighbours are looked at next."""
+MOST_BESIDE = 6
+"""The number of borders beside each other that move together: more would make a round of deep pipelines long."""
 MOST_ROUNDS = 32
 """The number of rounds of the beam search."""
 STEPS = (-4, -2, -1, 1, 2, 4)
@@ -66,10 +68,11 @@ def every_cut(units: int, stages: int) -> Starts:
 
 
 def _moves(stages: int) -> Starts:
-    """The moves to the neighbours of a cut: of any borders beside each other by one unit, of one by `STEPS`."""
+    """The moves to the neighbours of a cut: of one border by `STEPS`, of several beside each other by one unit, where
+    these are at most `MOST_BESIDE` or all behind one."""
     found = []
     for first in range(1, stages):
-        for last in range(first + 1, stages + 1):
+        for last in {*range(first + 1, min(first + MOST_BESIDE, stages) + 1), stages}:
             for step in (-1, 1) if last > first + 1 else STEPS:
                 move = np.zeros(stages, dtype=np.int64)
                 move[first:last] = step

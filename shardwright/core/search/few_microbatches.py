@@ -8,7 +8,7 @@ fullest rank.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -134,7 +134,7 @@ def fastest_cuts(
     found: dict[tuple[int, ...], list[Policy]] = {}
     for policy in policies:
         step_s = pipeline_s + _tail_s(staged, policy, bounds, shares, float(pipeline_s.min()))
-        promising = _fastest_first(cuts, step_s, lambda policy=policy: _estimated_over(policy, bounds, shares))
+        promising = _fastest_first(cuts, step_s, partial(_estimated_over, policy, bounds, shares))
         cut = next((cut for cut in promising if fits(policy, cut)), None)
         if cut is not None:
             found.setdefault(cut, []).append(policy)
