@@ -1,6 +1,6 @@
 """Cuts and schedules of pipelines with few microbatches against exhaustive search by the simulator.
 
-    python benchmarks/few_microbatches.py [--cases 300] [--log few_microbatches.jsonl]
+    PYTHONPATH=. python benchmarks/few_microbatches.py [--cases 300] [--log few_microbatches.jsonl]
 
 Every case is a chain of 6 to 14 unequal units on 2 to 4 ranks with one or two stages each and 2 to 8 microbatches, over
 links of four kinds; in every third one memory binds (`tests/core/uneven.py`). The plan's step is compared with the
