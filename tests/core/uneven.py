@@ -19,6 +19,7 @@ from shardwright.core.schedule.catalogue import FAMILIES
 from shardwright.core.schedule.family import Sizes
 from shardwright.core.schedule.simulate import simulate
 from shardwright.core.search.best_first import Search
+from shardwright.core.search.predict import Pipeline
 from shardwright.core.search.request import Request
 from shardwright.core.search.search import tables_of
 from shardwright.core.tables.memory import named_schedule
@@ -132,7 +133,9 @@ def exhaustive(case: Case) -> tuple[float, str, tuple[int, ...]] | None:
         for borders in combinations(range(1, ranked.units), stages - 1):
             starts = (0, *borders)
             work = ranked.work(starts, placement)
-            (tail_s,) = bounds.step.steps_s([decision], work, ranked.tied(starts, placement), 0.0)
+            pinned = replace(decision, stage_starts=starts, schedule=name, virtual_stages=case.virtual_stages)
+            nothing = Pipeline(0.0, (0.0,) * ranked.ranks)
+            tail_s = bounds.step.predicted(pinned, ranked, (), placement, nothing).step_time_s
             busy_s = m * max(rank.seconds for rank in work)
             queue.append((busy_s * (1 - 1e-9) + tail_s, False, name, starts, tail_s))
     heapify(queue)

@@ -186,9 +186,9 @@ def _require_consistent(file: PlanDocument) -> None:
             f"provenance.world_size is {file.provenance.world_size}",
         ),
         (
-            len(file.provenance.device_memory_bytes) == file.decision.pp,
+            len(file.provenance.device_memory_bytes) == file.predicted.decision.pp,
             f"provenance.device_memory_bytes: {len(file.provenance.device_memory_bytes)} entries, expected one per "
-            f"pipeline rank, {file.decision.pp}",
+            f"pipeline rank of predicted.decision, {file.predicted.decision.pp}",
         ),
     ]
     for holds, message in checks:
