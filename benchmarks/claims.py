@@ -338,3 +338,15 @@ def real_models_jax(outcomes: Mapping[tuple[str, str], str], is_whole: bool) -> 
     claims = Claims()
     claims.models(outcomes, 15 if is_whole else 1)
     return claims
+
+
+def edited_plans(counts: Mapping[tuple[str, str], Mapping[str, int]]) -> Claims:
+    """1,000 random edits over models in both frameworks: none is wrong, and of every model some are refused and some
+    are counted anew."""
+    claims = Claims()
+    claims.at_least("edits", sum(sum(count.values()) for count in counts.values()), 1000)
+    claims.at_most("edits that are wrong", sum(count.get("wrong", 0) for count in counts.values()), 0)
+    for (name, framework), count in counts.items():
+        for kind in ("refused", "rescored"):
+            claims.at_least(f"{name} in {framework}: {kind}", count.get(kind, 0), 10)
+    return claims

@@ -62,7 +62,7 @@ def main() -> int:
             found[f"{name}, {where}"] = alike
             memory = " / ".join(f"{max(plan.predicted.peak_memory_bytes) / GIB:.2f}" for plan in plans)
             times = " / ".join(f"{plan.predicted.step_time_s * 1e3:.1f}" for plan in plans)
-            room = f"{plans[0].provenance.device_memory_bytes / GIB:.1f}"
+            room = f"{min(plans[0].provenance.device_memory_bytes) / GIB:.1f}"
             other = "" if alike else plans[1].summary()
             lines.append(f"| {name} | {where} | {plans[0].summary()} | {memory} | {room} | {times} | {other} |")
             print(lines[-1], flush=True)

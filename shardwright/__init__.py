@@ -14,6 +14,7 @@ from shardwright.core.plan.explain import explain
 from shardwright.core.plan.plan import Plan
 from shardwright.core.schedule import Schedule, StageCosts
 from shardwright.core.schedule.timeline import Timeline
+from shardwright.core.search.rescore import rescore
 
 __all__ = [
     "Cluster",
@@ -33,5 +34,6 @@ __all__ = [
     "compare",
     "explain",
     "plan",
+    "rescore",
     "simulate",
 ]

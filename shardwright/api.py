@@ -9,9 +9,9 @@ from typing import Any, ParamSpec, Protocol, get_type_hints
 
 from shardwright.backends.registry import framework_of, load, runtimes_of
 from shardwright.core.cluster.cluster import Cluster
-from shardwright.core.errors import PlanError, nearest
+from shardwright.core.errors import PlanError, PlanWarning, nearest
 from shardwright.core.model.graph import Graph
-from shardwright.core.plan.plan import Plan
+from shardwright.core.plan.plan import Plan, stale_note
 from shardwright.core.rules.pins import pins_of
 from shardwright.core.schedule import Schedule, StageCosts
 from shardwright.core.schedule.simulate import simulate_schedule
@@ -119,9 +119,13 @@ def resolve(options: Options, graph: Graph) -> Request:
 def simulate(plan_or_schedule: Plan | Schedule, costs: StageCosts | None = None) -> Timeline:
     """The timeline of a pipeline: when every action would run.
 
-    A plan is simulated with its own costs unless others are given. Raises ScheduleError when the costs are of another
-    number of stages.
+    A plan is simulated with its own costs unless others are given. The costs of an edited plan are those of the one
+    before: without others, that one is simulated, with a warning (`rescore` counts them anew). Raises ScheduleError
+    when the costs are of another number of stages.
     """
+    if isinstance(plan_or_schedule, Plan) and costs is None and (note := stale_note(plan_or_schedule)) is not None:
+        warnings.warn(f"the plan is simulated as it was before it was edited: {note}", PlanWarning, stacklevel=2)
+        plan_or_schedule = plan_or_schedule.as_counted
     if isinstance(plan_or_schedule, Plan):
         return simulate_schedule(plan_or_schedule.build_schedule(), costs or plan_or_schedule.stage_costs())
     if isinstance(plan_or_schedule, Schedule):

@@ -1,5 +1,5 @@
-"""The command line: `shardwright plan | partition | show | compare | simulate | explain | schedule | profile |
-hardware | doctor`.
+"""The command line: `shardwright plan | partition | show | compare | rescore | simulate | explain | schedule |
+profile | hardware | doctor`.
 
 Neither framework is imported before a model file asks for one.
 """
@@ -18,6 +18,7 @@ from shardwright.commands.output import USER_ERROR, print_error
 from shardwright.commands.partition import partition_command
 from shardwright.commands.plan import plan_command
 from shardwright.commands.profile import profile_command
+from shardwright.commands.rescore import rescore_command
 from shardwright.commands.schedule import schedule_command
 from shardwright.commands.show import show_command
 from shardwright.commands.simulate import simulate_command
@@ -78,6 +79,7 @@ app.command("plan")(plan_command)
 app.command("partition")(partition_command)
 app.command("show")(show_command)
 app.command("compare")(compare_command)
+app.command("rescore")(rescore_command)
 app.command("simulate")(simulate_command)
 app.command("explain")(explain_command)
 app.command("schedule")(schedule_command)

@@ -5,6 +5,7 @@ Plans are made for twins: unless a request names frameworks, the search chooses 
 """
 
 from shardwright.core.capabilities import Capabilities, MemoryTraits
+from shardwright.core.execution import SYSTEMS
 
 TORCH = Capabilities(
     framework="torch",
@@ -31,6 +32,8 @@ TORCH_MEMORY = MemoryTraits(
     gradients_in_fp32=True,
     updates_make_values=True,  # torch's defaults: a loop on CPUs, `foreach` elsewhere
 )
+TORCH_EXECUTION = SYSTEMS["torch"]
+JAX_EXECUTION = SYSTEMS["jax"]
 JAX = Capabilities(
     framework="jax",
     axes=("pp", "dp", "tp"),

@@ -25,6 +25,8 @@ def compare_command(
                 "first": str(first),
                 "second": str(second),
                 "same_decision": comparison.same_decision,
+                "faster": comparison.faster,
+                "notes": list(comparison.notes),
                 "differences": [
                     asdict(each) | {"expected_between_frameworks": each not in comparison.unexpected}
                     for each in comparison.differences

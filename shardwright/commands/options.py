@@ -75,6 +75,8 @@ def _annotation(field: Field) -> Any:
             text = text[:-1] + ", as 0,5,9."
         case _ if field.kind is bool:
             names, kind = [f"--{flag}/--no-{flag}"], bool
+        case "tokens" | "price" | "budget" | "headroom":
+            kind = float
         case _ if field.kind is int and field.words is None:
             kind = int
     option = typer.Option(*names, help=text, metavar=metavar, show_default=not field.optional, rich_help_panel=_PANEL)

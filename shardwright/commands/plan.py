@@ -13,7 +13,7 @@ from shardwright.commands.options import takes_options
 from shardwright.commands.output import JsonOption, print_json, print_view, require_folder
 from shardwright.commands.progress import DelayedProgress
 from shardwright.core.cluster.cluster import Cluster
-from shardwright.core.errors import ClusterError, ShardwrightError
+from shardwright.core.errors import ClusterError
 from shardwright.core.model.graph import Graph
 from shardwright.core.search.request import Options
 from shardwright.core.search.study import study as make_study
@@ -52,10 +52,6 @@ def plan_command(
             "--study", help="Also what binds, what changes would bring, and time against memory against price."
         ),
     ] = False,
-    tokens: Annotated[
-        float | None,
-        typer.Option(help="With --study: days and cost of training on so many tokens.", show_default=False),
-    ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Where to save the plan file.", show_default=False)
     ] = None,
@@ -65,8 +61,6 @@ def plan_command(
 ) -> None:
     """Capture a model and find how to split it over a cluster. What is given is pinned, the rest is searched."""
     require_folder(output)
-    if tokens is not None and not study:
-        raise ShardwrightError(f"--tokens {tokens:g} without --study: add --study, which says what training takes")
     whole = load_cluster(cluster, nodes, devices_per_node, intra_node, inter_node)
     with DelayedProgress() as bar:
         graph = _captured(model, loss, bar)
@@ -75,7 +69,7 @@ def plan_command(
         if output is not None:
             plan.save(output)
         bar.stage("studying")
-        studied = make_study(plan, graph, whole, resolve(options, graph), tokens) if study else None
+        studied = make_study(plan, graph, whole, resolve(options, graph)) if study else None
     from shardwright.core.plan.file import to_document
     from shardwright.report.study import study_document, study_view
 

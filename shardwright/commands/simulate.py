@@ -19,7 +19,7 @@ from shardwright.commands.saved import CsvOption, SvgOption, TraceOption, save_s
 from shardwright.core.capabilities import PLAIN_MEMORY
 from shardwright.core.plan.breakdown import break_down
 from shardwright.core.plan.memory_over_time import Moment, memory_over_time
-from shardwright.core.plan.plan import Plan
+from shardwright.core.plan.plan import Plan, stale_note
 
 
 def simulate_command(
@@ -33,7 +33,11 @@ def simulate_command(
     """Simulate a plan's step with its own costs: where the time of every rank goes, and its live activations."""
     for path in (csv, svg, trace):
         require_folder(path)
-    loaded = Plan.load(plan)
+    given = Plan.load(plan)
+    loaded = given.as_counted  # an edited plan has the costs of the one before, and is simulated when it is rescored
+    note = stale_note(given)
+    if note is not None and loaded is not given:
+        note = f"this is the step of the plan before it was edited: {note}"
     timeline = simulate(loaded)
     parts = break_down(loaded)
     own = registered().get(loaded.provenance.captured_from)
@@ -45,6 +49,7 @@ def simulate_command(
         print_json(
             {
                 "plan": str(plan),
+                "note": note,
                 "schedule": loaded.decision.schedule,
                 "microbatches": loaded.microbatches,
                 "makespan_s": timeline.makespan_s,
@@ -70,6 +75,7 @@ def simulate_command(
 
     drawing = timeline_text(timeline, view_width() - len("rank 000  "))
     print_view(
+        *(() if note is None else (f"NOTE: {note}",)),
         timeline_view(loaded, timeline),
         "",
         step_view(parts),

@@ -14,7 +14,7 @@ BAR = 24
 
 
 def study_view(study: Study) -> RenderableType:
-    """The tables of a study: what binds, what changes would bring, sizes, the front, and a training run."""
+    """The tables of a study: what binds, what changes would bring, sizes and the front."""
     binds = study.binds
     over = f" over {binds.link}" if binds.link else ""
     lines = [
@@ -47,11 +47,6 @@ def study_view(study: Study) -> RenderableType:
             Text(point.summary),
         )
     parts.append(front)
-    if study.training is not None:
-        t = study.training
-        cost = "price not known" if t.usd is None else f"{t.usd:,.0f} USD"
-        length = f"{t.days:.3g} days" if t.days >= 1 else f"{24 * t.days:.3g} hours"
-        parts.append(Text(f"\n{t.tokens:.4g} tokens are {t.steps:,} steps: {length}, {cost}", style="bold"))
     return Group(*parts)
 
 
@@ -79,5 +74,4 @@ def study_document(study: Study) -> dict[str, Any]:
         "changes": [asdict(change) for change in study.changes],
         "front": [asdict(point) for point in study.front],
         "sizes": [asdict(point) for point in study.sizes],
-        "training": None if study.training is None else asdict(study.training),
     }

@@ -13,7 +13,8 @@ from shardwright.core.plan.breakdown import RankStep
 from shardwright.core.plan.compare import Comparison
 from shardwright.core.plan.decision import sharing_words
 from shardwright.core.plan.memory_over_time import Moment
-from shardwright.core.plan.plan import STALE, Plan
+from shardwright.core.plan.plan import Plan, stale_note
+from shardwright.core.plan.training_run import DAY_S
 from shardwright.core.schedule.timeline import Timeline
 from shardwright.core.tables.memory import MemoryUse
 from shardwright.core.values.amounts import bytes_text, count_text, seconds_text
@@ -34,12 +35,15 @@ def plan_view(plan: Plan) -> RenderableType:
 
 def comparison_view(comparison: Comparison, first: str, second: str) -> RenderableType:
     """The differences of two plans, and whether their decisions differ."""
-    decision = Text(f"{first}: {comparison.first.summary()}\n{second}: {comparison.second.summary()}")
+    notes = "".join(f"\nNOTE: {note}" for note in comparison.notes)
+    decision = Text(f"{first}: {comparison.first.summary()}\n{second}: {comparison.second.summary()}{notes}")
     if not comparison.differences:
         return Group(decision, Text("The plans are equal.", style="green"))
     verdict = Text("The decisions differ.", style="yellow")
     if comparison.same_decision:
         verdict = Text("Same decision: degrees, cuts, layouts, schedule and memory policy.", style="green")
+    if comparison.faster:
+        verdict.append(f"\n{comparison.faster}", style="default")
     frameworks = {plan.provenance.captured_from for plan in (comparison.first, comparison.second)}
     unexpected = set(comparison.unexpected)
     table = new_table("What differs", "section", "field", Text(first), Text(second), "between frameworks")
@@ -112,23 +116,25 @@ def _heading(plan: Plan) -> Text:
     policy += sharing_words(d)
     terms = {
         "pipeline": p.pipeline_s,
-        "gradient reduction": p.data_parallel_s,
+        "traffic over the data axis": p.data_parallel_s,
         "optimizer": p.optimizer_s,
     }
+    old = "before the edit: " * plan.is_stale
     lines = [
-        *([f"NOTE: {STALE}"] if plan.is_stale else []),
+        *([f"NOTE: {note}"] if (note := stale_note(plan)) is not None else []),
         f"{count_text(plan.model.parameter_count)} parameters, captured from {plan.provenance.captured_from}, "
         f"bound to {', '.join(name for name, _ in plan.bindings)}",
         f"pp {d.pp} × dp {d.dp} × tp {d.tp}, "
         f"batch {d.batch} = dp {d.dp} × {plan.microbatches} microbatches of {d.microbatch}",
         ", ".join(policy),
         f"given: {', '.join(plan.provenance.pinned) or 'nothing, all was searched'}",
-        f"step {seconds_text(p.step_time_s)} = "
+        f"{old}step {seconds_text(p.step_time_s)} ± {p.error.step_time:.0%} ({p.error.basis}) = "
         + " + ".join(f"{name} {seconds_text(value)}" for name, value in terms.items() if value),
-        f"of the pipeline, idle {p.bubble_fraction:.1%}, tensor collectives {seconds_text(p.tensor_collective_s)}"
+        f"{old}of the pipeline, idle {p.bubble_fraction:.1%}, tensor collectives {seconds_text(p.tensor_collective_s)}"
+        + (f", waiting for sharded parameters {seconds_text(p.passes_wait_s)}" if p.passes_wait_s else "")
         + (f"; ranks at work get {plan.costs.idle_lent:.0%} of what idle ones leave" if plan.costs.idle_lent else ""),
     ]
-    lines += _rates(plan)
+    lines += [f"{old}{line}" for line in (*_hidden(plan), *_rates(plan), *_price(plan))]
     if plan.provenance.left_out:
         why = "left out" if plan.is_pinned("devices") else "not worth using, left out"
         lines.insert(1, f"{why}: {plan.provenance.left_out}")
@@ -137,12 +143,23 @@ def _heading(plan: Plan) -> Text:
     )
 
 
+def _hidden(plan: Plan) -> list[str]:
+    """The traffic that a step hides, and by whose overlap."""
+    p, parts = plan.predicted, []
+    if p.data_parallel_hidden_s:
+        parts.append(f"{seconds_text(p.data_parallel_hidden_s)} of traffic over the data axis")
+    if p.tensor_hidden_s:
+        parts.append(f"{seconds_text(p.tensor_hidden_s)} of tensor collectives")
+    runs = f"as {plan.costs.execution.system} {plan.costs.execution.version} overlaps"
+    return [f"hidden behind computing: {' and '.join(parts)}, {runs}"] if parts else []
+
+
 def _rates(plan: Plan) -> list[str]:
     """Samples, tokens and FLOPs per second, as far as they are known."""
     found, work = plan.throughput, plan.work
     rates = [f"{_rate(found.samples_per_s)} samples/s"]
     if found.tokens_per_s is not None:
-        each = found.tokens_per_s / plan.mesh.size
+        each = found.tokens_per_s / plan.predicted.mesh.size
         rates.append(f"{_rate(found.tokens_per_s)} tokens/s ({_rate(each)} a device; entries of {work.tokens_of})")
     if work.unknown:
         return [", ".join(rates), f"FLOPs are not told, as those of {', '.join(work.unknown[:3])} are not known"]
@@ -154,6 +171,25 @@ def _rates(plan: Plan) -> list[str]:
     if work.recomputed_flops:
         flops.append(f"{_rate(found.hardware_flops_per_s / 1e12)} TFLOP/s with what is computed again")
     return [", ".join(rates), ", ".join(flops)]
+
+
+def _price(plan: Plan) -> list[str]:
+    """The price of the devices and the length and price of the training, as far as they are known."""
+    run, step_s, error = plan.run, plan.predicted.step_time_s, plan.predicted.error.step_time
+    lines = []
+    if run.usd_per_hour is not None:
+        per_step = run.usd_per_hour * step_s / 3600
+        each = f", {per_step / plan.work.tokens * 1e9:,.3g} USD for a billion tokens" if plan.work.tokens else ""
+        lines.append(f"{run.usd_per_hour:,.2f} USD an hour for all devices, {per_step:.3g} USD a step{each}")
+    training = plan.training
+    if training is not None:
+        amount = f"{run.tokens:.4g} tokens" if run.tokens else f"{run.samples:,} samples"
+        lines.append(f"{amount} are {training}, ± {error:.0%}")
+        late = run.deadline_s is not None and training.days * DAY_S * (1 + error) > run.deadline_s
+        dear = run.budget_usd is not None and training.usd is not None and training.usd * (1 + error) > run.budget_usd
+        for limit, tight in (("deadline", late), ("budget", dear)):
+            lines += [f"NOTE: the {limit} is nearer than the prediction's error: it may be missed"] if tight else []
+    return lines
 
 
 def _rate(value: float) -> str:
@@ -168,12 +204,11 @@ def _precision_text(plan: Plan) -> str:
 
 
 def _stages(plan: Plan) -> Table:
-    costs = plan.stage_costs()
+    """The stages of the decision. An edited plan knows no times of them: its costs are those of the stages before."""
+    costs = None if plan.is_stale else plan.stage_costs()
     framework, binding = plan.bindings[0]
-    placement = plan.build_schedule().placement
-    table = new_table(
-        f"Stages ({framework}'s names)", "stage", "pp", "units", "modules", ">parameters", ">forward", ">backward"
-    )
+    times = [] if costs is None else [">forward", ">backward"]
+    table = new_table(f"Stages ({framework}'s names)", "stage", "pp", "units", "modules", ">parameters", *times)
     classes = plan.model.class_slots
     first_of_tied = {slot: tied[0] for tied in plan.model.ties for slot in tied}
     for stage, units in enumerate(plan.stage_units):
@@ -183,30 +218,49 @@ def _stages(plan: Plan) -> Table:
             for unit in units
             for role, shape in classes[plan.model.unit_classes[unit]]
         }
-        backward = costs.input_grad_s[stage] + costs.weight_grad_s[stage]
+        if costs is not None:
+            seconds = costs.forward_s[stage], costs.input_grad_s[stage] + costs.weight_grad_s[stage]
+            times = list(map(seconds_text, seconds))
         table.add_row(
             str(stage),
-            str(placement[stage]),
+            str(plan.decision.stage_ranks[stage]),
             f"{units[0]}–{units[-1]}" if len(units) > 1 else str(units[0]),
             Text(_span(calls)),
             count_text(sum(held.values())),
-            seconds_text(costs.forward_s[stage]),
-            seconds_text(backward),
+            *times,
         )
     return table
 
 
 def _memory(plan: Plan) -> Table:
-    limit = plan.provenance.device_memory_bytes
-    uses = plan.predicted.memory_by_stage_rank
+    limits, uses = plan.provenance.device_memory_bytes, plan.predicted.memory_by_stage_rank
     apart = [">not at once"] if any(use.apart_bytes for use in uses) else []
     classes = _classes(uses)
+    unlike = len(set(limits)) > 1
+    title = "each of its smallest device" if unlike else f"of {bytes_text(limits[0])}"
+    whose = [">of"] if unlike else []
+    free, error = plan.provenance.headroom, plan.predicted.error.memory
+    title += f", {free:.1%} of it left free" if free else ""
     table = new_table(
-        f"Memory per rank (of {bytes_text(limit)})", "pp", *(f">{name}" for name in classes), *apart, ">total", ">used"
+        f"Memory per rank{' before the edit' * plan.is_stale} ({title}; predictions may be {error:.1%} too low)",
+        "pp",
+        *(f">{name}" for name in classes),
+        *apart,
+        ">total",
+        *whose,
+        ">used",
+        ">margin",
     )
-    for rank, use in enumerate(uses):
+    for rank, (use, limit) in enumerate(zip(uses, limits, strict=True)):
         less = [f"-{bytes_text(use.apart_bytes)}"] if apart else []
-        total = (bytes_text(use.total_bytes), f"{use.total_bytes / limit:.1%}")
+        own = [bytes_text(limit)] if unlike else []
+        margin = limit - use.total_bytes
+        total = (
+            bytes_text(use.total_bytes),
+            *own,
+            f"{use.total_bytes / limit:.1%}",
+            bytes_text(margin) if margin >= 0 else f"-{bytes_text(-margin)}",
+        )
         table.add_row(str(rank), *(bytes_text(use.classes[name]) for name in classes), *less, *total)
     return table
 
@@ -237,7 +291,7 @@ def _layouts(plan: Plan) -> Table:
 
 
 def _alternatives(plan: Plan) -> Table:
-    table = new_table("Not chosen", "plan", ">step", ">peak memory", "why")
+    table = new_table(f"Not chosen{' before the edit' * plan.is_stale}", "plan", ">step", ">peak memory", "why")
     for each in plan.alternatives:
         scored = each.step_time_s > 0  # a default that does not fit has no figures
         figures = (seconds_text(each.step_time_s), bytes_text(each.peak_memory_bytes)) if scored else ("–", "–")

@@ -71,6 +71,18 @@ def with_loss():
     print("made by with_loss")
     return Net(), torch.zeros(2, 16), lambda output: output.square().mean()
 
+class Tokens(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = torch.nn.Embedding(32, 16)
+        self.head = torch.nn.Linear(16, 16)
+
+    def forward(self, ids):
+        return self.head(self.table(ids)).square().mean()
+
+def of_tokens():
+    return Tokens(), torch.zeros(2, 4, dtype=torch.long)
+
 def marked():
     from shardwright.torch import set_tensor_parallelism
 

@@ -61,8 +61,16 @@ OPTIONS: dict[str, tuple[tuple[object, ...], dict[str, Any]]] = {
     "placement_order": (("--placement-order", "DPT"), {"placement_order": "DPT"}),
     "partitioner": (("--partitioner", "tree", "--pp", 2), {"partitioner": "tree", "pp": 2}),
     "frameworks": (("--framework", "torch"), {"frameworks": ["torch"]}),
+    "like": (("--like", "fsdp2"), {"like": "fsdp2"}),
     "devices": (("--devices", 2), {"devices": 2}),
     "offload": (("--offload",), {"offload": True}),
+    "answer": (("--answer", "fastest"), {"answer": "fastest"}),
+    "headroom": (("--headroom", 0.25), {"headroom": 0.25}),
+    "tokens": (("--tokens", "1e9"), {"tokens": 1e9}),
+    "samples": (("--samples", 4096), {"samples": 4096}),
+    "deadline": (("--samples", 64, "--deadline", "36h"), {"samples": 64, "deadline": "36h"}),
+    "price": (("--price", 1.5), {"price": 1.5}),
+    "budget": (("--samples", 64, "--budget", 50, "--price", 2), {"samples": 64, "budget": 50.0, "price": 2.0}),
 }  # fmt: skip
 """For every option of `plan()`: how it stands on the command line, and in Python."""
 
@@ -75,7 +83,8 @@ def test_the_table_has_every_option() -> None:
 def test_the_command_line_gives_the_file_that_python_gives(models: Path, tmp_path: Path, option: str) -> None:
     arguments, asked = OPTIONS[option]
     batch = () if option == "batch" else ("--batch", 16)
-    plan = same(f"{models}/torch_models.py:with_loss", tmp_path, (*batch, *arguments), {"batch": 16} | asked)
+    model = "of_tokens" if option == "tokens" else "with_loss"
+    plan = same(f"{models}/torch_models.py:{model}", tmp_path, (*batch, *arguments), {"batch": 16} | asked)
     for name, value in asked.items():
         wanted = tuple(value) if isinstance(value, list) else value
         if hasattr(plan.decision, name) and name != "layouts":

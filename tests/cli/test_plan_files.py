@@ -118,7 +118,7 @@ def test_memory_is_drawn_as_the_runtime_that_was_planned_for_holds_it(tmp_path: 
 
 
 def test_explain(plans: dict[str, Path]) -> None:
-    assert "gradient reduction" in run("explain", plans["tensor"]).out
+    assert "traffic over the data axis" in run("explain", plans["tensor"]).out
     lines = run("explain", plans["tensor"], "h.0.fc", "--json").document["lines"]
     assert any("layout tp: S1" in line for line in lines)
     unknown = run("explain", plans["tensor"], "h.0.fcc")

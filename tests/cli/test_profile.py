@@ -71,7 +71,7 @@ def test_under_torchrun_the_group_and_a_models_units_are_measured_and_rank_0_wri
         for rank in range(2)
     ]
     try:
-        said = [process.communicate(timeout=120) for process in ranks]
+        said = [process.communicate(timeout=240) for process in ranks]
     finally:
         for process in ranks:
             process.kill()
@@ -86,6 +86,12 @@ def test_under_torchrun_the_group_and_a_models_units_are_measured_and_rank_0_wri
     link = load_profile(path).intra_node
     assert link.name == "measured-link"
     assert link.effective_bandwidth_bytes_per_s > 1e6
+    kinds = ("all_reduce", "all_gather", "reduce_scatter", "send")
+    assert {(each.kind, each.ranks) for each in link.measured} == {(kind, 2) for kind in kinds}
+    pair = Cluster(path, devices_per_node=2).group(range(2))
+    for each in link.measured:
+        if each.kind != "send":
+            assert getattr(pair, f"{each.kind}_s")(each.size_bytes) <= each.seconds
 
 
 def test_another_ending_is_refused(tmp_path: Path) -> None:

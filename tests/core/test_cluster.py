@@ -301,3 +301,17 @@ def test_groups_at_one_distance_are_counted_as_ranks_one_by_one_are() -> None:
     assert time.process_time() - begun < 2.0
     with pytest.raises(ClusterError, match="is not in this cluster"):
         huge.group(range(0, huge.world_size + 1, 2))
+
+
+def test_devices_that_share_their_nodes_link_share_its_bandwidth() -> None:
+    """A ring in the node has a hop from every member, one that leaves it a hop less; so have the rings beside it."""
+    inside = Link("host", 12e9, 1e-5, sharing="node")
+    cluster = Cluster("t4", nodes=4, devices_per_node=4, intra_node=inside, inter_node=SHARED)
+    rates = {ranks: cluster.group(ranks).inside.bandwidth_bytes_per_s for ranks in ((0, 1), (0, 1, 2, 3), (0, 2))}
+    assert rates == {(0, 1): 3e9, (0, 1, 2, 3): 3e9, (0, 2): 3e9}
+    assert cluster.group(range(16)).inside.bandwidth_bytes_per_s == 4e9
+    assert cluster.group(range(0, 16, 2)).inside.bandwidth_bytes_per_s == 6e9
+    assert cluster.link_between(0, 1).bandwidth_bytes_per_s == 12e9
+    assert cluster.link_between(0, 1, concurrent=2).bandwidth_bytes_per_s == 6e9
+    own = Cluster("t4", nodes=4, devices_per_node=4, intra_node=FAST, inter_node=SHARED)
+    assert own.group(range(4)).inside == own.group(range(16)).inside == own.link_between(0, 1, concurrent=4) == FAST

@@ -6,8 +6,9 @@ import pytest
 
 from shardwright import Cluster
 from shardwright.core.cluster.hardware import load_profile
+from shardwright.core.cluster.hardware.collective_table import MeasuredCollective
 from shardwright.core.cluster.hardware.device import MeasuredProduct, MeasuredUnit
-from shardwright.core.cluster.hardware.measurements import LinkSample, Measurements, rate_of, ring_constants
+from shardwright.core.cluster.hardware.measurements import Measurements, rate_of, ring_constants
 from shardwright.core.cost.matrix_products import product_s
 from shardwright.core.errors import ClusterError
 
@@ -56,8 +57,9 @@ def test_units_come_back_with_all_that_is_said_of_them(tmp_path: Path) -> None:
 
 
 def test_links_are_those_of_the_group(tmp_path: Path) -> None:
-    samples = tuple(LinkSample(n, ring_s(n, 4, 20e-6, 3e9)) for n in (1 << 10, 1 << 16, 1 << 22))
-    measurements(ranks=4, all_reduces=samples).save(tmp_path / "here.toml")
+    sizes = (1 << 10, 1 << 16, 1 << 22)
+    samples = tuple(MeasuredCollective("all_reduce", 4, n, ring_s(n, 4, 20e-6, 3e9)) for n in sizes)
+    measurements(ranks=4, collectives=samples).save(tmp_path / "here.toml")
     link = load_profile(tmp_path / "here.toml").intra_node
     assert link.latency_s == pytest.approx(20e-6, rel=1e-6)
     assert link.effective_bandwidth_bytes_per_s == pytest.approx(3e9, rel=1e-6)
@@ -92,5 +94,6 @@ def test_figures_that_cannot_be_are_refused(changes: dict, said: str) -> None:
 
 
 def test_all_reduces_that_do_not_grow_are_refused() -> None:
+    samples = [MeasuredCollective("all_reduce", 2, n, s) for n, s in ((1024, 2e-3), (1 << 24, 1e-3))]
     with pytest.raises(ClusterError, match="do not take longer for more bytes"):
-        ring_constants((LinkSample(1024, 2e-3), LinkSample(1 << 24, 1e-3)), 2)
+        ring_constants(samples)

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import pytest
 
 from shardwright.backends.jax.machine.compiler_options import compiler_options
-from shardwright.backends.jax.pipeline.saved_activations import CHEAP
 from shardwright.backends.jax.program.equations import evaluate, value_of
 from shardwright.backends.jax.program.flattening import flatten
 from shardwright.backends.jax.program.in_turn import PRODUCTS, evaluate_in_turn
+from shardwright.backends.jax.program.saved_activations import CHEAP
 from tests.comparison import Comparison
 
 LAYERS, BATCH, LENGTH, WIDTH = 6, 8, 64, 64
@@ -91,3 +91,26 @@ def test_programs_without_products(kind: str) -> None:
     found = [value_of(flat, output, known) for output in flat.outputs]
     wanted = run(jnp.arange(6.0).reshape(2, 3))
     assert all(bool((a == b).all()) for a, b in zip(found, wanted, strict=True))
+
+
+def test_results_are_made_before_the_next_stretch_begins() -> None:
+    """Sums of gradients: each is added as soon as its gradient is made, and no sum comes after a product that its
+    gradient does not wait for."""
+    run, given = backward()
+    flat = flatten(jax.make_jaxpr(run)(*given))
+    results = [(atom, lambda array: array + 1) for atom in flat.outputs if isinstance(atom, int)]
+
+    def function(*given: jax.Array) -> list[jax.Array]:
+        known = dict(flat.constants) | dict(zip(flat.arguments, given, strict=True))
+        return evaluate_in_turn(flat.equations, known, CHEAP, results, after=given[-1].sum())
+
+    found, wanted = jax.jit(function)(*given), jax.jit(run)(*given)
+    Comparison().values([each - 1 for each in found], wanted, relative=1e-5, absolute=1e-5).require()
+    assert len(found) == LAYERS + 1
+    equations = jax.make_jaxpr(function)(*given).eqns
+    sums = [n for n, e in enumerate(equations) if e.primitive.name == "add" and e.outvars[0].aval.shape == (WIDTH,) * 2]
+    products = [number for number, equation in enumerate(equations) if equation.primitive.name in PRODUCTS]
+    assert len(sums) == LAYERS
+    spread = [sum(product < number for product in products) for number in sums]
+    assert spread == sorted(spread)
+    assert len(set(spread)) == LAYERS, "some sums waited for each other"

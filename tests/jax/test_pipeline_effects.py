@@ -10,9 +10,9 @@ import pytest
 from jax.experimental import io_callback
 
 import shardwright.jax as sw
-from shardwright.backends.jax.pipeline.saved_activations import residuals
 from shardwright.backends.jax.program.equations import evaluate
 from shardwright.backends.jax.program.flattening import flatten
+from shardwright.backends.jax.program.saved_activations import residuals
 from tests.comparison import Comparison
 from tests.jax.chains import plan_of, reference
 

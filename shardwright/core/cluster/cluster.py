@@ -22,6 +22,7 @@ from shardwright.core.cluster.hardware import (
     load_profile,
     profile_names,
 )
+from shardwright.core.cluster.hardware.collective_table import CollectiveTable
 from shardwright.core.cluster.hardware.profile_fields import read_toml
 from shardwright.core.cluster.node_group import NodeGroup
 from shardwright.core.cluster.toml_file import write
@@ -224,10 +225,11 @@ class Cluster:
     def link_for_group(self, ranks: Iterable[int], *, concurrent: int = 1) -> Link:
         """The slowest link that a ring over ``ranks`` crosses, with the bandwidth that each member has of it.
 
-        Inside a node that is the node's own link. Across nodes, k members in the same node drive k ports together when
-        every device has its own; where the node has one port, they share it, with ``concurrent`` such groups at once.
-        Never faster than the slowest intra-node link that the ring also needs, and never sooner: each step of a ring
-        waits for its slowest hop. For a single rank, its node's link.
+        Inside a node that is the node's own link, which ``concurrent`` messages share where its devices do. Across
+        nodes, k members in the same node drive k ports together when every device has its own; where the node has one
+        port, they share it, with ``concurrent`` such groups at once. Never faster than the slowest intra-node link that
+        the ring also needs, and never sooner: each step of a ring waits for its slowest hop. For a single rank, its
+        node's link.
         Raises ClusterError when ``ranks`` is empty, repeats a rank, or holds one that is not in the cluster.
         """
         check.whole("link_for_group", "concurrent", concurrent, at_least=1)
@@ -235,23 +237,32 @@ class Cluster:
 
     def _link(self, spread: "_Spread", concurrent: int) -> Link:
         if spread.nodes == 1:
-            return self.groups[spread.groups[0]].intra_node
+            return _between_flows(self.groups[spread.groups[0]].intra_node, concurrent)
         inside = [self.groups[group].intra_node for group in spread.crowded]
         outside = self._ports(spread, concurrent)
         slowest = min((*inside, outside), key=lambda link: link.effective_bandwidth_bytes_per_s)
-        return replace(slowest, latency_s=max(link.latency_s for link in (*inside, outside)))
+        latency_s = max(link.latency_s for link in (*inside, outside))
+        # What was measured over the slowest alone says nothing of a way that has slower hops.
+        measured = slowest.measured if latency_s == slowest.latency_s else CollectiveTable()
+        return replace(slowest, latency_s=latency_s, measured=measured)
 
     def group(self, ranks: Iterable[int]) -> Group:
         """The group that runs collectives over ``ranks``, while every other device of their nodes runs the same ones in
         groups of its own: they share what leaves the node. Raises ClusterError as ``link_for_group`` does."""
         spread = self._spread(ranks if isinstance(ranks, range) else tuple(ranks))
-        inside = self._link(spread, 1)
-        if spread.nodes == 1:
-            return Group(spread.members, 1, inside)
         largest = max(self.groups[group].devices_per_node for group in spread.groups)
-        links = [self.groups[group].intra_node for group in spread.crowded]
+        beside = max(1, largest // spread.fewest)
+        if spread.nodes == 1:
+            # A ring in one node has a hop from every member; one that leaves the node has a hop less in it.
+            inside = self.groups[spread.groups[0]].intra_node
+            return Group(spread.members, 1, _between_flows(inside, beside * spread.members))
+        inside = self._link(spread, 1)
+        hops = beside * max(1, spread.fewest - 1)
+        links = [_between_flows(self.groups[group].intra_node, hops) for group in spread.crowded]
         slowest = min(links, key=lambda link: link.effective_bandwidth_bytes_per_s, default=inside)
-        outside = self._ports(spread, max(1, largest // spread.fewest))
+        if any(link.latency_s > slowest.latency_s for link in links):  # each step waits for the slowest hop
+            slowest = replace(slowest, latency_s=max(link.latency_s for link in links), measured=CollectiveTable())
+        outside = self._ports(spread, beside)
         return Group(spread.members, spread.nodes, slowest, outside, spread.fewest if spread.is_even else 0)
 
     def _spread(self, members: Sequence[int]) -> "_Spread":
@@ -304,6 +315,11 @@ class Cluster:
     def __str__(self) -> str:
         parts = (f"{group.nodes} × {group.devices_per_node} {group.device.name}" for group in self.groups)
         return " + ".join(parts)
+
+
+def _between_flows(link: Link, flows: int) -> Link:
+    """A node's own link as one of so many flows at once has it: all of it, where each device has its own."""
+    return link if link.sharing == "device" else link.scaled(1 / flows)
 
 
 def _resolve(

@@ -44,9 +44,13 @@ def broadcast_s(size_bytes: float, ranks: int, link: Link) -> float:
 
 
 def send_s(size_bytes: float, link: Link) -> float:
-    """Seconds of one message from one rank to another."""
-    _check(size_bytes, 2)
-    return link.latency_s + size_bytes / link.effective_bandwidth_bytes_per_s
+    """Seconds of one message from one rank to another: as measured, or by the fastest of the link's protocols."""
+    require_size(size_bytes)
+    if (measured_s := link.measured.seconds("send", 2, size_bytes)) is not None:
+        return measured_s
+    return min(
+        by.start_s + by.ring_hop_share * link.latency_s + size_bytes / link.bandwidth_by(by) for by in link.protocols
+    )
 
 
 def _ring_s(size_bytes: float, ranks: int, link: Link) -> float:
@@ -55,8 +59,13 @@ def _ring_s(size_bytes: float, ranks: int, link: Link) -> float:
     return (ranks - 1) * (link.latency_s + size_bytes / ranks / link.effective_bandwidth_bytes_per_s)
 
 
-def _check(size_bytes: float, ranks: int) -> None:
+def require_size(size_bytes: float) -> None:
+    """Raise ClusterError for a size that is negative or not finite."""
     if not math.isfinite(size_bytes) or size_bytes < 0:
         raise ClusterError(f"size_bytes must be finite and at least 0; given {size_bytes!r}")
+
+
+def _check(size_bytes: float, ranks: int) -> None:
+    require_size(size_bytes)
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
         raise ClusterError(f"ranks must be an integer of at least 1; given {ranks!r}")

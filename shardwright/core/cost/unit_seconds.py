@@ -1,6 +1,6 @@
 """Seconds of a unit: its products by shape, the traffic of the rest, launches, the host, tensor-axis collectives."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from shardwright.core.cluster.groups import Group
@@ -10,6 +10,7 @@ from shardwright.core.cost.matrix_products import product_s
 from shardwright.core.cost.unit_work import Collective, Product, UnitWork
 from shardwright.core.cost.working_memory import PhaseBytes
 from shardwright.core.errors import ClusterError, nearest
+from shardwright.core.execution import PLAIN, Execution
 
 FUSED_ATTENTION_EFFICIENCY = 0.75
 """The rate of attention in one kernel, as a share of that of large products. Prior: FlashAttention-2 (arXiv 2307.08691,
@@ -23,9 +24,22 @@ OVERLAP_POWER = 2.32
 """The sharpness with which the slower of host and device decides: (host^p + device^p)^(1/p). Some kernels of a unit are
 waited for and others queue, so near equality both count. Fitted: benchmarks/fit_cost_model.py."""
 
+HOST_WAITS = 0.05
+"""The share by which a pass that waits for its host takes longer for each further rank of the tensor group: a
+collective begins when the slowest of their hosts has issued it. Fitted: benchmarks/fit_cost_model.py."""
+
 SLOWED_BY_COLLECTIVE = 0.25
 """The time by which a collective slows the products beside it, as a share of the collective's time. Prior: NCCL takes
 up to 24 of an A100's 108 multiprocessors while it runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class ByOp:
+    """A unit of which products are kept op by op."""
+
+    saved_bytes: int
+    again_s: float
+    """Seconds that computing the rest again adds to the backward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +76,19 @@ class UnitCost:
     """The part of ``collective_s`` in the forward pass, which full recompute runs again."""
     between_bytes: int = 0
     """Bytes as in `UnitWork`."""
+    kept_by_calls_bytes: tuple[int, int] | None = None
     merged_bytes: tuple[int, int, int] | None = None
     """Bytes as in `UnitWork`."""
     forward_beside_bytes: int = 0
     """Bytes as in `UnitWork`."""
     phases: tuple[PhaseBytes, ...] = ()
     """Bytes as in `UnitWork`."""
+    collective_hidden_s: float = 0.0
+    """Seconds of tensor-axis communication that products hide, beside ``collective_s``."""
+    parameter_tensors: int = 0
+    """The number of the parameters."""
+    by_op: tuple[ByOp, ...] = ()
+    """Where all but products is computed again, and where every second product is too."""
 
     def in_one_program(self) -> "UnitCost":
         """The same unit in a step that is one compiled program."""
@@ -75,6 +96,13 @@ class UnitCost:
             return self
         saved, passing, _ = self.merged_bytes
         return replace(self, saved_bytes=saved, passing_bytes=passing)
+
+    def by_calls(self) -> "UnitCost":
+        """The same unit where a plan has one stage and computes something again."""
+        if self.kept_by_calls_bytes is None:
+            return self
+        full, selective = self.kept_by_calls_bytes
+        return replace(self, entering_bytes=full, saved_selective_bytes=selective)
 
     @property
     def total_s(self) -> float:
@@ -87,9 +115,13 @@ def unit_cost(
     precision: str,
     *,
     collective_s: Callable[[Collective], float] | None = None,
+    execution: Execution = PLAIN,
+    chunks: int = 1,
+    ranks: int = 1,
     parameters: int = 0,
     trained: int = 0,
     gradient_bytes: int = 0,
+    parameter_tensors: int = 0,
 ) -> UnitCost:
     """The cost of a unit's work on a device.
 
@@ -98,34 +130,45 @@ def unit_cost(
     tensor axis (``collective_s`` gives the seconds of one; None: there is no tensor axis). The host meanwhile issues
     the kernels, one after the other; where that takes longer, the device waits for it.
 
-    ``parameters`` is the number of entries that the rank holds, ``trained`` the number of those that have gradients,
-    ``gradient_bytes`` the bytes that it moves in all to add the gradients of one microbatch to those of the others.
+    ``parameter_tensors`` is the number of the unit's parameters, ``parameters`` the number of entries that the rank
+    holds of them, ``trained`` the number of those that have gradients, ``gradient_bytes`` the bytes that it moves in
+    all to add the gradients of one microbatch to those of the others.
     With sequence parallelism operands are gathered once more in the backward, beside the products, which that slows.
+    ``execution`` says how kernels are made; ``chunks`` into how many parts gathers and scatters of divided sequences
+    are cut, of which products hide all but one. ``ranks`` is the size of the tensor group.
     """
     forward = input_grad = weight_grad = 0.0
     for product in work.products:
         once, back, weights = _product_times(product, device, precision)
         forward, input_grad, weight_grad = forward + once, input_grad + back, weight_grad + weights
-    launches = work.kernels * device.kernel_launch_s
-    vector = work.vector_bytes / device.vector_bandwidth_bytes_per_s
+    products = forward, input_grad + weight_grad
+    is_eager = execution.kernels == "eager"
+    kernels = work.eager_kernels if is_eager else work.kernels
+    vector_bytes = work.eager_bytes if is_eager else work.vector_bytes
+    launches = kernels * device.kernel_launch_s
+    bandwidth = vector_bandwidth(device, execution)
+    vector = vector_bytes / bandwidth
     forward += vector + launches
     input_grad += 2 * vector + launches
     weight_grad += launches + gradient_bytes / (device.memory_bandwidth_bytes_per_s * device.memory_efficiency)
-    collective = ahead = 0.0
+    collective = ahead = hidden = 0.0
     issued = work.kernels + sum(p.casts is not None for p in work.products) * FORWARD_KERNELS * ISSUED
     if collective_s is not None:
-        ahead, back = sum(map(collective_s, work.forward_moved)), sum(map(collective_s, work.backward_moved))
-        forward, input_grad, collective = forward + ahead, input_grad + back, ahead + back
+        ahead, under = _beside_products(work.forward_moved, collective_s, chunks, products[0])
+        back, over = _beside_products(work.backward_moved, collective_s, chunks, products[1])
+        hidden = under + over
+        slowed = hidden * SLOWED_BY_COLLECTIVE
+        forward, input_grad, collective = forward + ahead, input_grad + back + slowed, ahead + back
         input_grad += sum(map(collective_s, work.backward_gathered)) * SLOWED_BY_COLLECTIVE
         issued += sum(0.5 if c.kind == "all_reduce" else 0.25 for c in (*work.forward_moved, *work.backward_moved))
-    host = issued * device.dispatched_s
+    host = issued * device.dispatched_s * execution.dispatch_share * (1 + HOST_WAITS * (ranks - 1))
     forward = _overlapped(forward, host)
     backward = input_grad + weight_grad
     if backward > 0:
         longer = _overlapped(backward, host * BACKWARD_DISPATCH) / backward
         input_grad, weight_grad = input_grad * longer, weight_grad * longer
     again = sum(_product_times(p, device, precision)[0] for p in work.selective_products)
-    again += work.selective_vector_bytes / device.vector_bandwidth_bytes_per_s
+    again += (work.eager_selective_bytes if is_eager else work.selective_vector_bytes) / bandwidth
     again += 2 * len(work.selective_products) * device.kernel_launch_s
     unfused = (0, 0) if device.fuses_dropout else (work.unfused_dropout_bytes, work.unfused_dropout_selective_bytes)
     return UnitCost(
@@ -145,10 +188,37 @@ def unit_cost(
         given_bytes=work.given_bytes,
         forward_collective_s=ahead,
         between_bytes=work.between_bytes,
+        kept_by_calls_bytes=work.kept_by_calls_bytes,
         merged_bytes=work.merged_bytes,
         forward_beside_bytes=work.forward_beside_bytes,
         phases=work.phases,
+        collective_hidden_s=hidden,
+        parameter_tensors=parameter_tensors,
+        by_op=(
+            ByOp(min(work.kept_products_bytes[0], work.saved_bytes), vector + launches),
+            ByOp(
+                min(work.kept_products_bytes[1], work.saved_bytes),
+                vector + launches + sum(_product_times(p, device, precision)[0] for p in work.alternate_products),
+            ),
+        ),
     )
+
+
+def vector_bandwidth(device: Device, execution: Execution) -> float:
+    """The memory bandwidth that everything but products reaches, by the traffic that the kernels of a system have."""
+    if execution.kernels == "fused":
+        return device.vector_bandwidth_bytes_per_s
+    return device.memory_bandwidth_bytes_per_s * device.memory_efficiency
+
+
+def _beside_products(
+    moved: Sequence[Collective], seconds_of: Callable[[Collective], float], chunks: int, products_s: float
+) -> tuple[float, float]:
+    """The exposed and the hidden seconds of a pass's collectives. A gather or scatter in so many chunks travels beside
+    the product that reads or makes it, but for one chunk."""
+    cut = sum(seconds_of(each) for each in moved if each.kind in ("all_gather", "reduce_scatter"))
+    hidden = min(cut * (1 - 1 / chunks), products_s)
+    return sum(map(seconds_of, moved)) - hidden, hidden
 
 
 def seconds_of(group: Group, ranks: int) -> Callable[[Collective], float]:

@@ -8,7 +8,7 @@ the gradients.
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from scipy.cluster.hierarchy import DisjointSet
 
@@ -72,6 +72,7 @@ class UnitWork:
     vector_bytes: int
     """Memory traffic of everything else in the forward pass, chains of elementwise ops fused."""
     kernels: int
+    """The number of products, and of chains of elementwise ops."""
     saved_bytes: int
     """Bytes of the activations kept for the backward pass when nothing is recomputed."""
     saved_selective_bytes: int
@@ -105,6 +106,8 @@ class UnitWork:
     second half makes gradients of parameters. None: not known."""
     between_bytes: int = 0
     """Bytes that the input gradient of a split backward makes for the weight gradient, beside what is saved."""
+    kept_by_calls_bytes: tuple[int, int] | None = None
+    """What is kept under full and selective recompute on one stage, as in `Footprint.kept_by_calls`."""
     merged_bytes: tuple[int, int, int] | None = None
     """Where the whole step is one compiled program, the bytes saved, those passing, and the latter with the gradients
     that wait to be added to their sums; None: not known."""
@@ -113,6 +116,17 @@ class UnitWork:
     phases: tuple[PhaseBytes, ...] = ()
     """The bytes in the phases of the backward (`LiveBytes.backward_phases`), where the runtime gathers parameters and
     sums gradients call by call. Empty: not known."""
+    kept_products_bytes: tuple[int, int] = (0, 0)
+    """Bytes kept where everything but products and attention is computed again: what enters the unit, their results and
+    statistics; and where every second product is too."""
+    alternate_products: tuple[Product, ...] = ()
+    """Every second product, without attention."""
+    eager_bytes: int = 0
+    """Memory traffic of everything beside the products in the forward pass where each op is a kernel of its own."""
+    eager_selective_bytes: int = 0
+    """The same of what selective recompute runs once more."""
+    eager_kernels: int = 0
+    """The number of products, and of ops that are kernels of their own."""
 
     @property
     def forward_flops(self) -> int:
@@ -121,6 +135,12 @@ class UnitWork:
     @property
     def backward_flops(self) -> float:
         return sum(p.flops * (p.backward_input + p.backward_weight) for p in self.products)
+
+
+def is_part_of_a_kernel(op: Op) -> bool:
+    """Whether an op was told from the rest of a framework's op, whose one kernel does both: the bias of a linear layer,
+    scale and shift of a norm. Their names say of what they are a part: ``aten.addmm/bias``."""
+    return "/" in op.name
 
 
 def contraction_flops(graph: Graph, op: Op, batch: int) -> int:
@@ -296,6 +316,13 @@ class WorkCounter(ValueFlow):
                 moved += held(index, position)
         return moved
 
+    def whole_bytes(self, op: Op, held: Callable[[int], int]) -> int:
+        """Bytes that an op moves as a kernel of its own: it reads its operands and writes its results; a lookup reads
+        only the rows that it returns."""
+        is_table = op.kind == "gather"
+        operands = range(1 if is_table else 0, len(op.inputs) + len(op.outputs))
+        return sum(map(held, operands)) + (held(len(op.inputs)) if is_table else 0)
+
     def chains(self, unit: Unit) -> int:
         """The number of kernels that the ops beside the products make when those that feed each other are fused: the
         connected parts of the unit without its products. However finely a framework decomposes them, the number is the
@@ -333,6 +360,8 @@ class _UnitCount:
         self.made_here = {t: i for i in self.ops for t in counter.graph.ops[i].outputs}
         self.products: list[Product] = []
         self.again: list[Product] = []
+        self.results: list[tuple[bool, int]] = []
+        """Whether each product is a plain one, and the bytes of its result."""
         self.small: list[Collective] = []
         self.small_backward: list[Collective] = []
         self.fp8 = counter.fp8.ops if precision == "fp8" else {}
@@ -340,6 +369,7 @@ class _UnitCount:
         self.working: dict[int, tuple[int, int]] = {}
         """Op → the bytes that it takes for a while in the forward and in the backward pass, beside what it reads."""
         self.vector_bytes = self.vector_again = 0
+        self.eager_bytes = self.eager_again = self.eager_kernels = 0
         self.kept: dict[int, int] = {}
         self.kept_by: dict[int, list[int]] = {}
         self.mask_bytes: dict[int, int] = {}
@@ -384,12 +414,19 @@ class _UnitCount:
             size = sum(self.held(index, i) for i in range(len(op.inputs) + len(op.outputs)))
             made = self.counter.product(op, self.batch, self.cut.of_labels(index, op), size)
             self.products.append(self._in_fp8(index, made) if index in self.fp8 else made)
+            result = sum(self.held(index, len(op.inputs) + i) for i in range(len(op.outputs)))
+            self.results.append((op.kind == "contraction", result))
             if is_again:
                 self.again.append(self.products[-1])
         elif op.kind not in FREE_KINDS:
             moved = self.counter.unfused_bytes(index, self.unit, self.made_here, self.held)
             self.vector_bytes += moved
             self.vector_again += moved if is_again else 0
+            if not is_part_of_a_kernel(op):
+                whole = self.counter.whole_bytes(op, partial(self.held, index))
+                self.eager_kernels += 1
+                self.eager_bytes += whole
+                self.eager_again += whole if is_again else 0
 
     def _in_fp8(self, index: int, product: Product) -> Product:
         """A product computed in fp8, with its casts. The scale of an operand that several ranks share is that of the
@@ -460,6 +497,10 @@ class _UnitCount:
         if counter.graph.memory_traits.gathers_units:
             phases = counter.live.backward_phases(counter.calls(self.unit), *held)
         forward, backward, gathered, at_the_end = moved
+        entered = sum(self.size_bytes(t) // ways for t, ways in entering.items())
+        plain = [number for number, (is_plain, _) in enumerate(self.results) if is_plain]
+        again = plain[1::2]
+        kept_results = entered + self.statistics + sum(size for _, size in self.results)
         return UnitWork(
             products=tuple(self.products),
             vector_bytes=self.vector_bytes,
@@ -470,7 +511,7 @@ class _UnitCount:
             unfused_dropout_selective_bytes=sum(size for key, size in masks.items() if not is_score(key)),
             selective_products=tuple(self.again),
             selective_vector_bytes=self.vector_again,
-            entering_bytes=sum(self.size_bytes(t) // ways for t, ways in entering.items()),
+            entering_bytes=entered,
             passing_bytes=passing,
             given_bytes=passing_beside_given - passing,
             forward_moved=(*forward, *self.small),
@@ -480,4 +521,9 @@ class _UnitCount:
             put_off_bytes=counter.put_off_bytes(self.ops, self.cut, self.held),
             forward_beside_bytes=counter.live.forward_beside_kept(*held) if phases else passing,
             phases=phases,
+            kept_products_bytes=(kept_results, kept_results - sum(self.results[n][1] for n in again)),
+            alternate_products=tuple(self.products[n] for n in again),
+            eager_bytes=self.eager_bytes,
+            eager_selective_bytes=self.eager_again,
+            eager_kernels=len(self.products) + self.eager_kernels,
         )

@@ -6,11 +6,13 @@ sizes.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from shardwright.core.capabilities import PLAIN_MEMORY, Capabilities, MemoryTraits
 from shardwright.core.errors import CaptureError
+from shardwright.core.execution import PLAIN, Execution
 from shardwright.core.layout.pinned_layout import Pin
 from shardwright.core.model.op_memory import OpMemory
 from shardwright.core.values.amounts import count_text
@@ -224,6 +226,9 @@ class Footprint:
     """What such a program holds beside that, without gradients of parameters."""
     merged_working: tuple[tuple[int, int], ...] = ()
     """The same with those gradients, each from where it is made to where it is added to its sum."""
+    kept_by_calls: tuple[tuple[int, int], tuple[int, int]] | None = None
+    """What is kept under full and under selective recompute where a plan has one stage and the runtime computes calls
+    of modules again, but not what stands beside them in the unit; None: as in a unit that is computed again whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,6 +243,16 @@ class KeptTwice:
     """Bytes of one microbatch: (fixed, for each sample)."""
     merged_size: tuple[int, int] = (0, 0)
     """The same of ``Footprint.merged_kept``."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnitMemory:
+    """The memory of a model's units in steps of one precision; empty where it is not known."""
+
+    footprints: tuple[Footprint, ...] = ()
+    """The footprint of every class of units, in the order of `core.model.fold`."""
+    kept_twice: tuple[KeptTwice, ...] = ()
+    """The neighbouring units that keep less or more together."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -259,30 +274,46 @@ class Graph:
     """Layouts that the model itself asks for, by marks on its modules."""
     logical_axes: tuple[tuple[str, tuple[str | None, ...]], ...] = ()
     """(parameter, a name for every dim) for each parameter that names its dims."""
-    footprints: tuple[Footprint, ...] = ()
-    """The footprint of every class of units, in the order of `core.model.fold`. Empty where the framework does not say:
-    the bytes are then counted by kinds of op."""
-    kept_twice: tuple[KeptTwice, ...] = ()
-    """The neighbouring units that keep less or more together, where there are footprints."""
-    footprints_in_16_bits: tuple[Footprint, ...] = ()
-    """The footprints of steps that compute in 16 bits beside float32 parameters, where they are known."""
-    kept_twice_in_16_bits: tuple[KeptTwice, ...] = ()
-    """The neighbouring units that keep less or more together in such steps."""
+    unit_memory: Callable[[bool], UnitMemory] | None = field(default=None, repr=False, compare=False)
+    """A function that finds the memory of the units in steps that compute in 16 bits beside float32 parameters (True),
+    or in the model's own precision (False). It is called when a plan first asks, as it takes longer than the capture.
+    None where the framework does not say: the bytes are then counted by kinds of op."""
     memory_traits: MemoryTraits = PLAIN_MEMORY
+    execution: Execution = PLAIN
+    """What the framework's runtime overlaps, and how it makes kernels."""
     in_16_bits: "Graph | None" = None
     """The graph of steps that compute in 16 bits beside float32 parameters, with the model's own casts, which a step in
     float32 does not have. None: the same."""
     producer: dict[int, int] = field(init=False, repr=False, compare=False, hash=False)
     """Tensor → the op that makes it; parameters and inputs have none."""
 
+    @property
+    def footprints(self) -> tuple[Footprint, ...]:
+        """The footprint of every class of units, in the order of `core.model.fold`. Empty where it is not known."""
+        return self._memory_in(in_16_bits=False).footprints
+
+    @property
+    def kept_twice(self) -> tuple[KeptTwice, ...]:
+        """The neighbouring units that keep less or more together, where there are footprints."""
+        return self._memory_in(in_16_bits=False).kept_twice
+
+    def _memory_in(self, *, in_16_bits: bool) -> UnitMemory:
+        return UnitMemory() if self.unit_memory is None else self.unit_memory(in_16_bits)
+
+    def knows_footprints_of(self, precision: str) -> bool:
+        """Whether the footprints are those of steps of that precision, and not of the model's own."""
+        return precision == "fp32" or bool(self._memory_in(in_16_bits=True).footprints)
+
     def footprints_of(self, precision: str) -> tuple[Footprint, ...]:
         """The footprints of steps of a precision, as far as they are known."""
-        return self.footprints if precision == "fp32" else self.footprints_in_16_bits or self.footprints
+        return self._memory_of(precision).footprints
 
     def kept_twice_of(self, precision: str) -> tuple[KeptTwice, ...]:
         """The neighbouring units that keep less or more together in steps of a precision."""
-        known = precision != "fp32" and self.footprints_in_16_bits
-        return self.kept_twice_in_16_bits if known else self.kept_twice
+        return self._memory_of(precision).kept_twice
+
+    def _memory_of(self, precision: str) -> UnitMemory:
+        return self._memory_in(in_16_bits=precision != "fp32" and self.knows_footprints_of(precision))
 
     def for_precision(self, precision: str) -> "Graph":
         """The graph of steps of a precision."""

@@ -31,9 +31,10 @@ def break_down(plan: Plan) -> tuple[RankStep, ...]:
     """The parts of a planned step, for every pipeline rank.
 
     The schedule is simulated twice, with messages and without: the difference in a rank's idle time is the cost of
-    messages.
+    messages. Of an edited plan it is the step before the edit, which its costs are of.
     Raises ScheduleError when the schedule does not admit the plan's sizes.
     """
+    plan = plan.as_counted
     schedule, costs = plan.build_schedule(), plan.stage_costs()
     sent = simulate_schedule(schedule, costs)
     free = simulate_schedule(schedule, replace(costs, transfer_s=tuple(0.0 for _ in costs.transfer_s)))

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 from shardwright.core.errors import PlanError
 from shardwright.core.layout.placements import Layout
-from shardwright.core.plan.plan import Plan
+from shardwright.core.plan.plan import Plan, stale_note
+from shardwright.core.plan.prediction_error import lead_error
 
 FRAMEWORK_DIFFERENCES = {
     "model.name": "the two models are named differently",
@@ -48,10 +49,41 @@ class Comparison:
         allowed = FRAMEWORK_DIFFERENCES
         return tuple(d for d in self.differences if d.part not in allowed and f"{d.part}.{d.field}" not in allowed)
 
+    @property
+    def faster(self) -> str:
+        """Which plan is the faster by a sample, and whether predictions can tell; empty where they are equal."""
+        a, b = (plan.predicted.step_time_s / plan.decision.batch for plan in (self.first, self.second))
+        if a == b or not min(a, b) > 0:
+            return ""
+        lead = max(a, b) / min(a, b) - 1
+        one, other = self.first, self.second
+        alike = (
+            one.model == other.model
+            and one.provenance.captured_from == other.provenance.captured_from
+            and one.provenance.cluster == other.provenance.cluster
+            and one.predicted.error == other.predicted.error
+        )
+        bar = lead_error(one.predicted.error, other.predicted.error, alike=alike)
+        name = "first" if a < b else "second"
+        of = "between plans of one model on one cluster" if alike else "of the two together"
+        if lead <= bar:
+            return (
+                f"The {name} is predicted to be {lead:.1%} faster for each sample, within the error {of} ({bar:.0%}): "
+                f"predictions do not tell which is faster."
+            )
+        return f"The {name} is predicted to be {lead:.1%} faster for each sample; the error {of} is {bar:.0%}."
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What is to be known of the figures: those of an edited plan are old."""
+        found = {"the first plan": stale_note(self.first), "the second plan": stale_note(self.second)}
+        return tuple(f"{which}: {note}" for which, note in found.items() if note is not None)
+
     def __str__(self) -> str:
-        """The differences, one a line."""
+        """The differences, one a line, and which plan is the faster."""
         lines = [f"{d.part}.{d.field}: {d.first or '-'} | {d.second or '-'}" for d in self.differences]
-        return "\n".join(lines) or "no difference"
+        lines += [self.faster] if self.faster else []
+        return "\n".join([*(f"note: {note}" for note in self.notes), *(lines or ["no difference"])])
 
 
 def compare(plan_a: Plan, plan_b: Plan) -> Comparison:
@@ -83,9 +115,17 @@ def compare(plan_a: Plan, plan_b: Plan) -> Comparison:
         digests = [held[name].digest if name in held else "" for held in (programs, others)]
         note("programs", f"{name}.digest", *digests)
     p, q = plan_a.predicted, plan_b.predicted
-    for field in ("step_time_s", "pipeline_s", "bubble_fraction", "tensor_collective_s", "data_parallel_s"):
-        note("predicted", field, f"{getattr(p, field):.4g}", f"{getattr(q, field):.4g}")
-    note("predicted", "largest peak_memory_bytes", max(p.peak_memory_bytes), max(q.peak_memory_bytes))
+    old = [" (before the edit)" * plan.is_stale for plan in (plan_a, plan_b)]
+    for field in (
+        "step_time_s", "pipeline_s", "bubble_fraction", "tensor_collective_s", "tensor_hidden_s", "data_parallel_s",
+        "passes_wait_s", "data_parallel_hidden_s",
+    ):  # fmt: skip
+        note("predicted", field, f"{getattr(p, field):.4g}{old[0]}", f"{getattr(q, field):.4g}{old[1]}")
+    note("predicted", "error", p.error, q.error)
+    peaks = [f"{max(each.peak_memory_bytes)}{mark}" for each, mark in zip((p, q), old, strict=True)]
+    note("predicted", "largest peak_memory_bytes", *peaks)
     for field in plan_a.provenance.__dataclass_fields__:
         note("provenance", field, getattr(plan_a.provenance, field), getattr(plan_b.provenance, field))
+    for field in plan_a.run.__dataclass_fields__:
+        note("run", field, getattr(plan_a.run, field), getattr(plan_b.run, field))
     return Comparison(plan_a, plan_b, tuple(found))

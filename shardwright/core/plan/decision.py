@@ -5,6 +5,7 @@ from functools import lru_cache
 from typing import Annotated, Literal
 
 from shardwright.core.errors import PlanError, ScheduleError
+from shardwright.core.execution import SYSTEMS
 from shardwright.core.layout.mesh import Mesh
 from shardwright.core.layout.placements import Layout
 from shardwright.core.schedule import AUTO, Schedule, StageCosts, schedule_names
@@ -77,6 +78,9 @@ class Decision:
     whole_below_bytes: Amount = 0
     """Under shard 3, the size of a unit's parameters on a rank below which they stay whole all through a step: gathers
     of so few bytes cost their latency alone."""
+    like: Annotated[str, Words(lambda: SYSTEMS)] | None = None
+    """The system whose overlap and kernels the figures are counted for (`core.execution`); None: the captured
+    framework's own runtime."""
     fp8_weights: tuple[str, ...] = ()
     """The slots ``class/role`` of the weights whose products are computed in fp8, under that precision."""
     generated: tuple[str, ...] = ()
@@ -306,6 +310,8 @@ def summarize(decision: Decision) -> str:
     parts += sharing_words(decision)
     if decision.placement_order != "PDT":
         parts.append(f"placed {decision.placement_order}")
+    if decision.like:
+        parts.append(f"as {decision.like} runs it")
     return ", ".join(parts)
 
 

@@ -7,7 +7,7 @@ from shardwright.core.errors import PlanError, nearest
 from shardwright.core.layout.picture import picture
 from shardwright.core.layout.placements import Layout, Split
 from shardwright.core.model.structure import SlotDims, in_own_dims, layout_of
-from shardwright.core.plan.plan import STALE, Plan
+from shardwright.core.plan.plan import Plan, stale_note
 from shardwright.core.values.amounts import bytes_text, seconds_text
 
 
@@ -23,24 +23,37 @@ def explain(plan: Plan, parameter: str | None = None) -> str:
     return _plan_text(plan) if parameter is None else _parameter_text(plan, parameter)
 
 
+BEFORE = "before the edit: "
+"""The mark of figures of an edited plan, which are those of the decision before."""
+
+
+def _note(plan: Plan) -> list[str]:
+    """The line about the figures of an edited plan."""
+    note = stale_note(plan)
+    return [] if note is None else [f"note: {note}"]
+
+
 def _plan_text(plan: Plan) -> str:
-    p = plan.predicted
+    p, old = plan.predicted, BEFORE * plan.is_stale
     lines = [
         f"{plan.model_name} on {plan.provenance.cluster}: {plan.summary()}",
-        *([f"note: {STALE}"] if plan.is_stale else []),
-        f"step {seconds_text(p.step_time_s)} = pipeline {seconds_text(p.pipeline_s)} (bubble {p.bubble_fraction:.1%}, "
-        f"tensor collectives {seconds_text(p.tensor_collective_s)}) + gradient reduction "
-        f"{seconds_text(p.data_parallel_s)} + optimizer {seconds_text(p.optimizer_s)}",
+        *_note(plan),
+        f"{old}step {seconds_text(p.step_time_s)} = pipeline {seconds_text(p.pipeline_s)} "
+        f"(bubble {p.bubble_fraction:.1%}, tensor collectives {seconds_text(p.tensor_collective_s)}, waiting for "
+        f"sharded parameters {seconds_text(p.passes_wait_s)}) + traffic over the data axis "
+        f"{seconds_text(p.data_parallel_s)} + optimizer {seconds_text(p.optimizer_s)}; hidden behind computing: "
+        f"{seconds_text(p.data_parallel_hidden_s)} over the data axis, {seconds_text(p.tensor_hidden_s)} of tensor "
+        f"collectives, as {plan.costs.execution.system} overlaps",
     ]
     for rank, use in enumerate(p.memory_by_stage_rank):
         sizes = ", ".join(f"{name} {bytes_text(size)}" for name, size in use.classes.items())
         apart = f", never there at once {bytes_text(use.apart_bytes)}" if use.apart_bytes else ""
-        lines.append(f"pipeline rank {rank}: {bytes_text(use.total_bytes)} ({sizes}{apart})")
+        lines.append(f"{old}pipeline rank {rank}: {bytes_text(use.total_bytes)} ({sizes}{apart})")
     lines += _fp8_lines(plan)
     if plan.provenance.pinned:
         lines.append(f"pinned: {', '.join(plan.provenance.pinned)}")
-    lines += [f"not chosen: {a.summary}: {a.reason}" for a in plan.alternatives]
-    lines += [f"whole on the tensor axis: {slot}: {reason}" for slot, reason in plan.unsplit]
+    lines += [f"{old}not chosen: {a.summary}: {a.reason}" for a in plan.alternatives]
+    lines += [f"{old}whole on the tensor axis: {slot}: {reason}" for slot, reason in plan.unsplit]
     return "\n".join(lines)
 
 
@@ -55,7 +68,7 @@ def _parameter_text(plan: Plan, parameter: str) -> str:
                     known.setdefault(place, []).append((framework, unit, role))
     if parameter not in known:
         raise PlanError(f"the plan has no parameter {parameter!r}: {nearest(parameter, known)[:400]}")
-    lines = []
+    lines = _note(plan)
     unsplit = dict(plan.unsplit)
     decided = dict(plan.decision.layouts)
     schedule = plan.build_schedule()
@@ -83,7 +96,7 @@ def _parameter_text(plan: Plan, parameter: str) -> str:
         name, dims = next((name, dims) for held, name, dims in slots if held == role)
         others = [a for a in dict(plan.layout_alternatives).get(slot, ()) if a.layout != layout]
         if others:
-            lines.append("  what others would add in this unit, at the rates of large work:")
+            lines.append(f"  {BEFORE * plan.is_stale}what others would add in this unit, at the rates of large work:")
         lines += [f"  not {a.layout}: {_cost(a.extra_s, a.extra_bytes)}{_meaning(a.layout, role)}" for a in others]
         own = in_own_dims(layout, dims)
         uses.setdefault(framework, []).append(

@@ -5,11 +5,12 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 from pydantic import ValidationError
 
-from shardwright.core.errors import PlanFileError, ShardwrightError
+from shardwright.core.errors import PlanError, PlanFileError, ShardwrightError
+from shardwright.core.model.graph import OpKind
 from shardwright.core.model.structure import Binding, Structure
 from shardwright.core.plan.record import PlanRecord
 from shardwright.core.plan.schema import VERSION, PlanDocument, PlanT
@@ -19,6 +20,8 @@ from shardwright.core.values.text_files import write_text
 FORMAT = "shardwright-plan"
 MOST_VALUES = 2_000_000
 """The most values of a plan file. Models with tens of thousands of parameters, in both frameworks, have fewer."""
+ROW_LETTERS = 110
+"""The most letters of a list that stands on one line of the input's tables."""
 
 
 def write(plan: PlanRecord, path: Path) -> None:
@@ -30,8 +33,25 @@ def write(plan: PlanRecord, path: Path) -> None:
 
 
 def to_text(plan: PlanRecord) -> str:
-    """The text of a plan file."""
-    return json.dumps(to_document(plan), indent=1, ensure_ascii=False) + "\n"
+    """The text of a plan file. The tables of its input, which nobody edits, have a row of numbers on a line."""
+    document = to_document(plan)
+    told = json.dumps({**document, "input": None}, indent=1, ensure_ascii=False)
+    return told.removesuffix("null\n}") + _in_rows(document["input"], " ") + "\n}\n"
+
+
+def _in_rows(value: Any, indent: str) -> str:
+    """The text of JSON values, with lists that fit on a line on one."""
+    flat = json.dumps(value, ensure_ascii=False)
+    if not isinstance(value, dict | list) or not value or (isinstance(value, list) and len(flat) <= ROW_LETTERS):
+        return flat
+    if isinstance(value, dict):
+        inside = [
+            f"{json.dumps(key, ensure_ascii=False)}: {_in_rows(held, indent + ' ')}" for key, held in value.items()
+        ]
+    else:
+        inside = [_in_rows(held, indent + " ") for held in value]
+    opening, closing = "{}" if isinstance(value, dict) else "[]"
+    return f"{opening}\n{indent} " + f",\n{indent} ".join(inside) + f"\n{indent}{closing}"
 
 
 def to_document(plan: PlanRecord) -> dict[str, Any]:
@@ -56,6 +76,11 @@ def from_text(text: str, source: str, kind: type[PlanT]) -> PlanT:
         raise PlanFileError(
             f"{source}: version {version} is {age} than this Shardwright reads ({VERSION}): "
             f"{'upgrade Shardwright' if version > VERSION else 'plan again'}"
+        )
+    if "input" not in document:
+        raise PlanFileError(
+            f"{source}: input: the file lacks the captured graph and the devices, from which an edited plan is counted "
+            f"anew: plan again, or restore the section"
         )
     del document
     try:
@@ -117,7 +142,7 @@ def _first_problem(error: ValidationError) -> str:
 
 def _require_consistent(file: PlanDocument) -> None:
     """Raise PlanFileError for errors that a schema cannot show: lengths and indices that must agree across sections."""
-    structure, bindings = file.structure, dict(file.bindings)
+    structure, bindings, counted = file.structure, dict(file.bindings), file.predicted.decision
     units = len(structure.unit_classes)
     checks = [
         (units > 0, "model.unit_classes: expected at least one unit"),
@@ -147,18 +172,32 @@ def _require_consistent(file: PlanDocument) -> None:
             f"costs.ranks: expected {len(file.costs.classes)} classes and {units} boundary_s for each rank",
         ),
         (
-            len(file.costs.ranks) in (0, file.decision.pp),
-            f"costs.ranks: {len(file.costs.ranks)} entries, expected none or one per pipeline rank, {file.decision.pp}",
+            len(file.costs.ranks) in (0, counted.pp),
+            f"costs.ranks: {len(file.costs.ranks)} entries, expected none or one per pipeline rank, {counted.pp}",
         ),
         (
-            len(file.predicted.memory_by_stage_rank) == file.decision.pp,
+            len(file.predicted.memory_by_stage_rank) == counted.pp,
             f"predicted.memory_by_stage_rank: {len(file.predicted.memory_by_stage_rank)} entries, expected one per "
-            f"pipeline rank, {file.decision.pp}",
+            f"pipeline rank of predicted.decision, {counted.pp}",
+        ),
+        (
+            file.input.cluster.world_size == file.provenance.world_size,
+            f"input.cluster: {file.input.cluster} has {file.input.cluster.world_size} devices, and "
+            f"provenance.world_size is {file.provenance.world_size}",
+        ),
+        (
+            len(file.provenance.device_memory_bytes) == file.predicted.decision.pp,
+            f"provenance.device_memory_bytes: {len(file.provenance.device_memory_bytes)} entries, expected one per "
+            f"pipeline rank of predicted.decision, {file.predicted.decision.pp}",
         ),
     ]
     for holds, message in checks:
         if not holds:
             raise PlanFileError(message)
+    try:
+        file.input.require_intact()
+    except PlanError as error:
+        raise PlanFileError(f"input.{error}") from error
     if structure.digest != file.model.digest:
         raise PlanFileError(
             f"model.digest: {file.model.digest!r} does not belong to this model section ({structure.digest!r}): the "
@@ -172,7 +211,8 @@ def _require_consistent(file: PlanDocument) -> None:
     for name, binding in bindings.items():
         _require_bound(name, binding, structure)
     said = file.alternatives
-    for slot in (*dict(said.unsplit), *dict(said.not_in_fp8), *dict(said.layouts)):
+    products = {f"{number}/{kind}" for number in range(len(file.model.classes)) for kind in get_args(OpKind)}
+    for slot in (*sorted(set(dict(said.unsplit)) - products), *dict(said.not_in_fp8), *dict(said.layouts)):
         if slot not in structure.slot_shapes:
             raise PlanFileError(f"alternatives: name slot {slot!r}, which the model lacks")
 

@@ -29,9 +29,10 @@ def memory_over_time(plan: Plan, traits: MemoryTraits = PLAIN_MEMORY) -> tuple[t
     gradient frees. Buffers exist while an action runs, at their maximum for every action. Gradients stay too, unless
     the plan's runtime, whose memory traits are ``traits``, makes them anew in every step: then those of a stage appear
     with its first backward. The last moment is the optimizer's. No moment is shown above the predicted peak: the excess
-    is in its ``apart_bytes``.
+    is in its ``apart_bytes``. Of an edited plan it is the step before the edit, which its figures are of.
     Raises ScheduleError when the schedule does not admit the plan's sizes.
     """
+    plan = plan.as_counted
     timeline = simulate_schedule(plan.build_schedule(), costs := plan.stage_costs())
     kept = costs.activation_bytes
     return tuple(_of_rank(plan, traits, rank, timeline.spans(rank), kept) for rank in range(timeline.ranks))

@@ -3,10 +3,11 @@
 import hashlib
 import warnings
 from collections import Counter
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
-from shardwright.core.errors import PlanError, PlanFileError, PlanWarning, nearest
+from shardwright.core.errors import LayoutError, PlanError, PlanFileError, PlanWarning, ShardwrightError, nearest
 from shardwright.core.layout.mesh import Mesh
 from shardwright.core.layout.placements import Layout, Split
 from shardwright.core.model.fold import CallRef, fold
@@ -21,10 +22,11 @@ from shardwright.core.model.structure import (
     structure_of,
 )
 from shardwright.core.plan import file
-from shardwright.core.plan.decision import summarize
+from shardwright.core.plan.decision import Decision, summarize
 from shardwright.core.plan.realised_layouts import program_for
 from shardwright.core.plan.record import PlanRecord
 from shardwright.core.plan.throughput import Throughput, throughput
+from shardwright.core.plan.training_run import Training
 from shardwright.core.schedule import Schedule, StageCosts
 from shardwright.core.tables.memory import unit_recompute
 from shardwright.core.values.amounts import bytes_text, seconds_text
@@ -36,6 +38,8 @@ class Plan(PlanRecord):
     """A decision about one model on one cluster. It is saved as JSON; `docs/plan-file.md` describes the file."""
 
     def __post_init__(self) -> None:
+        if self.counted is None:
+            object.__setattr__(self, "counted", self.decision)
         if not self.counted_for:
             object.__setattr__(self, "counted_for", self._basis())
         if self.mesh.size != self.provenance.world_size:
@@ -55,8 +59,7 @@ class Plan(PlanRecord):
         for slot, layout in self.decision.layouts:
             if slot not in shapes:
                 raise PlanError(f"a layout is given for {slot!r}, which the model lacks: {nearest(slot, shapes)}")
-            _require_tensor_axis(slot, layout)
-            layout.check(shapes[slot], self.mesh)
+            require_slot_layout(slot, layout, shapes[slot], self.mesh)
         matrices = {slot for slot, shape in shapes.items() if len(shape) == 2}
         matrices |= self._stacks() if self.decision.fp8_weights else set()
         for slot in self.decision.fp8_weights:
@@ -67,11 +70,18 @@ class Plan(PlanRecord):
 
     @property
     def is_stale(self) -> bool:
-        """Whether ``predicted`` was counted for another decision, model or costs: the plan was edited."""
-        return self.counted_for != self._basis()
+        """Whether the figures were counted for another decision, or they or their input were edited."""
+        return self.counted != self.decision or self.counted_for != self._basis()
+
+    @property
+    def as_counted(self) -> "Plan":
+        """The plan with the decision that its figures are of: this one, unless it is stale."""
+        return self if self.counted in (None, self.decision) else replace(self, decision=self.counted)
 
     def _basis(self) -> str:
-        return hashlib.sha256(repr((self.decision, self.model.digest, _plain(self.costs))).encode()).hexdigest()[:16]
+        beside = () if self.input is None else (self.input.digest, self.input.cluster_text, self.input.options)
+        figures = self.model.digest, _plain(self.costs), _plain(self.predicted), _plain(self.work)
+        return hashlib.sha256(repr((self.counted, *figures, *beside)).encode()).hexdigest()[:16]
 
     # What runtimes ask -------------------------------------------------------------------------------------------
 
@@ -120,13 +130,15 @@ class Plan(PlanRecord):
     def stage_costs(self) -> StageCosts:
         """The seconds and bytes of every stage for one microbatch, from the folded costs."""
         forward, input_grad, weight_grad, transfer, kept = [], [], [], [], []
+        waits = self.costs.waits_s if len(self.costs.waits_s) == self.stages else ((0.0, 0.0),) * self.stages
         for stage, (units, rank) in enumerate(zip(self.stage_units, self.decision.stage_ranks, strict=True)):
             costs = self.costs.on_rank(rank)
             held = [costs.classes[costs.unit_classes[unit]] for unit in units]
             swapped = sum(c.swapped_s for c in held)
             weights = sum(c.weight_grad_s for c in held)
-            forward.append(max(sum(c.forward_s for c in held), swapped))
-            input_grad.append(max(sum(c.input_grad_s for c in held), swapped - weights))
+            ahead, behind = waits[stage]
+            forward.append(max(sum(c.forward_s for c in held), swapped) + ahead)
+            input_grad.append(max(sum(c.input_grad_s for c in held), swapped - weights) + behind)
             weight_grad.append(weights)
             kept.append(sum(c.activation_bytes for c in held))
             if stage:
@@ -138,6 +150,7 @@ class Plan(PlanRecord):
             tuple(transfer),
             tuple(kept),
             idle_lent=self.costs.idle_lent,
+            sender_waits=not self.costs.execution.sends,
         )
 
     def binding(self, framework: str) -> Binding:
@@ -254,9 +267,9 @@ class Plan(PlanRecord):
     @classmethod
     def from_text(cls, text: str, source: str = "plan") -> "Plan":
         """The plan in the text of a plan file; ``source`` names it in errors."""
-        plan = file.from_text(text, source, cls)
-        if plan.is_stale:
-            warnings.warn(f"{source}: {STALE}", PlanWarning, stacklevel=3)
+        plan = _from_text(text, source, cls)
+        if (note := stale_note(plan)) is not None:
+            warnings.warn(f"{source}: {note}", PlanWarning, stacklevel=3)
         return plan
 
     @property
@@ -264,11 +277,16 @@ class Plan(PlanRecord):
         """Samples, tokens and FLOPs per second by the predicted step, and MFU."""
         return throughput(
             self.work,
-            self.decision.batch,
+            (self.counted or self.decision).batch,
             self.predicted.step_time_s,
             self.mesh.size,
             dict(self.provenance.peak_flops_per_s),
         )
+
+    @property
+    def training(self) -> Training | None:
+        """The length and the price of the training that the plan is for; None where its length was not said."""
+        return self.run.taking(self.predicted.step_time_s, self.decision.batch, self.work.tokens)
 
     def summary(self) -> str:
         """The degrees in one line."""
@@ -276,22 +294,74 @@ class Plan(PlanRecord):
 
     def __repr__(self) -> str:
         predicted, where = self.predicted, self.provenance
+        uses = zip(predicted.memory_by_stage_rank, where.device_memory_bytes, strict=True)
+        fullest, limit = max(((use.total_bytes, limit) for use, limit in uses), key=lambda pair: pair[0] / pair[1])
         return (
-            f"<Plan of {self.model_name} on {where.cluster}: {self.summary()}; step "
-            f"{seconds_text(predicted.step_time_s)}, at most {bytes_text(max(predicted.peak_memory_bytes))} of a "
-            f"device's {bytes_text(where.device_memory_bytes)}>"
+            f"<Plan of {self.model_name} on {where.cluster}: {self.summary()}; {'before an edit ' * self.is_stale}step "
+            f"{seconds_text(predicted.step_time_s)}, at most {bytes_text(fullest)} of a device's {bytes_text(limit)}>"
         )
 
 
-STALE = (
-    "the predicted time and memory were counted for another decision than this one, which was edited since: plan again "
-    "with the edited values pinned"
-)
-"""The warning about a plan whose figures are those of another decision."""
+RESCORE = "`shardwright rescore PLAN.json -o NEW.json` or shardwright.rescore(plan)"
+"""The fix for a plan whose figures are those of another decision."""
 
 
-def _require_tensor_axis(slot: str, layout: Layout) -> None:
-    """Raise PlanError for a layout that no parameter can have: parameters are split, and only on the tensor axis."""
+def stale_note(plan: Plan) -> str | None:
+    """The note beside the figures of an edited plan: which are old, by which edits, and what counts them anew. None for
+    a plan whose figures are its own."""
+    if not plan.is_stale:
+        return None
+    if plan.counted in (None, plan.decision):
+        return (
+            f"step time, memory, costs, throughput and alternatives do not belong together: some of them were edited, "
+            f"or the devices or the model that they were counted for: count them anew with {RESCORE}"
+        )
+    what = ", ".join(edits(plan.counted, plan.decision))
+    return (
+        f"step time, memory, costs, throughput and alternatives are old: they were counted for another decision than "
+        f"this one, which was edited since ({what}): count them anew with {RESCORE}"
+    )
+
+
+PlanT = TypeVar("PlanT", bound=Plan)
+
+
+def load_to_rescore(path: Path) -> Plan:
+    """The plan of a file, for counting it anew: as `Plan.load`, without its warning about an edited plan."""
+    return _from_text(read_text(path, PlanFileError, "plan file"), str(path), Plan)
+
+
+def _from_text(text: str, source: str, kind: type[PlanT]) -> PlanT:
+    plan = file.from_text(text, source, kind)
+    try:
+        _ = plan.as_counted
+    except ShardwrightError as error:
+        raise PlanFileError(f"{source}: predicted.decision: {error}") from error
+    return plan
+
+
+def edits(before: Decision, after: Decision) -> tuple[str, ...]:
+    """The differences between two decisions in words, such as ``microbatch 1 → 2``."""
+    found = []
+    for field in fields(Decision):
+        one, other = getattr(before, field.name), getattr(after, field.name)
+        if field.name == "layouts":
+            mine, theirs = dict(one), dict(other)
+            slots = [slot for slot in sorted(mine.keys() | theirs.keys()) if mine.get(slot) != theirs.get(slot)]
+            found += [f"layout of {slot} {mine.get(slot, 'whole')} → {theirs.get(slot, 'whole')}" for slot in slots]
+        elif one != other:
+            found.append(f"{field.name} {_shown(one)} → {_shown(other)}")
+    return tuple(found)
+
+
+def _shown(value: object) -> str:
+    text = str(list(value) if isinstance(value, tuple) else value)
+    return text if len(text) <= 60 else f"{text[:57]}…"
+
+
+def require_slot_layout(slot: str, layout: Layout, shape: tuple[int, ...], mesh: Mesh) -> None:
+    """Raise PlanError for a layout that no parameter can have: parameters are split, and only on the tensor axis.
+    Raise LayoutError for one that a slot of this shape cannot have on the mesh. Both name the slot."""
     for axis, placement in layout.placements:
         if axis in ("pp", "dp"):
             raise PlanError(
@@ -300,6 +370,10 @@ def _require_tensor_axis(slot: str, layout: Layout) -> None:
             )
         if not isinstance(placement, Split):
             raise PlanError(f"layout {layout} of {slot}: a parameter is split or whole, not partial")
+    try:
+        layout.check(shape, mesh)
+    except ShardwrightError as error:
+        raise LayoutError(f"layout {layout} of {slot}: {error}") from error
 
 
 def _plain(value: object) -> object:

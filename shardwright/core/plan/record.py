@@ -1,15 +1,20 @@
 """The record of a plan, as in its file: decision, model, names, costs, predictions, alternatives, provenance."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Annotated
 
 from annotated_types import Ge, Le
 
+from shardwright.core.errors import PlanError
+from shardwright.core.execution import PLAIN, Execution
 from shardwright.core.layout.mesh import Mesh
 from shardwright.core.model.structure import Binding, Structure
 from shardwright.core.plan.decision import Decision
+from shardwright.core.plan.plan_input import PlanInput
+from shardwright.core.plan.prediction_error import PredictionError
 from shardwright.core.plan.program import Program
 from shardwright.core.plan.throughput import StepWork
+from shardwright.core.plan.training_run import UNSAID, TrainingRun
 from shardwright.core.solver.op_layouts import Rates, SlotAlternatives
 from shardwright.core.tables.memory import MemoryUse
 from shardwright.core.values.fields import Amount, Count, Rate, Seconds, Share
@@ -48,11 +53,21 @@ class Costs:
     """The costs of each pipeline rank where devices or links differ; empty where all ranks cost the same."""
     idle_lent: Share = 0.0
     """The share of idle time that is lent, as in `StageCosts`."""
+    waits_s: tuple[tuple[Seconds, Seconds], ...] = ()
+    """The seconds that a forward and a backward of each stage wait for traffic over the data axis; empty: none."""
+    execution: Execution = PLAIN
+    """What the system overlaps that the plan was counted for, and how it makes kernels."""
 
     def on_rank(self, rank: int) -> "Costs":
-        """The costs of units on one pipeline rank."""
+        """The costs of units on one pipeline rank. Raises PlanError for a rank that a plan had not before it was
+        edited."""
         if not self.ranks:
             return self
+        if rank >= len(self.ranks):
+            raise PlanError(
+                f"costs are counted for {len(self.ranks)} unlike pipeline ranks, and the plan was edited to have more: "
+                f"count them anew with shardwright rescore"
+            )
         own = self.ranks[rank]
         return replace(self, classes=own.classes, boundary_s=own.boundary_s, ranks=())
 
@@ -77,10 +92,19 @@ class StepFigures:
     tensor_collective_s: Seconds
     """The part of the pipeline time that is communication on the tensor axis, on the slowest stage."""
     data_parallel_s: Seconds
-    """The part of the step that is gradient reduction which nothing hides."""
+    """The part of the step after the pipeline that waits for gradients, updated parameters and what was measured beside
+    microbatches."""
     optimizer_s: Seconds
     memory_by_stage_rank: tuple[MemoryUse, ...]
     """The memory of each coordinate on pp; ranks that differ only in dp or tp hold the same amounts."""
+    passes_wait_s: Seconds
+    """The part of the pipeline time that passes wait for traffic over the data axis, on the rank that waits most."""
+    data_parallel_hidden_s: Seconds
+    """The traffic over the data axis that computing and idle time hide, on the rank that hides most."""
+    tensor_hidden_s: Seconds
+    """The collectives on the tensor axis that computing hides, on the rank that hides most."""
+    error: PredictionError = field(default=PredictionError(), kw_only=True)
+    """How far predictions of this kind are off."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +144,8 @@ class Provenance:
     captured_from: str
     cluster: str
     world_size: Count
-    device_memory_bytes: Annotated[int, Ge(1), Le(1 << 62)]
+    device_memory_bytes: tuple[Annotated[int, Ge(1), Le(1 << 62)], ...]
+    """The memory that a model may use on each coordinate on pp: that of the smallest device there."""
     peak_flops_per_s: tuple[tuple[str, Rate], ...]
     """The peak of matrix products of one device in each precision, the mean over the devices."""
     pinned: tuple[str, ...]
@@ -128,6 +153,8 @@ class Provenance:
     """The ``class/role`` of every slot with a pinned layout, and the source of its pin."""
     left_out: str = ""
     """The devices that were given and are not worth using; ``cluster`` and ``world_size`` are of the rest."""
+    headroom: Share = 0.0
+    """The share of each device's memory that the plan leaves free, as asked for or by default."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -151,7 +178,13 @@ class PlanRecord:
     programs: tuple[tuple[str, Program], ...] = ()
     """The program on the tensor axis for each framework that the plan is bound to; empty without a tensor axis."""
     counted_for: str = ""
-    """A digest of the decision, the model and the costs that ``predicted`` was counted for; by default, that of this
-    plan. After an edit it is that of the plan before (`is_stale`)."""
+    """A digest of all figures and of what they were counted for; by default, that of this plan. After an edit it is
+    that of the plan before (`is_stale`)."""
+    run: TrainingRun = UNSAID
+    """The training that the plan is for, and the price of its devices."""
+    counted: Decision | None = None
+    """The decision that costs, predictions and alternatives are of; by default, this plan's."""
+    input: PlanInput | None = None
+    """What the figures were counted from, for counting them anew. None: not known, and the plan cannot be saved."""
     not_in_fp8: tuple[tuple[str, str], ...] = ()
     """Under precision "fp8", the ``class/role`` of the matrices whose products stay in bf16, and the reason."""

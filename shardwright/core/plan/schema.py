@@ -5,16 +5,19 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from annotated_types import MinLen
 
+from shardwright.core.errors import PlanFileError
 from shardwright.core.model.structure import Binding, Structure
 from shardwright.core.plan.decision import Decision
+from shardwright.core.plan.plan_input import PlanInput
 from shardwright.core.plan.program import Program
 from shardwright.core.plan.record import Alternative, Costs, PlanRecord, Predicted, Provenance, StepFigures
 from shardwright.core.plan.sections import section_of
 from shardwright.core.plan.throughput import StepWork
+from shardwright.core.plan.training_run import TrainingRun
 from shardwright.core.solver.op_layouts import SlotAlternatives
 from shardwright.core.values.fields import Amount, Count
 
-VERSION = 15
+VERSION = 16
 PlanT = TypeVar("PlanT", bound=PlanRecord)
 
 
@@ -32,11 +35,12 @@ class ModelSection:
 
 @dataclass(frozen=True, slots=True)
 class PredictedSection(StepFigures):
-    """The predicted figures of one step, the work in it, and the digest of the decision, model and costs that they were
-    counted for."""
+    """The predicted figures of one step, the work in it, the decision that they and the costs are of, and a digest of
+    all figures and of what they were counted for."""
 
     work: StepWork
     counted_for: str
+    decision: Decision
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +66,17 @@ class PlanDocument:
     programs: tuple[tuple[str, Program], ...]
     costs: Costs
     predicted: PredictedSection
+    run: TrainingRun
     alternatives: AlternativesSection
     provenance: Provenance
+    input: PlanInput
 
     @classmethod
     def of(cls, plan: PlanRecord) -> "PlanDocument":
-        """The file of a plan."""
+        """The file of a plan. Raises PlanFileError for a plan whose input is not known."""
         model = plan.model
+        if plan.input is None:
+            raise PlanFileError("this plan was put together without the graph that it is of: save what plan() returns")
         return cls(
             "shardwright-plan",
             VERSION,
@@ -79,9 +87,16 @@ class PlanDocument:
             plan.bindings,
             plan.programs,
             plan.costs,
-            PredictedSection(**_figures(plan.predicted), work=plan.work, counted_for=plan.counted_for),
+            PredictedSection(
+                **_figures(plan.predicted),
+                work=plan.work,
+                counted_for=plan.counted_for,
+                decision=plan.counted or plan.decision,
+            ),
+            plan.run,
             AlternativesSection(plan.alternatives, plan.unsplit, plan.not_in_fp8, plan.layout_alternatives),
             plan.provenance,
+            plan.input,
         )
 
     @property
@@ -98,14 +113,17 @@ class PlanDocument:
             bindings=self.bindings,
             programs=self.programs,
             costs=self.costs,
-            predicted=Predicted(**_figures(self.predicted), mesh=self.decision.mesh),
+            predicted=Predicted(**_figures(self.predicted), mesh=self.predicted.decision.mesh),
             alternatives=self.alternatives.plans,
             unsplit=self.alternatives.unsplit,
             not_in_fp8=self.alternatives.not_in_fp8,
             layout_alternatives=self.alternatives.layouts,
             provenance=self.provenance,
             work=self.predicted.work,
+            run=self.run,
             counted_for=self.predicted.counted_for,
+            counted=self.predicted.decision,
+            input=self.input,
         )
 
 

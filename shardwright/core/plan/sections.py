@@ -2,7 +2,7 @@
 
 All three follow from the annotations of the class. A tuple is a list. A tuple of tuples that begin with text is an
 object with these texts as its keys (and the rest of each tuple as its value). A layout is an object from mesh axis to
-placement.
+placement. A cluster is the object of its own file.
 """
 
 from dataclasses import fields, is_dataclass
@@ -12,9 +12,11 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 from pydantic import BaseModel, ConfigDict, FailFast, create_model
 
+from shardwright.core.cluster.cluster import Cluster
 from shardwright.core.errors import LayoutError
 from shardwright.core.layout.placements import Layout, Partial, Placement, Split
 from shardwright.core.model.fold import CallRef
+from shardwright.core.plan.plan_input import cluster_of
 from shardwright.core.plan.program import AS_TEXT
 from shardwright.core.values.fields import Amount, Choices, Count, Option, Text, Words
 
@@ -43,9 +45,13 @@ def section_of(cls: type) -> type[Section]:
 
 def to_section(value: Any, hint: Any = None) -> Any:
     """The JSON values of a value of this annotation; default: of its class."""
+    if value is None:
+        return None
     kind = _bare(type(value) if hint is None else hint)
     if kind is Layout:
         return {axis: _placement_out(placement) for axis, placement in value.placements}
+    if kind is Cluster:
+        return value.to_document()
     if kind in AS_TEXT:
         return str(value)
     if _has_fields(kind):
@@ -60,9 +66,13 @@ def to_section(value: Any, hint: Any = None) -> Any:
 
 def from_section(read: Any, hint: Any) -> Any:
     """The value of an annotation that a section holds. Raises the errors of the value's class."""
+    if read is None:
+        return None
     kind = _bare(hint)
     if kind is Layout:
         return Layout.of({axis: _placement_in(axis, placement) for axis, placement in read.items()})
+    if kind is Cluster:
+        return cluster_of(read)
     if kind in AS_TEXT:
         return AS_TEXT[kind](read)
     if _has_fields(kind):
@@ -103,6 +113,8 @@ def _type(hint: Any) -> Any:
         return Union[tuple(_type(each) for each in inner)]  # noqa: UP007  # as many as there are
     if hint is Layout:
         return dict[Text, PlacementSection]
+    if hint is Cluster:
+        return dict[Text, Any]
     if hint is str or hint in AS_TEXT:
         return Text
     if _has_fields(hint):

@@ -36,6 +36,8 @@ class StageCosts:
         idle_lent: the share of what idle ranks leave unused that those at work get, from 0 (each has a device of its
             own) to 1 (they share one machine, and each is as fast as its part of it is large).
 
+        sender_waits: whether a rank waits until what it sends is across; else it goes on.
+
     Raises:
         ScheduleError: lengths differ, a cost is negative or not finite, a share is none, or an input gradient frees
             more than there is.
@@ -49,12 +51,16 @@ class StageCosts:
     overlap: float = 0.0
     whole_backward_s: tuple[float, ...] | None = None
     idle_lent: float = 0.0
+    sender_waits: bool = False
     freed_by_input_grad_bytes: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):
             values = getattr(self, field.name)
-            if field.name in ("overlap", "idle_lent"):
+            if field.name == "sender_waits":
+                if not isinstance(values, bool):
+                    raise ScheduleError(f"sender_waits={values!r}: expected True or False")
+            elif field.name in ("overlap", "idle_lent"):
                 if not _is_number(values) or not 0 <= values <= 1:
                     raise ScheduleError(f"{field.name}={values!r}: expected a share between 0 and 1")
             elif values is not None or field.name not in ("whole_backward_s", "freed_by_input_grad_bytes"):

@@ -261,6 +261,8 @@ class Engine:
         start, cause = (ready, node) if ready >= link.free_s else (link.free_s, link.last)
         end = start + self.costs.transfer_s[stage if forward else stage - 1]
         link.free_s, link.last = end, -2 - len(self.transfers)
+        if self.costs.sender_waits:
+            self.clock[source] = max(self.clock[source], end)
         self.transfers.append((forward, stage, mb, source, target, start, end))
         self.transfer_cause.append(cause)
         self._arrive(forward, (stage + 1 if forward else stage - 1) * self.schedule.microbatches + mb, end, link.last)

@@ -2,17 +2,22 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 from shardwright.core.capabilities import Capabilities
 from shardwright.core.cluster.cluster import Cluster
 from shardwright.core.cost.unit_seconds import UnitCost
+from shardwright.core.model.structure import measured_name
 from shardwright.core.plan.decision import Decision, summarize
 from shardwright.core.plan.plan import Plan
+from shardwright.core.plan.prediction_error import LEAD, prediction_error
 from shardwright.core.plan.realised_layouts import program_of
 from shardwright.core.plan.record import Alternative, ClassCost, Costs, Predicted, Provenance, RankCosts
+from shardwright.core.plan.training_run import usd_per_hour
 from shardwright.core.search.defaults import Default
 from shardwright.core.search.request import Request
 from shardwright.core.search.scoring import Scored, Scorer
+from shardwright.core.search.simplicity import why_less_simple
 from shardwright.core.search.step_work import step_work
 from shardwright.core.tables.cost_tables import HOST_LINK_EFFICIENCY, Place, is_one_stage
 from shardwright.core.tables.memory import Mode, collectives_s, kept_bytes, recomputed_s, unit_recompute
@@ -26,12 +31,14 @@ def as_plan(
     beside: list[Default],
     left_out: str = "",
     elsewhere: Sequence[tuple[Cluster, Scored]] = (),
+    fastest: Scored | None = None,
 ) -> Plan:
     """The plan of the best choice, with the others and the defaults as alternatives.
 
     ``left_out``: devices that are not worth using. ``elsewhere``: the best choices on other parts of the cluster.
+    ``fastest``: the choice that was predicted to be the fastest, where a simpler one is the best.
     """
-    tables, decision = scorer.tables, best.decision
+    tables, decision, request = scorer.tables, best.decision, scorer.request
     first = _costs_at(scorer, best, _place_of(scorer, best, 0))
     ranks: tuple[RankCosts, ...] = ()
     if not best.tables.is_uniform:
@@ -40,7 +47,10 @@ def as_plan(
             for pp in range(decision.pp)
         )
         first = ranks[0].classes
-    alternatives = [_alternative(s, why_slower(best, s)) for s in others]
+    alternatives = []
+    if fastest is not None and fastest.decision != decision:
+        alternatives.append(_alternative(fastest, why_not_fastest(best, fastest)))
+    alternatives += [_alternative(s, why_slower(best, s)) for s in others]
     alternatives += [_alternative(s, f"on {where}: {why_slower(best, s)}") for where, s in elsewhere]
     for default in beside:
         if default.scored is None:
@@ -66,8 +76,19 @@ def as_plan(
             tables.rates(decision.tp),
             ranks,
             best.tables.idle_lent,
+            scorer.step.waits(decision, best.tables, decision.stage_ranks),
+            tables.execution,
         ),
-        predicted=best.predicted,
+        predicted=replace(
+            best.predicted,
+            error=prediction_error(
+                [group.device for group in scorer.cluster.groups],
+                graph.framework,
+                measured_name(graph.framework, tables.structure.digest),
+                decision,
+            ),
+        ),
+        run=replace(request.training_run, usd_per_hour=usd_per_hour(scorer.cluster, request.price)),
         alternatives=tuple(alternatives),
         unsplit=tables.unsplit(decision.tp) if decision.tp > 1 else (),
         layout_alternatives=tables.layout_alternatives(decision.tp),
@@ -78,11 +99,12 @@ def as_plan(
             captured_from=graph.framework,
             cluster=str(scorer.cluster),
             world_size=scorer.cluster.world_size,
-            device_memory_bytes=min(best.tables.limits_bytes),
+            device_memory_bytes=tuple(scorer.links.memory_bytes(decision.mesh, pp) for pp in range(decision.pp)),
             peak_flops_per_s=tuple(scorer.cluster.peak_flops_per_s.items()),
-            pinned=_pinned(scorer.request),
+            pinned=_pinned(request),
             pinned_layouts=_pinned_layouts(scorer) if decision.tp > 1 else (),
             left_out=left_out,
+            headroom=request.left_free,
         ),
     )
 
@@ -161,10 +183,10 @@ def terms_s(predicted: Predicted) -> dict[str, float]:
     """The terms of a step by which plans differ, in seconds; they add up to the step time."""
     busy = predicted.pipeline_s * (1 - predicted.bubble_fraction)
     return {
-        "compute": busy - predicted.tensor_collective_s,
+        "compute": busy - predicted.tensor_collective_s - predicted.passes_wait_s,
         "tensor collectives": predicted.tensor_collective_s,
         "pipeline bubble": predicted.bubble_fraction * predicted.pipeline_s,
-        "gradient reduction": predicted.data_parallel_s,
+        "traffic over the data axis": predicted.data_parallel_s + predicted.passes_wait_s,
         "optimizer step": predicted.optimizer_s,
     }
 
@@ -192,6 +214,15 @@ def why_slower(best: Scored, other: Scored) -> str:
         return f"{1 - ratio:.1%} faster: {name} {theirs[name] * 1e3:.3g} ms against {mine[name] * 1e3:.3g} ms"
     name = max(theirs, key=lambda term: theirs[term] - mine[term])
     return f"{ratio - 1:.1%} slower: {name} {theirs[name] * 1e3:.3g} ms against {mine[name] * 1e3:.3g} ms"
+
+
+def why_not_fastest(best: Scored, fastest: Scored) -> str:
+    """The reason why the choice that was predicted to be the fastest is not the answer."""
+    lead = why_slower(best, fastest)
+    return (
+        f"the fastest by prediction: {lead}; a lead within {LEAD:.0%} tells nothing, and it is less simple: "
+        f"{why_less_simple(best.decision, fastest.decision)}"
+    )
 
 
 def _alternative(scored: Scored, reason: str) -> Alternative:

@@ -3,8 +3,12 @@
 A queue holds choices in the order of the time that they cannot get below. A choice starts with degrees, then gets
 recompute, a number of stages per rank and a schedule. It is then cut, and then simulated under all memory policies that
 the cut fits in. The first simulated choice that leaves the queue is as fast as any in the space, because all that is
-left has a larger bound. No choice is discarded by a guess, so the answer is that of an exhaustive enumeration in the
+left has a larger bound. No choice is discarded by a guess, so the fastest is that of an exhaustive enumeration in the
 same simulator.
+
+Where a margin is given, what is left of the queue within it is put in the order of simplicity instead, and opened until
+the simplest is settled: again nothing that could be simpler is left. So only choices that may be simpler than the
+answer are cut and simulated for it.
 """
 
 import heapq
@@ -15,7 +19,8 @@ from typing import Any
 
 from shardwright.core.cluster.cluster import Cluster
 from shardwright.core.search.request import Progress, Request
-from shardwright.core.search.scoring import Cut, Draft, Scored, Scorer
+from shardwright.core.search.scoring import Cut, Draft, Scored, Scorer, Timed, Uncut
+from shardwright.core.search.simplicity import Simplicity, least_simplicity, simplicity
 from shardwright.core.search.space import Pipelining, Policy, Shape, Space, splits_backward
 from shardwright.core.tables.cost_tables import CostTables
 
@@ -25,7 +30,7 @@ MORE_DEGREES = 2
 """The number of degrees that are searched beyond those that are reported."""
 OPENED = 200
 """The number of choices that are opened for a runner-up's degrees before these are given up; cuts do not count."""
-FURTHER: dict[type, int] = {Cut: 4, Draft: 5, Scored: 6}
+FURTHER: dict[type, int] = {Uncut: 4, Cut: 5, Draft: 6, Timed: 7}
 """The settled steps of a choice that has stages; for a choice without stages they are the number of its parts."""
 SAME = 1e-6
 """The relative difference below which times are equal, so that the simpler plan is taken."""
@@ -36,6 +41,8 @@ class Found:
     """The result of a search."""
 
     best: Scored | None
+    """The answer: the simplest choice within the margin of the fastest, which it is without a margin."""
+    fastest: Scored | None
     others: list[Scored]
     """The next fastest choices, each with other degrees, fastest first."""
 
@@ -64,9 +71,19 @@ class Search:
         self._numbers = itertools.count()
 
     def run(
-        self, progress: Progress | None = None, *, runners_up: int = REPORTED, below_s: float = float("inf")
+        self,
+        progress: Progress | None = None,
+        *,
+        runners_up: int = REPORTED,
+        below_s: float = float("inf"),
+        margin: float = 0.0,
+        within_s: float = float("inf"),
     ) -> Found:
         """The best choice and the next ones; no choice where none takes at most ``below_s``.
+
+        Args:
+            margin: the share of the fastest choice's time by which a simpler one may be slower.
+            within_s: seconds that the answer takes at most, however simple.
 
         Raises PlanError when the request leaves nothing to choose from.
         """
@@ -77,7 +94,7 @@ class Search:
         opened = 0
         while self._queue:
             entry = heapq.heappop(self._queue)
-            if entry.bound_s > (best[0].predicted.step_time_s if best else below_s) * (1 + SAME):
+            if entry.bound_s > (best[0].predicted.step_time_s if best else min(below_s, within_s)) * (1 + SAME):
                 heapq.heappush(self._queue, entry)
                 break
             scored = self._settled(entry)
@@ -90,27 +107,76 @@ class Search:
         if progress is not None:
             progress(len(shapes), len(shapes))
         if not best:
-            return Found(None, [])
+            return Found(None, None, [])
         best.sort(key=preference)
+        fastest = best[0]
+        limit_s = min(fastest.predicted.step_time_s * (1 + margin), within_s)
+        answer = self._simplest(best, limit_s) if margin else fastest
         others = {_degrees(equal): equal for equal in reversed(best)}
+        others.setdefault(_degrees(answer), answer)
         if runners_up:
             self._add_runners_up(others, runners_up)
-        others.pop(_degrees(best[0]))
+        for named in (fastest, answer):
+            others.pop(_degrees(named), None)
         next_best = sorted(others.values(), key=preference)[:runners_up]
-        return Found(self.scorer.with_peaks(best[0]), [self.scorer.with_peaks(other) for other in next_best])
+        with_peaks = self.scorer.with_peaks
+        peaked = with_peaks(answer)
+        return Found(peaked, peaked if answer is fastest else with_peaks(fastest), [*map(with_peaks, next_best)])
+
+    def _simplest(self, fastest: list[Scored], limit_s: float) -> Scored:
+        """The simplest choice of those that take at most ``limit_s``, the fastest of equally simple ones; ``fastest``:
+        what has left the queue. What is opened and not taken is in the queue afterwards."""
+        numbers = itertools.count()
+        heap: list[tuple[Simplicity, float, int, Scored | _Entry]] = []
+        slower: list[_Entry] = []
+
+        def put(entry: _Entry, below: Simplicity | None) -> None:
+            if entry.bound_s > limit_s:
+                slower.append(entry)
+                return
+            least = _least_simplicity(entry.choice)
+            heapq.heappush(heap, (least if below is None else max(least, below), entry.bound_s, next(numbers), entry))
+
+        for scored in fastest:
+            place = simplicity(scored.decision), scored.predicted.step_time_s, next(numbers), scored
+            heapq.heappush(heap, place)
+        for entry in self._queue:
+            put(entry, None)
+        while True:
+            least, _, _, first = heapq.heappop(heap)
+            if isinstance(first, Scored):
+                found = first
+                break
+            self._queue = []
+            settled = self._settled(first)
+            if settled is not None:
+                found = settled
+                break
+            for entry in self._queue:
+                put(entry, least)
+        self._queue = slower + [each for *_, each in heap if isinstance(each, _Entry)]
+        heapq.heapify(self._queue)
+        return found
 
     def _settled(self, entry: _Entry) -> Scored | None:
         """The choice, if it is settled and its time is exact; otherwise None, and its next choices are queued."""
         first = entry.choice[0]
-        if isinstance(first, Scored):
-            return first
-        if isinstance(first, Cut):
+        if isinstance(first, Timed):
+            return self.scorer.finished(first)
+        if isinstance(first, Uncut):
+            for cut in self.scorer.fastest_cuts(first):
+                self._push(max(cut.bound_s, entry.bound_s), cut)
+        elif isinstance(first, Cut):
             draft = self.scorer.draft(first)
             if draft is not None:
                 self._push(max(draft.bound_s, entry.bound_s), draft)
         elif isinstance(first, Draft):
-            done = self.scorer.finished(first)
-            self._push(done.predicted.step_time_s, done)
+            if len(first.policies) > 1:
+                for draft in self.scorer.by_policy(first):
+                    self._push(max(draft.bound_s, entry.bound_s), draft)
+            else:
+                timed = self.scorer.timed(first)
+                self._push(timed.predicted.step_time_s, timed)
         else:
             for bound, further in self._opened(*entry.choice):
                 self._push(max(bound, entry.bound_s), *further)
@@ -130,6 +196,8 @@ class Search:
             opened = 0
             while self._queue and self._queue[0].bound_s <= longest and opened < OPENED:
                 entry = heapq.heappop(self._queue)
+                if isinstance(entry.choice[0], Uncut):
+                    continue  # a runner-up is cut by its slowest stage, a little slower with few microbatches
                 opened += not isinstance(entry.choice[0], Cut)
                 scored = self._settled(entry)
                 if scored is not None:
@@ -168,27 +236,30 @@ class Search:
         for pipelining in choice[2]:
             for cut in scorer.cuts(shape, policies, pipelining):
                 yield cut.bound_s, (cut,)
+            if (uncut := scorer.uncut(shape, policies, pipelining)) is not None:
+                yield 0.0, (uncut,)
 
 
-def preference(scored: Scored) -> tuple[float, int, int, int, int, int, bool, int, int, int, bool, int, str]:
-    """The sort key of choices: fastest first. Among equals the simpler comes first: fewer stages, less tensor
-    splitting, less saving of memory, fewer virtual stages, 1f1b, larger microbatches, the usual order of ranks."""
+def preference(scored: Scored) -> tuple[float, Simplicity, int, int, str]:
+    """The sort key of choices: fastest first; among equals the simpler, then the one that keeps more units and has
+    larger microbatches."""
     d = scored.decision
-    return (
-        float(f"{scored.predicted.step_time_s:.6g}"),
-        d.pp,
-        d.tp,
-        d.shard,
-        d.shard_group or 0,
-        d.gathered_stages or 0,
-        d.reduce_after is not None,
-        ("none", "selective", "full").index(d.recompute),
-        -len(d.kept_units),
-        d.virtual_stages,
-        d.schedule != "1f1b",
-        -d.microbatch,
-        f"{d.placement_order != 'PDT'}{d.placement_order}{d.schedule}",
-    )
+    seconds = float(f"{scored.predicted.step_time_s:.6g}")
+    return seconds, simplicity(d), -len(d.kept_units), -d.microbatch, d.placement_order
+
+
+def _least_simplicity(choice: tuple[Any, ...]) -> Simplicity:
+    """What no plan of a choice gets below."""
+    first = choice[0]
+    if isinstance(first, Shape):
+        return least_simplicity(*choice)
+    if isinstance(first, Cut | Uncut):
+        return least_simplicity(first.shape, first.policies, (first.pipelining,))
+    if isinstance(first, Timed):
+        return simplicity(first.decision)
+    policies = tuple(policy for policy, _ in first.policies)
+    offload = bool(first.tables.tables[0].offloaded)
+    return least_simplicity(first.shape, policies, (first.pipelining,), offload=offload)
 
 
 def _expected_s(entry: _Entry) -> float:
@@ -199,8 +270,8 @@ def _expected_s(entry: _Entry) -> float:
     return entry.bound_s * (1 + (shape.degrees[0] - 1) / shape.microbatches)
 
 
-def _degrees(choice: Shape | Cut | Draft | Scored) -> tuple[int, int, int]:
+def _degrees(choice: Shape | Uncut | Cut | Draft | Timed | Scored) -> tuple[int, int, int]:
     """The degrees of a choice, as (pp, dp, tp)."""
-    if isinstance(choice, Scored):
+    if isinstance(choice, Timed | Scored):
         return choice.decision.pp, choice.decision.dp, choice.decision.tp
     return choice.degrees if isinstance(choice, Shape) else choice.shape.degrees

@@ -6,11 +6,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 
+import numpy as np
+
 from shardwright.core.cluster.cluster import Cluster
 from shardwright.core.cost.unit_work import PRECISION_BYTES
 from shardwright.core.errors import PlanError
 from shardwright.core.plan.decision import Decision
-from shardwright.core.search.predict import StepModel
+from shardwright.core.search.exchanges import Held
+from shardwright.core.search.predict import StepModel, largest_unit
 from shardwright.core.search.request import VIRTUAL_STAGES, Request
 from shardwright.core.search.space import RECOMPUTES, Pipelining, Policy, Shape
 from shardwright.core.tables.cost_tables import CostTables, Place, is_one_stage
@@ -36,7 +39,7 @@ class Bounds:
     def __init__(self, tables: CostTables, cluster: Cluster, request: Request) -> None:
         self.tables, self.cluster, self.request = tables, cluster, request
         self.links = Links(cluster)
-        self.step = StepModel(self.links, tables.precision)
+        self.step = StepModel(self.links, tables.precision, tables.execution)
         self._ranked: dict[tuple[object, ...], RankTables] = {}
         self._alike: dict[tuple[object, ...], RankTables] = {}
         self._fluid: dict[tuple[int, int], float] = {}
@@ -53,7 +56,7 @@ class Bounds:
                 ]
                 # Replicas on unlike devices wait for the slowest.
                 found.append(kinds[0] if len(kinds) == 1 else max(kinds, key=lambda table: float(table.seconds.sum())))
-            limits = tuple(self.links.memory_bytes(shape.mesh, rank) for rank in range(len(found)))
+            limits = tuple(self._limit_bytes(self.links.memory_bytes(shape.mesh, rank)) for rank in range(len(found)))
             # Meshes whose ranks cost the same have the same cuts.
             lent = self._idle_lent(shape, found)
             ranked = RankTables(tuple(found), limits, lent)
@@ -67,6 +70,10 @@ class Bounds:
                 ranked = ranked.keeping(kept, away)
             self._ranked[key] = self._alike.setdefault((tuple(map(id, found)), limits, lent), ranked)
         return self._ranked[key]
+
+    def _limit_bytes(self, memory_bytes: int) -> int:
+        """What a plan may use of a device's memory."""
+        return int(memory_bytes * (1 - self.request.left_free))
 
     def _idle_lent(self, shape: Shape, tables: Sequence[UnitTable]) -> float:
         """The share of the time left by idle ranks that busy ranks of their pipeline get: the least that was measured
@@ -194,13 +201,14 @@ class Bounds:
             whole_below_bytes=self.whole_below_bytes(shape, policy),
             bucket_bytes=self.bucket_bytes(shape, policy),
             fp8_weights=self.tables.fp8_products.slots,
+            like=request.like,
         )
 
     # Bounds ------------------------------------------------------------------------------------------------------
 
     def shape_bound_s(self, shape: Shape) -> float:
         """Seconds below which no step gets with these degrees and this microbatch, whatever is kept in memory."""
-        recompute = next(mode for mode in RECOMPUTES if self.request.recompute in ("auto", mode))
+        recompute = RECOMPUTES[0] if self.request.recompute == "auto" else self.request.recompute
         if self.request.names_units:
             recompute = "none"
         return self._lending_s(shape, recompute, self._fluid_s(shape, recompute) * shape.microbatches) * SAFE
@@ -220,15 +228,18 @@ class Bounds:
         pipeline = self._fluid_s(shape, recompute) * shape.microbatches
         if virtual_stages == 1:
             pipeline = max(pipeline, self._filled_s(shape, recompute, split=split))
+        pipeline = max(pipeline, self._passed_s(shape, recompute, split=split or virtual_stages == 0))
         pipeline = self._lending_s(shape, recompute, pipeline)
         pp = shape.mesh.axis_size("pp")
         first = self._first(shape, recompute)
+        busy = 0.0 if self._idle_lent(shape, [first]) else float(first.seconds.sum()) / pp * shape.microbatches
         entries = float(first.range_trained[0, -1]) / pp, float(first.range_elements[0, -1]) / pp
+        mean = Held(*entries, busy, len(first.units), largest_unit(first))
         least = math.inf
         for policy in policies:
             if self._may_fit(shape, policy):
                 decision = self.undivided(shape, policy)
-                least = min(least, self.step.least_tail_s(shape.mesh, decision, entries, pipeline))
+                least = min(least, self.step.least_tail_s(shape.mesh, decision, mean, pipeline))
         return (pipeline + least) * SAFE
 
     def _may_fit(self, shape: Shape, policy: Policy) -> bool:
@@ -239,7 +250,7 @@ class Bounds:
         held = each * float(table.range_elements[0, -1]) + trained * float(table.range_trained[0, -1])
         held += float(table.range_kept[0, -1])
         if self.cluster.is_uniform:
-            return held <= pp * self.cluster.memory_bytes(0)
+            return held <= pp * self._limit_bytes(self.cluster.memory_bytes(0))
         return held <= sum(self.ranked(shape, policy.recompute).limits_bytes)
 
     def least_state(self, shape: Shape, policy: Policy, virtual_stages: int) -> tuple[float, float]:
@@ -278,6 +289,17 @@ class Bounds:
         # For every rank: share · (work before it) + m · (own work) ≤ T, so that all ranks together do at most
         # T / share · (1 - (1 - share / m)^pp).
         return whole * share / (1 - (1 - share / m) ** pp)
+
+    @found_once
+    def _passed_s(self, shape: Shape, recompute: Recompute, *, split: bool) -> float:
+        """Seconds in which a microbatch passes all units forward and back, however they are cut: of a backward that is
+        split the input gradients alone."""
+        tables = [self._first(shape, recompute)] if self.cluster.is_uniform else self.ranked(shape, recompute).tables
+        each = [
+            table.seconds - np.array([unit.weight_grad_s if split else 0.0 for unit in table.units])
+            for table in {id(table): table for table in tables}.values()
+        ]
+        return float(np.minimum.reduce(each).sum())
 
     @found_once
     def _first(self, shape: Shape, recompute: Recompute) -> UnitTable:

@@ -96,7 +96,7 @@ def _less_divided(
 
     def peaks_of(microbatches: int) -> list[int]:
         if decision.generated:
-            table = decision.build_schedule(None).table
+            table = decision.with_residency(decision.compute_schedule(None)).table
         else:
             sizes = decision.pp, microbatches, decision.virtual_stages
             residency = decision.gathered_stages, decision.look_ahead, decision.reduces_each

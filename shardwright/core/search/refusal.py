@@ -28,10 +28,12 @@ def refusal(tables: CostTables, cluster: Cluster, request: Request, scorer: Scor
     uses = least.predicted.memory_by_stage_rank
     worst = max(range(len(uses)), key=lambda pp: uses[pp].total_bytes - limits[pp])
     name, size = max(uses[worst].classes.items(), key=lambda part: part[1])
+    smallest = min(scorer.links.devices(least.decision.mesh, worst), key=lambda device: device.usable_memory_bytes)
+    beside = f" beside a headroom of {request.left_free:.6g} of its memory" if request.left_free else ""
     said = (
         f"{tables.graph.model_name} does not fit: with {summarize(least.decision)} the fullest rank (pipeline rank "
         f"{worst}) needs {_gib(uses[worst].total_bytes)}, {_gib(least.over_bytes)} more than the {_gib(limits[worst])} "
-        f"that {scorer.links.devices(least.decision.mesh, worst)[0].name} has; most of it, {_gib(size)}, is {name}"
+        f"that {smallest.name} has{beside}; most of it, {_gib(size)}, is {name}"
     )
     relaxed = _relaxed(tables, cluster, request, least.decision)
     if relaxed is not None:

@@ -5,13 +5,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Literal, Self
 
-from annotated_types import Ge
+from annotated_types import Ge, Le
 
 from shardwright.core.capabilities import Capabilities
 from shardwright.core.errors import PlanError
+from shardwright.core.execution import SYSTEMS
 from shardwright.core.layout.pinned_layout import Pin
 from shardwright.core.partition.partitioners import DEFAULT, PARTITIONERS
 from shardwright.core.plan.decision import (
+    Decision,
     LossScope,
     OptimizerName,
     ScheduleName,
@@ -21,18 +23,24 @@ from shardwright.core.plan.decision import (
     require_shard_group,
     training_family,
 )
+from shardwright.core.plan.training_run import Dollars, TrainingRun, duration_s
 from shardwright.core.rules.pins import Asked
 from shardwright.core.schedule import AUTO
 from shardwright.core.schedule.family import Family, Sizes
 from shardwright.core.schedule.passes.sharding import ReduceAfter
 from shardwright.core.tables.memory import Precision, Recompute, SumPrecision
-from shardwright.core.values.fields import Amount, Count, Option, Words, fields_of, require_fields
+from shardwright.core.values.fields import Amount, Count, Option, Share, Words, fields_of, require_fields
 
 VIRTUAL_STAGES = (1, 2, 3, 4, 6, 8)
 """Stages per pipeline rank that a search tries."""
 SEARCHED = "searched"
-NUMBERS = ("batch", "precision", "optimizer", "loss_scope", "gradient_precision", "pins", "runtimes")
+NUMBERS = (
+    "batch", "precision", "optimizer", "loss_scope", "gradient_precision", "like", "pins", "runtimes", "left_free",
+)  # fmt: skip
 """The fields of a request that are no choice of the plan's form."""
+
+KEPT_OTHERWISE = {"layouts", "frameworks", "devices", "offload"}
+"""The options that a plan has otherwise: as pins, runtimes, its cluster, and units that were chosen for it."""
 
 Progress = Callable[[int, int], None]
 """A callback that takes (candidates scored, candidates in all)."""
@@ -177,6 +185,14 @@ class Options:
             "that of the captured model; both are named where a model and its twin are to get one plan",
         ),
     ] = None
+    like: Annotated[
+        Annotated[str, Words(lambda: SYSTEMS)] | None,
+        Option(
+            "the system that is to run the plan: the figures are counted for its kernels, and for what it overlaps of "
+            "traffic and computing",
+            "the captured framework's own runtime",
+        ),
+    ] = None
     devices: Annotated[
         Count | Literal["all", "auto"] | None,
         Option(
@@ -194,6 +210,37 @@ class Options:
             "where the runtimes carry it out",
         ),
     ] = None
+    answer: Annotated[
+        Literal["simplest", "fastest"],
+        Option(
+            'the plan that is taken of those that predictions do not tell apart: the "simplest" of those predicted '
+            'within a few percent of the fastest, which then stands beside it, or the "fastest"'
+        ),
+    ] = "simplest"
+    headroom: Annotated[
+        Share | None,
+        Option(
+            "share of each device's memory that is left free",
+            "by how much predictions of memory were ever measured to be too low, where a plan fits so; otherwise none, "
+            "with a warning",
+        ),
+    ] = None
+    tokens: Annotated[
+        float | None,
+        Ge(0),
+        Le(1e30),
+        Option("tokens to train on, for the days and the price of the training", "not told"),
+    ] = None
+    samples: Annotated[Count | None, Option("samples to train on, in the place of tokens", "not told")] = None
+    deadline: Annotated[
+        float | str | None,
+        Option('the time within which all of them are trained on, in days, or as "36h", "10d", "2w"', "no limit"),
+    ] = None
+    price: Annotated[
+        Annotated[float, Ge(0), Le(1e6)] | None,
+        Option("US dollars for an hour of one device", "the price in the device's profile"),
+    ] = None
+    budget: Annotated[Dollars | None, Option("US dollars that the training costs at most", "no limit")] = None
     progress: Progress | None = field(default=None, compare=False, repr=False)
     """A callback that takes (candidates scored, candidates in all)."""
 
@@ -224,6 +271,17 @@ class Options:
                 f"the last one's neighbours are neighbouring ranks"
             )
         self._require_pins_that_go_together()
+        self._require_a_training()
+
+    @property
+    def training_run(self) -> TrainingRun:
+        """What was said about the training."""
+        return TrainingRun(
+            self.tokens or 0.0,
+            self.samples or 0,
+            None if self.deadline is None else duration_s(self.deadline, "deadline"),
+            self.budget,
+        )
 
     @property
     def names_units(self) -> bool:
@@ -243,6 +301,22 @@ class Options:
         if self.stage_starts is not None and self.pp is not None:
             return len(self.stage_starts) // self.pp
         return self.virtual_stages
+
+    def _require_a_training(self) -> None:
+        """Raise PlanError for a headroom that leaves nothing, and for a deadline or a budget of nothing."""
+        if self.headroom is not None and self.headroom >= 1:
+            raise PlanError(f"headroom={self.headroom:g} leaves nothing: expected a share below 1, as 0.05 for 5%")
+        if self.tokens is not None and not self.tokens > 0:
+            raise PlanError(f"tokens={self.tokens!r}: expected a number above 0")
+        if self.tokens is not None and self.samples is not None:
+            raise PlanError(f"tokens={self.tokens:g} and samples={self.samples}: leave out one of them")
+        run = self.training_run
+        for name in ("deadline", "budget"):
+            if getattr(self, name) is not None and not run.is_sized:
+                raise PlanError(
+                    f"{name}={getattr(self, name)!r} of what training? Say how much there is to train on as well: "
+                    f"tokens=1e12, or samples="
+                )
 
     def _require_devices(self) -> None:
         given = self.devices
@@ -332,6 +406,20 @@ class Request(Options):
     runtimes: tuple[Capabilities, ...] = ()
     """The runtimes that must all be able to carry the plan out; empty for that of the captured graph. Pinned options
     are planned all the same."""
+    left_free: float = 0.0
+    """The share of each device's memory that plans leave free: the headroom that was given, or that which memory's
+    error asks for."""
+
+    sums_as_level: bool = False
+    """Whether gradients are summed when the shard level says so, although ``reduce_after`` is None, which else means
+    that it is searched."""
+
+    @property
+    def beside_decision(self) -> dict[str, Any]:
+        """The options that were given, are no part of a decision and are not kept in another form, for counting a plan
+        anew."""
+        decided = {each.name for each in fields(Decision)}
+        return {name: value for name, value in self.given.items() if name not in decided | KEPT_OTHERWISE}
 
     def unpinned(self, **pins: Any) -> Self:
         """The same batch, optimizer, layouts and kinds of numbers, for the same runtimes, with no other pins than

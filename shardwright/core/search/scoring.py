@@ -11,8 +11,9 @@ from shardwright.core.plan.record import Predicted
 from shardwright.core.schedule import AUTO, Schedule
 from shardwright.core.schedule.peak_memory import peak_live
 from shardwright.core.search.bounds import SAFE, Bounds
+from shardwright.core.search.few_microbatches import Staged, fastest_cuts, is_few
 from shardwright.core.search.partition_input import partition_input
-from shardwright.core.search.predict import least_makespan_s, simulated_makespan_s
+from shardwright.core.search.predict import Pipeline, least_makespan_s
 from shardwright.core.search.rank_peaks import by_stage, less_apart, with_activations
 from shardwright.core.search.recomputed_units import as_few_as_memory_asks_for
 from shardwright.core.search.request import Request
@@ -21,6 +22,9 @@ from shardwright.core.tables.cost_tables import CostTables
 from shardwright.core.tables.memory import STAYING, MemoryUse, live_microbatches
 from shardwright.core.tables.memory_request import MemoryRequest
 from shardwright.core.tables.rank_tables import RankTables
+
+REMEMBERED_PIPELINES = 512
+"""The number of simulated pipelines that are remembered: policies that wait alike share one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +51,15 @@ class Cut:
 
 
 @dataclass(frozen=True, slots=True)
+class Uncut:
+    """A pipeline of few microbatches, to be cut by its makespan when the time that it cannot get below matters."""
+
+    shape: Shape
+    pipelining: Pipelining
+    policies: tuple[Policy, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Draft:
     """A cut with the policies under which it fits; they share one pipeline."""
 
@@ -59,6 +72,15 @@ class Draft:
     kept_units: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """A draft under one of its policies, whose pipeline is simulated; its memory is as counted for cuts."""
+
+    decision: Decision
+    tables: RankTables
+    predicted: Predicted
+
+
 class Scorer:
     """The scorer of choices for one model on one cluster, with what all of them share."""
 
@@ -67,6 +89,7 @@ class Scorer:
         self.bounds = Bounds(tables, cluster, request)
         self.links, self.step = self.bounds.links, self.bounds.step
         self._cuts: dict[tuple[object, ...], tuple[int, ...] | None] = {}
+        self._pipelines: dict[object, Pipeline] = {}
 
     def _request_of(self, decision: Decision) -> MemoryRequest:
         policy = Policy(
@@ -121,6 +144,33 @@ class Scorer:
             for starts, those in found.items()
         ]
 
+    def uncut(self, shape: Shape, policies: Sequence[Policy], pipelining: Pipelining) -> Uncut | None:
+        """The pipeline that is to be cut by its makespan too; None where it has many microbatches, or where a cut or a
+        partitioner is pinned."""
+        if not is_few(shape) or self.request.stage_starts is not None or self.request.partitioner != DEFAULT:
+            return None
+        fitting = tuple(policy for policy in policies if policy.has_stages(pipelining))
+        return Uncut(shape, pipelining, fitting) if fitting else None
+
+    def fastest_cuts(self, uncut: Uncut) -> list[Cut]:
+        """The cuts with the least makespan that fit under each policy, without the one that memory does not bind."""
+        shape, pipelining = uncut.shape, uncut.pipelining
+        ranked = self.bounds.ranked(shape, uncut.policies[0].recompute)
+        live = live_microbatches(pipelining.schedule, ranked.ranks, shape.microbatches, pipelining.virtual_stages)
+
+        def fits(policy: Policy, starts: tuple[int, ...]) -> bool:
+            decision = self.bounds.decision(shape, policy, pipelining, starts)
+            return not ranked.over_bytes(self._memory(decision, ranked, live))
+
+        staged = Staged(shape, pipelining, ranked)
+        known = ranked.free_cut(staged.placement)
+        found = fastest_cuts(staged, uncut.policies, self.bounds, known, fits)
+        return [
+            Cut(shape, pipelining, tuple(those), starts, self._least_s(shape, those, pipelining, starts))
+            for starts, those in found.items()
+            if starts != known
+        ]
+
     def _least_s(
         self,
         shape: Shape,
@@ -138,8 +188,7 @@ class Scorer:
         placement = placement_of(pipelining.schedule, ranked.ranks, pipelining.virtual_stages)
         pipeline = _least_pipeline_s(shape, pipelining, starts, ranked)
         decisions = [self._sharing(shape, policy, pipelining) for policy in policies]
-        ranks, tied = ranked.work(starts, placement), ranked.tied(starts, placement)
-        return min(self.step.steps_s(decisions, ranks, tied, pipeline)) * SAFE
+        return min(self.step.least_steps_s(decisions, ranked, starts, placement, pipeline)) * SAFE
 
     def _sharing(self, shape: Shape, policy: Policy, pipelining: Pipelining) -> Decision:
         """A decision of degrees and policy, on which the tail of a step depends; how often stages are gathered depends
@@ -191,29 +240,43 @@ class Scorer:
         able = all(runtime.offload for runtime in self.request.runtimes or (self.tables.graph.capabilities,))
         return able if self.request.offload is None else self.request.offload
 
-    def finished(self, draft: Draft) -> Scored:
-        """A draft with its pipeline simulated, under the best of its policies; among equals the first, which saves
-        least."""
-        shape, pipelining, starts = draft.shape, draft.pipelining, draft.starts
-        pp = shape.mesh.axis_size("pp")
-        ranked = draft.tables
-        placement = placement_of(pipelining.schedule, pp, pipelining.virtual_stages)
-        pipeline: float | None = None
-        if pp > 1:
-            decision = self.bounds.decision(shape, draft.policies[0][0], pipelining, starts)
-            pipeline = simulated_makespan_s(decision, ranked.stage_costs(starts, placement))
-        ranks, tied = ranked.work(starts, placement), ranked.tied(starts, placement)
-        sharded = [self._sharing(shape, policy, pipelining) for policy, _ in draft.policies]
-        times = [float(f"{seconds:.6g}") for seconds in self.step.steps_s(sharded, ranks, tied, pipeline)]
-        policy, memory = draft.policies[times.index(min(times))]
-        decision = replace(
-            self.bounds.decision(shape, policy, pipelining, starts),
+    def by_policy(self, draft: Draft) -> list[Draft]:
+        """A draft under each of its policies by itself, with the bound of its own time."""
+        starts, ranked = draft.starts, draft.tables
+        placement = placement_of(draft.pipelining.schedule, ranked.ranks, draft.pipelining.virtual_stages)
+        decisions = [self._decided(draft, policy) for policy, _ in draft.policies]
+        pipeline_s = _least_pipeline_s(draft.shape, draft.pipelining, starts, ranked)
+        bounds = self.step.least_steps_s(decisions, ranked, starts, placement, pipeline_s)
+        return [
+            replace(draft, policies=(own,), bound_s=max(draft.bound_s, bound_s * SAFE))
+            for own, bound_s in zip(draft.policies, bounds, strict=True)
+        ]
+
+    def timed(self, draft: Draft) -> Timed:
+        """A draft of one policy with its pipeline simulated."""
+        ((policy, memory),) = draft.policies
+        decision, ranked, pipelining = self._decided(draft, policy), draft.tables, draft.pipelining
+        placement = placement_of(pipelining.schedule, ranked.ranks, pipelining.virtual_stages)
+        costs = self.step.stage_costs(decision, ranked, placement)
+        key = costs, pipelining, decision.microbatches
+        if key not in self._pipelines:
+            if len(self._pipelines) >= REMEMBERED_PIPELINES:
+                self._pipelines.clear()
+            self._pipelines[key] = self.step.pipeline(decision, costs)
+        return Timed(decision, ranked, self.step.predicted(decision, ranked, memory, placement, self._pipelines[key]))
+
+    def _decided(self, draft: Draft, policy: Policy) -> Decision:
+        return replace(
+            self.bounds.decision(draft.shape, policy, draft.pipelining, draft.starts),
             kept_units=draft.kept_units,
-            offloaded_units=tuple(sorted(ranked.tables[0].offloaded)),
+            offloaded_units=tuple(sorted(draft.tables.tables[0].offloaded)),
         )
-        memory = by_stage(decision, ranked, memory, self._request_of(decision))
-        predicted = self.step.predicted(decision, ranked, memory, pipeline, placement)
-        return Scored(decision, ranked, predicted, 0)
+
+    def finished(self, timed: Timed) -> Scored:
+        """A timed choice with its memory counted rank by rank."""
+        decision, predicted = timed.decision, timed.predicted
+        memory = by_stage(decision, timed.tables, predicted.memory_by_stage_rank, self._request_of(decision))
+        return Scored(decision, timed.tables, replace(predicted, memory_by_stage_rank=memory), 0)
 
     def without_limit(self, shape: Shape, policy: Policy, pipelining: Pipelining) -> Scored | None:
         """The choice with the cut that memory does not bind, with the bytes that it lacks and a bound of its time; None
@@ -228,8 +291,9 @@ class Scorer:
         request = self._request_of(decision)
         memory = by_stage(decision, ranked, ranked.memory(starts, placement, live, request), request)
         memory = less_apart(decision, ranked, memory, request)
-        pipeline = _least_pipeline_s(shape, pipelining, starts, ranked)
-        predicted = self.step.predicted(decision, ranked, memory, pipeline, placement)
+        least_s = _least_pipeline_s(shape, pipelining, starts, ranked)
+        known = None if least_s is None else Pipeline(least_s, (least_s,) * ranked.ranks)
+        predicted = self.step.predicted(decision, ranked, memory, placement, known)
         return Scored(decision, ranked, predicted, ranked.over_bytes(memory))
 
     def _starts(
@@ -306,8 +370,7 @@ class Scorer:
         live = [peak_live(order, *sizes) for order in schedule.table]
         memory = scored.predicted.memory_by_stage_rank
         memory = with_activations(made, ranked, memory, live, self._request_of(made))
-        pipeline = simulated_makespan_s(made, costs)
-        predicted = self.step.predicted(made, ranked, memory, pipeline, schedule.placement)
+        predicted = self.step.predicted(made, ranked, memory, schedule.placement)
         found = self.with_peaks(Scored(made, ranked, predicted, 0))
         return None if ranked.over_bytes(found.predicted.memory_by_stage_rank) else found
 

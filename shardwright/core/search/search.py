@@ -1,13 +1,17 @@
 """The best plan for a request, over the parts of a cluster that it may use, with a schedule generated on request."""
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shardwright.core.cluster.cluster import Cluster
 from shardwright.core.errors import PlanError, PlanWarning
+from shardwright.core.execution import system
 from shardwright.core.model.graph import Graph
 from shardwright.core.plan.plan import Plan
+from shardwright.core.plan.plan_input import PlanInput
+from shardwright.core.plan.prediction_error import LEAD, memory_error
+from shardwright.core.plan.training_run import usd_per_hour
 from shardwright.core.schedule import AUTO
 from shardwright.core.search.answer import as_plan, not_carried_out
 from shardwright.core.search.best_first import REPORTED, Found, Search, preference
@@ -17,6 +21,8 @@ from shardwright.core.search.refusal import refusal
 from shardwright.core.search.request import Progress, Request
 from shardwright.core.search.scoring import Scored, Scorer
 from shardwright.core.search.space import GENERATED_ACTIONS
+from shardwright.core.search.step_work import step_tokens
+from shardwright.core.search.time_limits import out_of_time, require_price
 from shardwright.core.tables.cost_tables import CostTables
 
 GENERATED = 3
@@ -39,28 +45,83 @@ def make_plan(graph: Graph, cluster: Cluster, request: Request) -> Plan:
     """The best plan for a captured model on a cluster, or on as much of it as is worth using (`Request.devices`).
 
     Raises PlanError when degrees do not divide, when the batch does not divide, or when no plan fits; the message then
-    says what is lacking, and the nearest plan that fits.
+    says what is lacking, and the nearest plan that fits. Also where no plan meets a deadline or a budget.
     """
-    chosen, *left = search_parts(graph, cluster, request, progress=request.progress)
+    require_price(cluster, request)
+    if request.training_run.is_sized:
+        request.training_run.steps(request.batch, step_tokens(graph, request.batch)[1])
+    asked = with_headroom(graph, request)
+    chosen, *left = search_parts(graph, cluster, asked, progress=request.progress)
     if chosen.found.best is None:
-        chosen, *left = search_parts(graph, cluster, request, limited=False, progress=request.progress)
-        if chosen.found.best is None:
-            tables = tables_of(graph, chosen.part.cluster, request)
-            search = chosen.search
-            raise PlanError(refusal(tables, chosen.part.cluster, request, search.scorer, search.space))
-        lacking = not_carried_out(chosen.found.best.decision, request.runtimes)
-        warnings.warn(f"nothing that every runtime carries out fits: {lacking}", PlanWarning, stacklevel=3)
+        chosen, *left = _with_less_room(graph, cluster, asked)
+    asked = chosen.search.request
     scorer, used = chosen.search.scorer, chosen.part.cluster
-    best, others = chosen.found.best, chosen.found.others
+    best, fastest, others = chosen.found.best, chosen.found.fastest, chosen.found.others
+    assert best is not None
     if request.schedule == AUTO:
         best, *others = generated(scorer, [best, *others])
+        fastest = best
     if request.tp is not None:  # a pinned degree is used, with a warning where it does not pay
         slow = scorer.tables.slow_tensor_axis(best.decision.tp, best.decision.microbatch)
         if slow is not None:
             warnings.warn(slow, PlanWarning, stacklevel=3)
-    elsewhere = [(tried.part.cluster, tried.found.best) for tried in left if tried.found.best is not None]
-    beside = [] if _pins_degrees(request) else defaults(scorer.tables, used, request)
-    return as_plan(scorer, best, others, beside, chosen.part.left_out, elsewhere)
+    elsewhere = [(tried.part.cluster, tried.found.fastest) for tried in left if tried.found.fastest is not None]
+    beside = [] if _pins_degrees(request) else defaults(scorer.tables, used, asked)
+    found = as_plan(scorer, best, others, beside, chosen.part.left_out, elsewhere, fastest)
+    given = PlanInput.of(graph, used, request.beside_decision, request.pins, request.runtimes)
+    return replace(found, counted_for="", input=given)
+
+
+def with_headroom(graph: Graph, request: Request) -> Request:
+    """The request with the share of memory that is left free: the headroom, or by default what predictions of memory
+    were ever too low by."""
+    share = memory_error(graph.framework) if request.headroom is None else request.headroom
+    return replace(request, left_free=share)
+
+
+def _with_less_room(graph: Graph, cluster: Cluster, request: Request) -> list[Tried]:
+    """The parts for a request that nothing satisfies: without the headroom that nobody asked for, then with what no
+    runtime carries out, each with a warning. Raises PlanError where nothing fits even so, or where what fits is too
+    slow or too dear."""
+    if request.headroom is None:
+        share, request = request.left_free, replace(request, left_free=0.0)
+        chosen, *left = search_parts(graph, cluster, request)
+        if chosen.found.best is not None:
+            warnings.warn(
+                f"nothing fits that leaves {share:.1%} of each device's memory free, by which predictions of memory "
+                f"have been too low: this plan may run out of it; headroom=0 asks for such plans without a warning",
+                PlanWarning,
+                stacklevel=4,
+            )
+            return [chosen, *left]
+    _require_in_time(graph, cluster, request, limited=True)
+    chosen, *left = search_parts(graph, cluster, request, limited=False)
+    if chosen.found.best is None:
+        _require_in_time(graph, cluster, request, limited=False)
+        tables, search = tables_of(graph, chosen.part.cluster, request), chosen.search
+        raise PlanError(refusal(tables, chosen.part.cluster, request, search.scorer, search.space))
+    lacking = not_carried_out(chosen.found.best.decision, request.runtimes)
+    warnings.warn(f"nothing that every runtime carries out fits: {lacking}", PlanWarning, stacklevel=4)
+    return [chosen, *left]
+
+
+def _require_in_time(graph: Graph, cluster: Cluster, request: Request, *, limited: bool) -> None:
+    """Raise PlanError for a request that plans satisfy but for its deadline and its budget, which none meets."""
+    if request.deadline is None and request.budget is None:
+        return
+
+    def fastest_step(on: Cluster, of: Request) -> float | None:
+        try:
+            found = search_parts(graph, on, replace(of, answer="fastest"), limited=limited, runners_up=0)[0].found
+        except PlanError:
+            return None
+        return None if found.fastest is None else found.fastest.predicted.step_time_s
+
+    untimed = replace(request, deadline=None, budget=None)
+    step_s = fastest_step(cluster, untimed)
+    if step_s is not None:
+        tokens = step_tokens(graph, request.batch)[1]
+        raise PlanError(out_of_time(cluster, request, step_s, tokens, fastest_step))
 
 
 def search_parts(
@@ -78,6 +139,9 @@ def search_parts(
 
     Raises the PlanError of the first part when the request leaves nothing to choose from on any part.
     """
+    run, tokens = request.training_run, step_tokens(graph, request.batch)[1]
+    # A schedule that is generated afterwards changes the times.
+    margin = LEAD if request.answer == "simplest" and request.schedule != AUTO else 0.0
     tried: list[Tried] = []
     refused: PlanError | None = None
     least_s = float("inf")
@@ -86,22 +150,24 @@ def search_parts(
         try:
             search = Search(tables_of(graph, part.cluster, request), part.cluster, request, limited=limited)
             each = progress if len(admitted) == 1 else None
-            found = search.run(each, runners_up=runners_up, below_s=least_s)
+            priced = replace(run, usd_per_hour=usd_per_hour(part.cluster, request.price))
+            within_s = priced.longest_step_s(request.batch, tokens)
+            found = search.run(each, runners_up=runners_up, below_s=least_s, margin=margin, within_s=within_s)
         except PlanError as error:
             refused = refused or error
             continue
         if progress is not None and len(admitted) > 1:
             progress(number + 1, len(admitted))
         tried.append(Tried(part, search, found))
-        if found.best is not None:
-            least_s = min(least_s, found.best.predicted.step_time_s)
+        if found.fastest is not None:
+            least_s = min(least_s, found.fastest.predicted.step_time_s)
     if not tried:
         raise refused or PlanError(f"no part of {cluster} can be used")
 
     def rank(one: Tried) -> tuple[float, int]:
-        best = one.found.best
+        fastest = one.found.fastest
         return (
-            float("inf") if best is None else float(f"{best.predicted.step_time_s:.6g}"),
+            float("inf") if fastest is None else float(f"{fastest.predicted.step_time_s:.6g}"),
             one.part.cluster.world_size,
         )
 
@@ -138,6 +204,7 @@ def tables_of(graph: Graph, cluster: Cluster, request: Request) -> CostTables:
         request.gradient_precision,
         _sequence_form(request),
         request.pins,
+        None if request.like is None else system(request.like),
     )
     key = (id(graph), cluster, options)
     found = _REMEMBERED.pop(key, None) or CostTables(graph, cluster, *options)

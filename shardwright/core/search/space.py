@@ -206,7 +206,7 @@ class Space:
     def policies(self, dp: int) -> Iterator[Policy]:
         """The memory policies for a data degree, the one that saves least first."""
         request = self.request
-        modes = RECOMPUTES if request.recompute == "auto" else tuple(m for m in RECOMPUTES if m == request.recompute)
+        modes = RECOMPUTES if request.recompute == "auto" else (request.recompute,)
         levels: tuple[int, ...] = (0, 1, 2, 3) if dp > 1 else (0,)
         if request.shard is not None:
             levels = (request.shard,)
@@ -235,8 +235,9 @@ class Space:
             gathered = (None, GATHERED_STAGES)
         elif request.gathered_stages and policy.shard < 3:
             return
+        is_searched = request.reduce_after is None and policy.shard == 3 and not request.sums_as_level
         for stages in gathered:
-            for after in REDUCED if request.reduce_after is None and policy.shard == 3 else (request.reduce_after,):
+            for after in REDUCED if is_searched else (request.reduce_after,):
                 yield replace(policy, gathered_stages=stages, look_ahead=request.look_ahead, reduce_after=after)
 
     def _is_carried_out(self, policy: Policy, dp: int) -> bool:

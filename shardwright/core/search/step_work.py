@@ -3,6 +3,7 @@
 from collections.abc import Collection
 
 from shardwright.core.cost.training_flops import forward_flops, training_flops
+from shardwright.core.model.fold import Unit
 from shardwright.core.model.graph import Graph
 from shardwright.core.plan.decision import Decision
 from shardwright.core.plan.throughput import StepWork
@@ -17,14 +18,20 @@ def step_work(tables: CostTables, decision: Decision) -> StepWork:
     units = zip(tables.binding.units, tables.structure.unit_classes, strict=True)
     in_fp8 = {name for unit, c in units for role, name, _ in unit.parameters if f"{c}/{role}" in decision.fp8_weights}
     counted = training_flops(graph, batch, decision.precision, in_fp8)
-    tokens = tokens_in(_argument(graph, tensor) for tensor in graph.inputs)
+    tokens_of, tokens = step_tokens(graph, batch)
     return StepWork(
-        tokens_of=tokens.name if tokens else "",
-        tokens=tokens.shape[0] * tokens.shape[1] * batch // graph.sample_batch if tokens else 0,
+        tokens_of=tokens_of,
+        tokens=tokens,
         flops=tuple(sorted(counted.by_precision.items())),
         recomputed_flops=forward_flops(graph, _recomputed(tables, decision), batch),
         unknown=counted.unknown,
     )
+
+
+def step_tokens(graph: Graph, batch: int) -> tuple[str, int]:
+    """The tokens of a batch, and the input whose entries they are; ("", 0) where it has samples only."""
+    tokens = tokens_in(_argument(graph, tensor) for tensor in graph.inputs)
+    return (tokens.name, tokens.shape[0] * tokens.shape[1] * batch // graph.sample_batch) if tokens else ("", 0)
 
 
 def _argument(graph: Graph, tensor: int) -> Argument:
@@ -34,10 +41,20 @@ def _argument(graph: Graph, tensor: int) -> Argument:
     return Argument(held.name, held.shape(graph.sample_batch), is_integer, dims[0] if dims else None)
 
 
+def _plain_products(tables: CostTables, unit: Unit) -> list[int]:
+    ops = tables.graph.ops
+    return [op for op in range(unit.first_op, unit.end_op) if ops[op].kind == "contraction"]
+
+
 def _recomputed(tables: CostTables, decision: Decision) -> Collection[int]:
     """The ops that run forward once more."""
     if decision.recompute == "selective":
         return tables.counter.kept.computed_again
+    if decision.recompute == "elementwise":
+        return ()
+    if decision.recompute == "alternate":
+        units = zip(tables.folded.units, tables.repeated, strict=True)
+        return [op for unit, repeated in units if repeated for op in _plain_products(tables, unit)[1::2]]
     kept = {*decision.kept_units, *decision.offloaded_units}
     return [
         op

@@ -1,6 +1,5 @@
-"""The surroundings of a plan: what binds it, what changes would bring, time against memory and price, days and cost."""
+"""The surroundings of a plan: what binds it, what changes would bring, time against memory and price."""
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,6 +11,7 @@ from shardwright.core.errors import PlanError
 from shardwright.core.model.graph import Graph
 from shardwright.core.plan.decision import summarize
 from shardwright.core.plan.plan import Plan
+from shardwright.core.plan.training_run import usd_per_hour
 from shardwright.core.search.answer import terms_s
 from shardwright.core.search.devices_in_use import parts
 from shardwright.core.search.request import Request
@@ -21,7 +21,6 @@ from shardwright.core.tables.memory import STAYING
 
 FASTER = 2
 """The factor on the bandwidth and on the memory in the changes that are tried."""
-INTEGERS = frozenset({"int64", "int32", "uint32", "int16"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,17 +70,6 @@ class Point:
 
 
 @dataclass(frozen=True, slots=True)
-class Training:
-    """A whole training run."""
-
-    tokens: float
-    tokens_per_sample: int
-    steps: int
-    days: float
-    usd: float | None
-
-
-@dataclass(frozen=True, slots=True)
 class Study:
     """A plan and its surroundings."""
 
@@ -91,19 +79,18 @@ class Study:
     front: tuple[Point, ...]
     sizes: tuple[Point, ...]
     """The fastest plan for each number of devices, most devices first: how many are worth using."""
-    training: Training | None
 
 
-def study(plan: Plan, graph: Graph, cluster: Cluster, request: Request, tokens: float | None = None) -> Study:
+def study(plan: Plan, graph: Graph, cluster: Cluster, request: Request) -> Study:
     """A study of the best plan of a request: what binds it, what changes would bring, the front of time, memory and
-    price, and, for ``tokens``, how long training takes and what it costs.
+    price. All of it is of the fastest plans, so that it compares like with like; the plan may be a simpler one.
 
-    Raises PlanError when ``tokens`` are given for a model without integer inputs, and for a plan of another request.
+    Raises PlanError for a plan of another request.
     """
     used = next((p.cluster for p in parts(cluster, request) if str(p.cluster) == plan.provenance.cluster), None)
     if used is None or plan.decision.batch != request.batch:
         raise PlanError(f"the plan on {plan.provenance.cluster} is not one of this request on {cluster}: plan first")
-    training = None if tokens is None else _training(graph, used, plan, tokens)
+    request = replace(request, answer="fastest", left_free=plan.provenance.headroom, deadline=None, budget=None)
     points = _points(graph, cluster, request)
     return Study(
         plan,
@@ -111,7 +98,6 @@ def study(plan: Plan, graph: Graph, cluster: Cluster, request: Request, tokens: 
         tuple(_changes(graph, cluster, request, plan)),
         tuple(_front(points)),
         tuple(_fastest_of_each_size(points)),
-        training,
     )
 
 
@@ -134,7 +120,7 @@ def what_binds(plan: Plan, cluster: Cluster) -> Binds:
             )
     terms = {name: seconds for name, seconds in terms_s(plan.predicted).items() if name != "compute"}
     term = max(terms, key=lambda name: terms[name])
-    axis = {"tensor collectives": "tp", "gradient reduction": "dp"}.get(term)
+    axis = {"tensor collectives": "tp", "traffic over the data axis": "dp"}.get(term)
     link = _link_name(plan, cluster, axis) if axis is not None else ""
     return Binds(rank, use.total_bytes / limits[rank], part, when, term, terms[term], link)
 
@@ -151,12 +137,15 @@ def _link_name(plan: Plan, cluster: Cluster, axis: str) -> str:
 
 
 def _changes(graph: Graph, cluster: Cluster, request: Request, plan: Plan) -> Iterator[Change]:
+    fastest, _ = _best(graph, cluster, request)
+    now_s = plan.predicted.step_time_s if fastest is None else fastest.predicted.step_time_s
+
     def tried(name: str, other: Cluster, **pins: Any) -> Change:
         best, note = _best(graph, other, request, **pins)
         if best is None:
             return Change(name, "", None, 0.0, note or "does not fit")
         step_s = best.predicted.step_time_s
-        return Change(name, summarize(best.decision), step_s, 1 - step_s / plan.predicted.step_time_s)
+        return Change(name, summarize(best.decision), step_s, 1 - step_s / now_s)
 
     yield tried(f"{FASTER} times the memory", _with_memory(cluster, FASTER))
     inside = [replace(group, intra_node=_faster(group.intra_node)) for group in cluster.groups]
@@ -194,7 +183,7 @@ def _with_memory(cluster: Cluster, times: int) -> Cluster:
 def _best(graph: Graph, cluster: Cluster, request: Request, **pins: Any) -> tuple[Scored | None, str]:
     """The best plan with more pins; None, with the reason, where they contradict other pins or nothing fits."""
     try:
-        return search_parts(graph, cluster, replace(request, **pins), runners_up=0)[0].found.best, ""
+        return search_parts(graph, cluster, replace(request, **pins), runners_up=0)[0].found.fastest, ""
     except PlanError as error:
         return None, str(error).split(";")[0]
 
@@ -214,7 +203,7 @@ def _points(graph: Graph, cluster: Cluster, request: Request) -> list[Point]:
             best, _ = _best(graph, used, asked, **more)
             if best is not None:
                 found.append((best, used))
-    points = [_point(scored, where, request.batch) for scored, where in found]
+    points = [_point(scored, where, request) for scored, where in found]
     rate = max((request.batch / p.step_time_s / p.devices for p in points), default=1.0)
     return [replace(p, efficiency=request.batch / p.step_time_s / p.devices / rate) for p in points]
 
@@ -238,17 +227,8 @@ def _unpinned(request: Request) -> Request:
     return replace(request, pp=None, tp=None, dp=None, stage_starts=None, shard_group=None)
 
 
-def price_usd_per_s(cluster: Cluster) -> float | None:
-    """The price of all devices, in US dollars per second; None when one has no price."""
-    prices = [group.device.price_usd_per_hour for group in cluster.groups]
-    known = [price for price in prices if price is not None]
-    if len(known) < len(prices):
-        return None
-    return sum(price * group.devices for price, group in zip(known, cluster.groups, strict=True)) / 3600
-
-
-def _point(scored: Scored, cluster: Cluster, batch: int) -> Point:
-    step_s, price = scored.predicted.step_time_s, price_usd_per_s(cluster)
+def _point(scored: Scored, cluster: Cluster, request: Request) -> Point:
+    step_s, price = scored.predicted.step_time_s, usd_per_hour(cluster, request.price)
     peak = max(use.total_bytes for use in scored.predicted.memory_by_stage_rank)
     return Point(
         summarize(scored.decision),
@@ -256,7 +236,7 @@ def _point(scored: Scored, cluster: Cluster, batch: int) -> Point:
         str(cluster),
         step_s,
         peak,
-        None if price is None else price * step_s,
+        None if price is None else price * step_s / 3600,
         1.0,
     )
 
@@ -269,24 +249,3 @@ def _beats(one: Point, other: Point) -> bool:
         return point.step_time_s, point.peak_memory_bytes, price
 
     return key(one) != key(other) and all(a <= b for a, b in zip(key(one), key(other), strict=True))
-
-
-def _training(graph: Graph, cluster: Cluster, plan: Plan, tokens: float) -> Training:
-    if not tokens > 0 or not math.isfinite(tokens):
-        raise PlanError(f"tokens={tokens!r}: expected a number above 0")
-    each = tokens_per_sample(graph)
-    steps = math.ceil(tokens / each / plan.decision.batch)
-    seconds, price = steps * plan.predicted.step_time_s, price_usd_per_s(cluster)
-    return Training(tokens, each, steps, seconds / 86400, None if price is None else price * seconds)
-
-
-def tokens_per_sample(graph: Graph) -> int:
-    """The tokens of one sample: the entries of the longest integer input. Raises PlanError where there is none."""
-    counts = [
-        graph.tensors[t].elements(2) - graph.tensors[t].elements(1)
-        for t in graph.inputs
-        if graph.tensors[t].dtype in INTEGERS and graph.tensors[t].has_batch
-    ]
-    if not counts:
-        raise PlanError(f"{graph.model_name} takes no tokens: its inputs are not integers; leave out the token count")
-    return max(counts)

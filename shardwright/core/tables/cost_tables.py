@@ -18,6 +18,7 @@ from shardwright.core.cost.unknown_memory import unknown_memory_text
 from shardwright.core.cost.unpriced import unpriced_text
 from shardwright.core.cost.value_flow import SharedValue
 from shardwright.core.errors import PlanError
+from shardwright.core.execution import Execution
 from shardwright.core.layout.pinned_layout import Pin
 from shardwright.core.layout.placements import Layout
 from shardwright.core.model.fold import Folded, Unit, crossing_bytes
@@ -116,14 +117,16 @@ class CostTables:
         gradient_precision: SumPrecision | None = None,
         sequence_parallel: bool | None = None,
         pins: tuple[Pin, ...] = (),
+        execution: Execution | None = None,
     ) -> None:
+        self.execution = execution or graph.execution
         self.precision = precision or _best_precision(cluster)
         if self.precision == "fp8":
             _require_fp8(cluster)
         graph = graph.for_precision(self.precision)
         self.graph, self.cluster, self.optimizer = graph, cluster, optimizer
         self.gradient_precision, self._sequence_parallel, self._pins = gradient_precision, sequence_parallel, pins
-        self._numbers = optimizer, gradient_precision, sequence_parallel, pins
+        self._numbers = optimizer, gradient_precision, sequence_parallel, pins, self.execution
         self.device = cluster.device(0)
         self._read = read(graph)
         self.frame = self._read.frame
@@ -267,6 +270,8 @@ class CostTables:
         is_merged = is_whole and traits.stages_are_programs and all(unit.merged_bytes for unit in units)
         if is_merged:
             units = tuple(unit.in_one_program() for unit in units)
+        if not place.in_stages and not is_whole:
+            units = tuple(unit.by_calls() for unit in units)
         return UnitTable(
             units,
             boundary,
@@ -300,6 +305,7 @@ class CostTables:
             calls=self._calls(tp) if traits.gathers_units else (),
         )
 
+    @found_once
     def _calls(self, tp: int) -> tuple[tuple[CallEntries, ...], ...]:
         """The parameter entries of every call of each unit, as in `UnitTable.calls`."""
         users = self._users()
@@ -486,7 +492,11 @@ class CostTables:
             place.device,
             self.precision,
             collective_s=seconds_of(place.tensor_group, tp) if tp > 1 else None,
+            execution=self.execution,
+            chunks=self.execution.tensor_chunks or tp,
+            ranks=tp,
             parameters=sum(held.values()),
             trained=trained,
             gradient_bytes=trained * self._added_bytes,
+            parameter_tensors=len(held),
         )

@@ -60,7 +60,7 @@ class Reading:
         footprint = self.graph.footprints_of(precision)[unit.fold_class]
         whole = counted if layouts is None else self.counter.count(unit, batch, precision)
         width = 1.0
-        if not self.graph.footprints_in_16_bits:
+        if not self.graph.knows_footprints_of(precision):
             width -= footprint.wide_share * (1 - PRECISION_BYTES[precision] / PRECISION_BYTES["fp32"])
 
         def held(lines: Sequence[tuple[int, int]], ours: int, all_of_it: int) -> int:
@@ -74,6 +74,12 @@ class Reading:
                 saved, held([footprint.kept_selective], counted.saved_selective_bytes, whole.saved_selective_bytes)
             ),
             passing_bytes=held(footprint.passing, counted.passing_bytes, whole.passing_bytes),
+            kept_by_calls_bytes=None
+            if footprint.kept_by_calls is None
+            else (
+                held(footprint.kept_by_calls[:1], counted.saved_bytes, whole.saved_bytes),
+                held(footprint.kept_by_calls[1:], counted.saved_bytes, whole.saved_bytes),
+            ),
             merged_bytes=None
             if footprint.merged_kept is None
             else (

@@ -11,13 +11,20 @@ from shardwright.core.schedule.peak_memory import peak_live
 from shardwright.core.tables.optimizers import optimizer_of
 from shardwright.core.values.fields import Amount
 
-Recompute = Literal["none", "selective", "full"]
+Recompute = Literal["none", "selective", "elementwise", "alternate", "full"]
+"""What is computed again in the backward pass: nothing; the softmax part of attention (arXiv 2205.05198, section 5);
+all but products and attention, whose results are kept op by op (PyTorch's selective checkpointing of products, JAX's
+``dots_saveable``); these and every second product (torchtitan's policy by op); whole units."""
 Precision = Literal["fp32", "bf16", "fp16", "fp8"]
 """In fp8 linear products compute in 8 bits (`core.model.fp8_products`), and everything else is as in bf16."""
 SumPrecision = Literal["fp32", "bf16", "fp16"]
 """A precision in which gradients add up."""
-Mode = Literal["none", "selective", "full", "offload"]
+Mode = Literal["none", "selective", "elementwise", "alternate", "full", "offload"]
 """The treatment of one unit's activations: keep them, compute some or all of them again, or send them to the host."""
+
+
+BY_OP = ("elementwise", "alternate")
+"""The modes in which products are kept op by op."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +126,8 @@ def state_bytes_per_element(
 
 
 def unit_recompute(recompute: Recompute, repeated: bool) -> Recompute:
-    """The recompute mode of one unit: only repeated units are recomputed in full."""
-    return "none" if recompute == "full" and not repeated else recompute
+    """The recompute mode of one unit: only repeated units are recomputed in full, or but for their products."""
+    return "none" if recompute in ("full", *BY_OP) and not repeated else recompute
 
 
 def kept_bytes(unit: UnitCost, recompute: Mode) -> int:
@@ -129,6 +136,8 @@ def kept_bytes(unit: UnitCost, recompute: Mode) -> int:
         return 0
     if recompute == "full":
         return unit.entering_bytes
+    if recompute in BY_OP:
+        return unit.by_op[BY_OP.index(recompute)].saved_bytes
     return unit.saved_selective_bytes if recompute == "selective" else unit.saved_bytes
 
 
@@ -136,6 +145,8 @@ def recomputed_s(unit: UnitCost, recompute: Mode) -> float:
     """Seconds that the backward of one microbatch spends on recomputing."""
     if recompute == "full":
         return unit.forward_s
+    if recompute in BY_OP:
+        return unit.by_op[BY_OP.index(recompute)].again_s
     return unit.selective_s if recompute == "selective" else 0.0
 
 

@@ -49,6 +49,8 @@ class RankWork:
     """The parameter entries that the rank trains."""
     held_elements: int
     """All parameter entries that the rank holds."""
+    collective_hidden_s: float
+    """The seconds of tensor collectives in one microbatch that products hide, beside ``collective_s``."""
     updated_elements: float
     """The entries that the rank trains, each times the measured share of the optimizer's step."""
 
@@ -421,7 +423,7 @@ class RankTables:
 
     def work(self, starts: Sequence[int], placement: Sequence[int]) -> list["RankWork"]:
         """The work of every rank, with all of its stages."""
-        found = [RankWork(0.0, 0.0, 0.0, 0, 0, 0.0)] * self.ranks
+        found = [RankWork(0.0, 0.0, 0.0, 0, 0, 0.0, 0.0)] * self.ranks
         for stage, (a, b) in enumerate(self.ends(starts)):
             rank, table = placement[stage], self.tables[placement[stage]]
             before, units = found[rank], table.units[a:b]
@@ -431,6 +433,7 @@ class RankTables:
                 before.once_s + sum(u.step_s for u in units),
                 before.elements + int(table.range_trained[a, b]),
                 before.held_elements + int(table.range_elements[a, b]),
+                before.collective_hidden_s + sum(unit.collective_hidden_s for unit in units),
                 before.updated_elements + float(table.range_trained[a, b]) * _update_share(units),
             )
         return found

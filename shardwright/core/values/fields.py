@@ -1,4 +1,4 @@
-"""Fields that users give, checked by their annotations: whole numbers in a range, one of some words, yes or no.
+"""Fields that users give, checked by their annotations: numbers in a range, one of some words, yes or no.
 
 The annotations of a class say what each field may be (`Count`, a Literal, `Words`), and with `Option` what it means to
 who asks for it. The check, the arguments of `plan()`, the command line's options and the plan file follow from these.
@@ -66,10 +66,10 @@ class Field:
 
     name: str
     kind: type | None
-    """The type of its values: int, bool, str, tuple (of whole numbers). None: it has values of its own, which its class
-    checks."""
-    least: int = 0
-    most: int = MOST
+    """The type of its values: int, float, bool, str, tuple (of whole numbers). None: it has values of its own, which
+    its class checks."""
+    least: float = 0
+    most: float = MOST
     choices: tuple[int, ...] = ()
     words: Words | None = None
     """The words that the field may be, beside whole numbers or alone."""
@@ -86,6 +86,10 @@ class Field:
         beside = ", or None" if self.optional else ""
         if self.kind is tuple:
             self._require_numbers(value, error)
+        elif self.kind is float:
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not is_number or not self.least <= value <= self.most:  # type: ignore[operator]  # not of NaN either
+                raise error(f"{self.name}={value!r}: expected a number from {self.least:g} to {self.most:g}{beside}")
         elif self.kind is bool:
             if not isinstance(value, bool):
                 raise error(f"{self.name}={value!r}: expected True or False{beside}")
@@ -133,6 +137,8 @@ def _field(name: str, hint: Any) -> Field:
     if words:
         known = tuple(words)
         found["words"] = Words(lambda: known)
+    if kinds == {float}:
+        return Field(name, float, **found)
     if not kinds <= {int, bool, str, tuple} or not kinds or (str in kinds and "words" not in found):
         return Field(name, None, optional=found["optional"], option=found.get("option"))
     kind = next(kind for kind in (tuple, bool, int, str) if kind in kinds)

@@ -94,7 +94,7 @@ def test_what_is_there_at_once_fits_into_what_is_predicted(schedule: str, pp: in
     beside = MIB if dp > 1 else 0
     for use, most in zip(plan.predicted.memory_by_stage_rank, walked(TIED, plan), strict=True):
         predicted = use.total_bytes - use.parameters_bytes - use.optimizer_bytes - use.batch_bytes
-        assert most <= predicted <= 1.08 * most + beside
+        assert most <= predicted <= 1.09 * most + beside
 
 
 def test_gradients_are_of_what_is_trained() -> None:
@@ -142,7 +142,16 @@ def test_as_many_units_keep_their_activations_as_fit() -> None:
     """Units are kept from the last on, until one more would not fit."""
     graph, microbatch = able(decoder(layers=16, hidden=512, heads=8, vocabulary=4096, sequence=64)), 16
     device = replace(load_profile("a100-80gb").device, reserved_memory_bytes=0)
-    pins = {"pp": 1, "dp": 2, "tp": 1, "precision": "fp32", "shard": 0, "microbatch": microbatch, "batch": 256}
+    pins = {
+        "pp": 1,
+        "dp": 2,
+        "tp": 1,
+        "precision": "fp32",
+        "shard": 0,
+        "microbatch": microbatch,
+        "batch": 256,
+        "headroom": 0.0,
+    }
     cluster = sw.Cluster(device, devices_per_node=2)
     least = sw.plan(graph, cluster, recompute="full", **pins)
     place = Place(device, cluster.group([0]), None, in_stages=False)

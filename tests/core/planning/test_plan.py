@@ -104,14 +104,13 @@ def test_sharding_divides_the_optimizer_state(cluster: Cluster) -> None:
 
 def test_the_search_takes_the_fastest_of_all_that_fit() -> None:
     small = Cluster("a100-80gb", devices_per_node=4)
-    best = sw.plan(GRAPH, small, batch=32, recompute="none", shard=0)
+    pins = {"recompute": "none", "shard": 0, "answer": "fastest"}
+    best = sw.plan(GRAPH, small, batch=32, **pins)
     times = {}
     for pp, dp, tp in [(1, 4, 1), (1, 2, 2), (1, 1, 4), (2, 2, 1), (2, 1, 2), (4, 1, 1)]:
         for microbatch in (1, 2, 4, 8, 16, 32):
             if 32 % (dp * microbatch) == 0:
-                one = sw.plan(
-                    GRAPH, small, batch=32, pp=pp, dp=dp, tp=tp, microbatch=microbatch, recompute="none", shard=0
-                )
+                one = sw.plan(GRAPH, small, batch=32, pp=pp, dp=dp, tp=tp, microbatch=microbatch, **pins)
                 times[pp, dp, tp, microbatch] = one.predicted.step_time_s
     assert best.predicted.step_time_s == pytest.approx(min(times.values()), rel=1e-5)
     assert best.alternatives
@@ -284,7 +283,7 @@ def test_compare_twins_and_others(plan: sw.Plan, cluster: Cluster) -> None:
     same = sw.compare(plan, twin)
     assert same.same_decision
     assert not same.unexpected
-    other = sw.compare(plan, sw.plan(GRAPH, cluster, batch=64, pp=2, dp=2, tp=4, microbatch=2))
+    other = sw.compare(plan, sw.plan(GRAPH, cluster, batch=64, pp=2, dp=2, tp=4, microbatch=2, virtual_stages=1))
     assert not other.same_decision
     assert {d.field for d in other.unexpected} >= {"pp", "tp", "stage_starts"}
     assert "decision.pp: " in str(other)

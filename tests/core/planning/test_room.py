@@ -56,7 +56,7 @@ def test_layers_that_share_their_parameters_hold_them_once() -> None:
 
 
 def test_layers_that_share_their_parameters_are_cut_into_stages_that_fit() -> None:
-    graph, pins = sharing_layers(12), {**ONE, "pp": 2, "batch": 4, "microbatch": 2, "schedule": "1f1b"}
+    graph, pins = sharing_layers(12), {**ONE, "pp": 2, "batch": 4, "microbatch": 2, "schedule": "1f1b", "headroom": 0}
     roomy = sw.plan(graph, sw.Cluster("a100-80gb", devices_per_node=2), **pins)
     most = max(roomy.predicted.peak_memory_bytes)
     fits = sw.plan(graph, sw.Cluster(device(most), devices_per_node=2), **pins)

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from flax import linen, nnx
 
-from shardwright.backends.capabilities import JAX, JAX_MEMORY
+from shardwright.backends.capabilities import JAX, JAX_EXECUTION, JAX_MEMORY
 from shardwright.backends.jax.capture.loss_results import Weighted
 from shardwright.backends.jax.capture.module_inputs import ModuleCalls
 from shardwright.backends.jax.capture.ops import translate
@@ -74,6 +74,8 @@ class Captured:
     names: tuple[str, ...]
     traces_in: Callable[[Any], Traces]
     """A function of a dtype that gives the traces of steps that compute in it."""
+    is_module: bool = False
+    """Whether the model is an NNX module."""
 
 
 def capture(
@@ -113,7 +115,7 @@ def capture(
         )
         return one, other
 
-    return Captured(graph, traces, source.names, traces_in)
+    return Captured(graph, traces, source.names, traces_in, isinstance(model, nnx.Module))
 
 
 def read(source: Source, batch: Any, dims: tuple[int | None, ...], pick: Callable[[Any], Any]) -> tuple[Graph, Traces]:
@@ -354,4 +356,5 @@ def _graph(source: Source, first: Program, second: Program, inputs: Any, sample_
         sample_batch,
         logical_axes=tuple((name, dims) for name, dims in source.logical_axes if name in {p.name for p in parameters}),
         memory_traits=JAX_MEMORY,
+        execution=JAX_EXECUTION,
     )

@@ -1,6 +1,7 @@
 """The gradients of a global batch in one program: microbatch after microbatch, added up in at least float32."""
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import compress
 from typing import Any, NamedTuple
 
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from shardwright.backends.jax.loss.gradients_in_turn import gradients_in_turn
 from shardwright.backends.jax.loss.microbatches import Microbatches
 from shardwright.backends.jax.program.convolutions import for_cpu_loops
 from shardwright.backends.jax.state.shardings import axes_of
@@ -44,9 +46,10 @@ def accumulate(
     are whole on every replica. Where these differ, a parameter is gathered for the forward pass of each microbatch, and
     again for its backward pass.
     """
-    along_dp = NamedSharding(mesh, PartitionSpec(None, batch.axes))
-    split = [
-        leaf if dim is None else jax.lax.with_sharding_constraint(batch.split(leaf, dim), along_dp)
+    along_dp = NamedSharding(mesh, PartitionSpec(batch.axes))
+    # Microbatches stay the second dim: compilers copy a batch whose first dim they are.
+    divided = [
+        leaf if dim is None else jax.lax.with_sharding_constraint(batch.by_replica(leaf, dim), along_dp)
         for leaf, dim in zip(leaves, batch.dims, strict=True)
     ]
     trained = batch.loss.trained
@@ -63,6 +66,14 @@ def accumulate(
         return value * factor, (value, *beside)
 
     is_gathered = own != whole
+    on_cpu = mesh.devices.flat[0].platform == "cpu"
+
+    def part(m: Any) -> list[jax.Array]:
+        """The m-th microbatches, stacked over replicas."""
+        return [
+            leaf if dim is None else jax.lax.dynamic_index_in_dim(leaf, m, 1, keepdims=False)
+            for leaf, dim in zip(divided, batch.dims, strict=True)
+        ]
 
     def copied(leaves: Sequence[jax.Array]) -> list[jax.Array]:
         if is_gathered:
@@ -71,17 +82,36 @@ def accumulate(
 
     def one_microbatch(carry: Any, m: Any) -> tuple[Any, Any]:
         loss_sum, weight_sum, gradients, other, before = carry
-        held = _not_before(given, own, m) if is_gathered else given
-        copies = copied(held)
-        rest = state.random, state.step, other, m, batch.take(split, m)
-        scaled, backward, (value, weight, other, sums, rows) = jax.vjp(
-            lambda copies: total(copies, *rest), copies, has_aux=True
-        )
-        if is_gathered:
-            backward = _reading(backward, copies, copied(_not_before(held, own, scaled)))
-        (found,) = backward(jnp.ones_like(scaled))
-        gradients = [a + batch.summed(b, dim, a.dtype) for a, b, dim in zip(gradients, found, dims, strict=True)]
-        gradients = jax.lax.with_sharding_constraint(gradients, at)
+        rest = state.random, state.step, other, m, part(m)
+
+        def apart(leaves: Sequence[jax.Array]) -> list[jax.Array]:
+            return _not_before(leaves, own, m)
+
+        def plus(old: jax.Array, dim: int | None, place: Any, new: jax.Array) -> jax.Array:
+            found: jax.Array = jax.lax.with_sharding_constraint(old + batch.summed(new, dim, old.dtype), place)
+            return found
+
+        added = [partial(plus, *each) for each in zip(gradients, dims, at, strict=True)]
+        if on_cpu:
+            (value, weight, other, sums, rows), gradients = gradients_in_turn(
+                total,
+                given,
+                rest,
+                added,
+                copied=copied,
+                apart=apart if is_gathered else None,
+                donated=batch.microbatches == 1,
+            )
+        else:
+            held = apart(given) if is_gathered else given
+            copies = copied(held)
+            scaled, backward, (value, weight, other, sums, rows) = jax.vjp(
+                lambda copies: total(copies, *rest), copies, has_aux=True
+            )
+            if is_gathered:
+                backward = _reading(backward, copies, copied(_not_before(held, own, scaled)))
+            (found,) = backward(jnp.ones_like(scaled))
+            gradients = [add(new) for add, new in zip(added, found, strict=True)]
         sums = jax.tree.map(jnp.add, before, sums)
         return (loss_sum + value, weight_sum + weight, gradients, other, sums), (rows, value)
 
@@ -94,7 +124,6 @@ def accumulate(
         rows, losses = [each[None] for each in rows], value[None]
     else:
         numbers = jnp.arange(batch.microbatches)
-        on_cpu = mesh.devices.flat[0].platform == "cpu"
         body = for_cpu_loops(one_microbatch, start, numbers[0]) if on_cpu else one_microbatch
         (loss_sum, weight_sum, gradients, other, sums), (rows, losses) = jax.lax.scan(body, start, numbers)
     divisor = batch.divisor(weight_sum)

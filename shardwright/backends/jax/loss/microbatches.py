@@ -298,12 +298,13 @@ class Microbatches:
 
     def split(self, leaf: Any, dim: int | None) -> Any:
         """The array [microbatch, replica, samples, …] of a leaf […, batch, …]; a leaf without a batch dim as it is."""
-        if dim is None:
-            return leaf
-        numbers: Any = jnp if isinstance(leaf, jax.Array) else np
-        front = numbers.moveaxis(numbers.asarray(leaf), dim, 0)
-        pieces = front.reshape(self.replicas, self.microbatches, -1, *front.shape[1:])
-        return numbers.moveaxis(pieces, 1, 0)
+        return leaf if dim is None else _numbers(leaf).moveaxis(self.by_replica(leaf, dim), 1, 0)
+
+    def by_replica(self, leaf: Any, dim: int) -> Any:
+        """The array [replica, microbatch, samples, …] of a leaf […, batch, …]: in the order in which it lies in memory,
+        where the batch is its first dim."""
+        front = _numbers(leaf).moveaxis(_numbers(leaf).asarray(leaf), dim, 0)
+        return front.reshape(self.replicas, self.microbatches, -1, *front.shape[1:])
 
     def take(self, split: Sequence[jax.Array], m: jax.Array | int) -> list[jax.Array]:
         """The m-th microbatches, stacked over replicas."""
@@ -389,6 +390,11 @@ class _Results:
         with boxed_functions():  # as the reader traces it: JAX remembers what inner functions were traced to
             jax.eval_shape(lambda parts, batch: self.run(parts, batch, recorder), self.parts, batch)
         return [(name, jax.tree.map(abstract, leaf)) for name, leaf in self.named]
+
+
+def _numbers(leaf: Any) -> Any:
+    """The module whose functions take an array: those of the host stay there."""
+    return jnp if isinstance(leaf, jax.Array) else np
 
 
 def _restore(piece: jax.Array, dim: int | None) -> jax.Array:

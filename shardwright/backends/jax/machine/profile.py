@@ -1,5 +1,6 @@
 """Measure this machine as JAX uses it: products by size, memory, launches, collectives over the local devices."""
 
+import itertools
 import os
 import platform
 import re
@@ -11,17 +12,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from shardwright.core.cluster.hardware.collective_table import CollectiveKind, MeasuredCollective
 from shardwright.core.cluster.hardware.device import Kind, MeasuredProduct
-from shardwright.core.cluster.hardware.measurements import LinkSample, Measurements, MeasureProgress
+from shardwright.core.cluster.hardware.measurements import Measurements, MeasureProgress
 
 SIDES = ((64, 64, 64), (256, 64, 256), (256, 256, 64), (256, 256, 256), (512, 512, 64), (256, 1024, 256),
          (256, 256, 1024), (512, 512, 512), (1024, 1024, 1024), (512, 3072, 768), (512, 768, 3072))  # fmt: skip
 """The (m, n, k) of the products measured: squares, and the thin ones of attention and feed-forward."""
 MESSAGES = (1 << 12, 1 << 16, 1 << 20, 1 << 23)
-"""The bytes of the all-reduces measured, on every device."""
+"""The bytes of the collectives measured: what every device has to reduce or to scatter, or has gathered in the end."""
+COLLECTIVES: tuple[CollectiveKind, ...] = ("all_reduce", "all_gather", "reduce_scatter")
 CHAIN = 50
 """The number of small ops in one compiled function, for the time of one."""
 _KINDS: dict[str, Kind] = {"cpu": "cpu", "gpu": "gpu", "cuda": "gpu", "tpu": "tpu"}
@@ -29,7 +33,8 @@ _DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
 
 
 def profile(*, name: str, budget_s: float = 20.0, progress: MeasureProgress | None = None) -> Measurements:
-    """Measure the first local device, and all-reduces over all of them, in about ``budget_s`` seconds.
+    """Measure the first local device, and collectives over all of them and over groups of fewer that run at once, in
+    about ``budget_s`` seconds.
 
     Every figure is the median of its runs after one that compiles. The devices of a CPU share its cores and memory, so
     there all of them run the same at the same time.
@@ -39,7 +44,8 @@ def profile(*, name: str, budget_s: float = 20.0, progress: MeasureProgress | No
     kind: Kind = _KINDS.get(devices[0].platform, "gpu")
     busy = devices if kind == "cpu" else devices[:1]
     precisions = ("fp32",) if kind == "cpu" else ("fp32", "bf16")
-    total = len(SIDES) * len(precisions) + 4 + (len(MESSAGES) if len(devices) > 1 else 0)
+    groups = [ranks for ranks in range(2, len(devices) + 1) if len(devices) % ranks == 0]
+    total = len(SIDES) * len(precisions) + 4 + len(groups) * len(COLLECTIVES) * len(MESSAGES)
     each, done = budget_s / total, 0
 
     def step(what: str) -> None:
@@ -71,9 +77,9 @@ def profile(*, name: str, budget_s: float = 20.0, progress: MeasureProgress | No
     small = jnp.ones((8, 8), jnp.float32)
     launch = _median_s(jax.jit(_many), (small,), busy, each) / CHAIN
     samples = []
-    for size in MESSAGES if len(devices) > 1 else ():
-        step(f"all-reduce of {size >> 10} KiB")
-        samples.append(LinkSample(size, _all_reduce_s(size, devices, each)))
+    for ranks, kind_of, size in itertools.product(groups, COLLECTIVES, MESSAGES):
+        step(f"{kind_of.replace('_', '-')} of {size >> 10} KiB over {ranks} devices")
+        samples.append(_collective(kind_of, ranks, size, devices, each))
     return Measurements(
         name=name,
         kind=kind,
@@ -86,7 +92,7 @@ def profile(*, name: str, budget_s: float = 20.0, progress: MeasureProgress | No
         kernel_launch_s=launch,
         host_link_bandwidth_bytes_per_s=bandwidth if kind == "cpu" else large.nbytes / _host_copy_s(large, each),
         ranks=len(devices),
-        all_reduces=tuple(samples),
+        collectives=tuple(samples),
     )
 
 
@@ -120,18 +126,27 @@ def _many(values: jax.Array) -> jax.Array:
     return values
 
 
-def _all_reduce_s(size: int, devices: list[Any], budget_s: float) -> float:
-    mesh = Mesh(devices, ("all",))
-    entries = size // 4
-    split = NamedSharding(mesh, PartitionSpec("all"))
-    data = jax.device_put(jnp.ones((len(devices), entries), jnp.float32), split)
+def _collective(
+    kind: CollectiveKind, ranks: int, size_bytes: int, devices: list[Any], budget_s: float
+) -> MeasuredCollective:
+    """A collective of neighbouring devices, ``ranks`` in each group, all groups at once."""
+    mesh = Mesh(np.array(devices).reshape(-1, ranks), ("groups", "ranks"))
+    whole = size_bytes // 4 // ranks * ranks
+    entries = whole // ranks if kind == "all_gather" else whole
+    split = PartitionSpec("groups", "ranks")
+    data = jax.device_put(jnp.ones((len(devices) // ranks, ranks * entries), jnp.float32), NamedSharding(mesh, split))
 
-    def add(x: jax.Array) -> jax.Array:
-        total: jax.Array = jax.lax.psum(x, "all")
+    def run(x: jax.Array) -> jax.Array:
+        if kind == "all_reduce":
+            total: jax.Array = jax.lax.psum(x, "ranks")
+        elif kind == "all_gather":
+            total = jax.lax.all_gather(x, "ranks", axis=1, tiled=True)
+        else:
+            total = jax.lax.psum_scatter(x, "ranks", scatter_dimension=1, tiled=True)
         return total
 
-    mapped = jax.jit(jax.shard_map(add, mesh=mesh, in_specs=PartitionSpec("all"), out_specs=PartitionSpec("all")))
-    return _timed_s(mapped, (data,), budget_s)
+    mapped = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=split, out_specs=split, check_vma=False))
+    return MeasuredCollective(kind, ranks, whole * 4, _timed_s(mapped, (data,), budget_s))
 
 
 def _median_s(run: Callable[..., Any], arguments: tuple[Any, ...], devices: list[Any], budget_s: float) -> float:

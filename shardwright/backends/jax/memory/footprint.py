@@ -1,20 +1,19 @@
 """The memory that every unit of a model keeps and holds in this runtime, counted from the program of its derivative.
 
 Each unit is cut out as a stage of its own, as `pipeline.actions` would run it. The bytes that its forward hands to
-its backward are then known (`pipeline.saved_activations`), also for two neighbours as one stage, which keep less than
+its backward are then known (`program.saved_activations`), also for two neighbours as one stage, which keep less than
 each for itself. The memory that the backward holds beside them follows from its equations, with chains of elementwise
 arithmetic fused as XLA fuses them.
 """
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from itertools import pairwise
 from typing import Any
 
 import jax
 
-from shardwright.backends.jax.capture.inner_programs import equations_in
 from shardwright.backends.jax.capture.model import Captured
 from shardwright.backends.jax.capture.precision import COMPUTE
 from shardwright.backends.jax.capture.steps import Program
@@ -32,7 +31,7 @@ from shardwright.backends.jax.program.flattening import Home, flatten
 from shardwright.backends.jax.state.ownership import held_by
 from shardwright.core.errors import ShardwrightError
 from shardwright.core.model.fold import fold
-from shardwright.core.model.graph import Footprint, Graph, KeptTwice
+from shardwright.core.model.graph import Footprint, Graph, KeptTwice, UnitMemory
 from shardwright.core.model.structure import UnitBinding, structure_of
 
 FUSED = frozenset(
@@ -45,57 +44,66 @@ FUSED = frozenset(
 )
 """The primitives that XLA makes part of the loop that reads their result."""
 _Merged = tuple[int, list[int], list[int]]
-_Counted = tuple[tuple[int, list[int], int, int], int, _Merged]
-"""The bytes of a unit at one batch: as `_bytes` has them, under selective recompute, as `_merged` has them."""
+_Counted = tuple[tuple[int, list[int], int, int], int, _Merged, tuple[int, int] | None]
+"""The bytes of a unit at one batch: as `_bytes` has them, under selective recompute, as `_merged` has them, as
+`_kept_by_calls` has them."""
 REPEATED = frozenset({"broadcast_in_dim", "iota"})
 """The fused primitives that every reader runs again."""
 SAME_MEMORY = frozenset({"reshape", "squeeze", "expand_dims", "stop_gradient", "copy"})
 
 
 def with_footprints(captured: Captured) -> Graph:
-    """The graph of a model, with the memory that its units keep and hold in this runtime."""
+    """The graph of a model, which finds the memory that its units keep and hold in this runtime when it is asked."""
     graph = captured.graph
-    each, twice = footprints(graph, captured.traces, captured.names)
-    found = replace(graph, footprints=each, kept_twice=twice)
     is_wide = any(graph.tensors[p.tensor].dtype == "float32" for p in graph.parameters)
-    if not (each and is_wide):
-        return found
-    try:
-        each, twice = footprints(graph, captured.traces_in(COMPUTE["bf16"]), captured.names)
-    except Exception:  # of the user's model, which does not run so: a training step in 16 bits says it
-        return found
-    return replace(found, footprints_in_16_bits=each, kept_twice_in_16_bits=twice)
+
+    @cache
+    def find(in_16_bits: bool) -> UnitMemory:
+        if not in_16_bits:
+            return footprints(graph, captured.traces, captured.names, by_calls=captured.is_module)
+        if not (find(False).footprints and is_wide):
+            return UnitMemory()
+        try:
+            traces = captured.traces_in(COMPUTE["bf16"])
+            return footprints(graph, traces, captured.names, by_calls=captured.is_module)
+        except Exception:  # of the user's model, which does not run so: a training step in 16 bits says it
+            return UnitMemory()
+
+    return replace(graph, unit_memory=find)
 
 
 def footprints(
-    graph: Graph, traces: Sequence[tuple[Any, Program]], names: Sequence[str]
-) -> tuple[tuple[Footprint, ...], tuple[KeptTwice, ...]]:
+    graph: Graph, traces: Sequence[tuple[Any, Program]], names: Sequence[str], *, by_calls: bool = False
+) -> UnitMemory:
     """The memory that a unit of every class keeps and holds, and that which neighbours keep twice; empty where the
     program cannot be cut into units.
 
     traces: the closed jaxpr and the program at batch 2 and at batch 3; ``names`` of the model's arrays, the first
-    arguments.
+    arguments. ``by_calls``: whether one stage computes calls of modules again, and not whole units.
     """
     folded = fold(graph)
     firsts = [members[0] for members in folded.classes]
     _, binding = structure_of(folded)
     classes = [unit.fold_class for unit in folded.units]
     pairs = {both: first for first, both in reversed(list(enumerate(pairwise(classes))))}
-    found, selective, together, merged = [], [], [], []
+    found, selective, together, merged, called = [], [], [], [], []
     try:
         for closed, program in traces:
             whole = partial(_Stages, graph, closed, program.traced, names, binding.units)
             stages = whole(range(len(classes)))
             found.append([_bytes(stages.functions(unit)) for unit in firsts])
-            merged.append([_merged(stages.functions(unit)) for unit in firsts])
+            merged.append([_merged(stages.functions(unit), stages.functions(unit, least=True)) for unit in firsts])
             selective.append([_kept_bytes(stages.functions(unit, "selective")) for unit in firsts])
+            called.append([_kept_by_calls(stages, unit) if by_calls else None for unit in firsts])
             halves = [whole([(unit + odd) // 2 for unit in range(len(classes))]) for odd in (0, 1)]
-            both = [halves[first % 2].functions((first + 1) // 2) for first in pairs.values()]
-            together.append([(_kept_bytes(functions), _merged(functions)[0]) for functions in both])
+            both = [(halves[first % 2], (first + 1) // 2) for first in pairs.values()]
+            together.append(
+                [(_kept_bytes(cut.functions(at)), _kept_bytes(cut.functions(at, least=True))) for cut, at in both]
+            )
     except (ShardwrightError, ValueError, TypeError, NotImplementedError):
         # No pipeline trains a program that cannot be cut, or has no derivative (JAX says so in any of these ways): the
         # core counts by kinds of op.
-        return (), ()
+        return UnitMemory()
     twice = []
     for (first, second), kept, kept_3 in zip(pairs, *together, strict=True):
         size = _line(*(of[first][0] + of[second][0] - at[0] for of, at in zip(found, (kept, kept_3), strict=True)))
@@ -104,16 +112,14 @@ def footprints(
         )
         if any((*size, *merged_size)):
             twice.append(KeptTwice(first, second, size, merged_size))
-    # XLA lays the operands of convolutions out anew in ways that differ from program to program: nothing is merged.
-    convolves = any(e.primitive.name == "conv_general_dilated" for e in equations_in(traces[0][0].jaxpr))
-    at_2, at_3 = (list(zip(found[at], selective[at], merged[at], strict=True)) for at in (0, 1))
+    at_2, at_3 = (list(zip(found[at], selective[at], merged[at], called[at], strict=True)) for at in (0, 1))
     each = map(_footprint, at_2, at_3)
-    return tuple(replace(one, merged_kept=None) if convolves else one for one in each), tuple(twice)
+    return UnitMemory(tuple(each), tuple(twice))
 
 
 def _footprint(at_2: "_Counted", at_3: "_Counted") -> Footprint:
-    (kept, passing, _, between), again, (held, beside, working) = at_2
-    (kept_3, passing_3, wide, between_3), again_3, (held_3, beside_3, working_3) = at_3
+    (kept, passing, _, between), again, (held, beside, working), called = at_2
+    (kept_3, passing_3, wide, between_3), again_3, (held_3, beside_3, working_3), called_3 = at_3
     return Footprint(
         kept=_line(kept, kept_3),
         kept_selective=_line(again, again_3),
@@ -123,6 +129,9 @@ def _footprint(at_2: "_Counted", at_3: "_Counted") -> Footprint:
         merged_kept=_line(held, held_3),
         merged_passing=_fullest(beside, beside_3),
         merged_working=_fullest(working, working_3),
+        kept_by_calls=None
+        if called is None or called_3 is None
+        else (_line(called[0], called_3[0]), _line(called[1], called_3[1])),
     )
 
 
@@ -148,10 +157,12 @@ class _Stages:
             for _, name, _ in bound.parameters:
                 if stage not in users.setdefault(name, []):
                     users[name].append(stage)
+        self.units, self.stage_of_unit = units, stage_of_unit
         trained = {p.name for p in graph.parameters if p.trainable} & users.keys()
         stage_of = [users[name][0] if name in trained and len(users[name]) == 1 else None for name in names]
         own = list(calls)
         flat = flatten(closed, own, _homes(units, own, stage_of_unit), stage_of)
+        self.calls = own
         weights = [(name, value) for name, value in zip(names, flat.arguments, strict=False) if name in trained]
         shapes = [flat.avals[value].shape for _, value in weights]
         holdings = held_by(units, dict(enumerate(stage_of_unit)), [name for name, _ in weights], shapes)
@@ -166,15 +177,34 @@ class _Stages:
             [True] * len(weights),
         )
 
-    def functions(self, stage: int, recompute: str = "none") -> StageFunctions:
+    def beside_calls(self, stage: int) -> frozenset[int]:
+        """The module calls around the equations of a stage that are neither calls of its units nor inside of one."""
+        ours = zip(self.stage_of_unit, self.units, strict=True)
+        known = {(call.path, call.occurrence) for at, bound in ours if at == stage for call in bound.calls}
+
+        def is_inside(number: int) -> bool:
+            while (self.calls[number].path, self.calls[number].occurrence) not in known:
+                if number == 0 or self.calls[number].parent == number:
+                    return False
+                number = self.calls[number].parent
+            return True
+
+        return frozenset(e.call for e in self.cut.parts[stage].equations if not is_inside(e.call))
+
+    def functions(
+        self, stage: int, recompute: str = "none", kept: Collection[int] = (), *, least: bool = False
+    ) -> StageFunctions:
         """The functions of a stage as one unit that keeps what ``recompute`` says. Equations with side effects are
-        never run again."""
+        never run again, nor those of the module calls ``kept``."""
         parts = list(self.cut.parts)
         equations = tuple(
-            replace(equation, unit=None if equation.effects else stage) for equation in parts[stage].equations
+            replace(equation, unit=None if equation.effects or equation.call in kept else stage)
+            for equation in parts[stage].equations
         )
         parts[stage] = replace(parts[stage], equations=equations)
-        return stage_functions(replace(self.cut, parts=tuple(parts)), stage, Operands({}, {}, -1, {}), recompute)
+        return stage_functions(
+            replace(self.cut, parts=tuple(parts)), stage, Operands({}, {}, -1, {}), recompute, least=least
+        )
 
 
 def _homes(units: Sequence[UnitBinding], calls: list[TracedCall], stage_of_unit: Sequence[int]) -> Home:
@@ -217,6 +247,18 @@ def _bytes(functions: StageFunctions) -> tuple[int, list[int], int, int]:
     return _kept_bytes(functions), held_bytes(functions.backward), sum(map(_size, wide)), between
 
 
+def _kept_by_calls(stages: _Stages, unit: int) -> tuple[int, int] | None:
+    """The bytes that a unit keeps where calls of its modules alone are computed again, in full and selectively; None
+    where all of it is in such calls."""
+    beside = stages.beside_calls(unit)
+    if not beside:
+        return None
+    full, selective = (
+        _kept_bytes(stages.functions(unit, policy, beside, least=True)) for policy in ("full", "selective")
+    )
+    return full, selective
+
+
 def _kept_bytes(functions: StageFunctions) -> int:
     return sum(map(_size, _kept(functions)))
 
@@ -245,51 +287,23 @@ def _added(program: FlatProgram, makes: Sequence[Key]) -> tuple[set[int], set[in
     return sums, {value for e in program.equations if not sums.isdisjoint(e.outputs) for value in e.values}
 
 
-def _merged(functions: StageFunctions) -> _Merged:
-    """The bytes of a unit whose forward and backward are one compiled program: those kept from one to the other, what
-    enters the unit included, and those held beside them at every moment, without and with gradients of parameters."""
-    forward, backward = functions.forward, functions.backward
-    more = {
-        key: aval
-        for key, aval in zip(backward.reads, backward.avals, strict=True)
-        if key not in forward.makes and key not in forward.reads
-    }
-    reads = [*forward.reads, *more]
-
-    def run(*given: jax.Array) -> tuple[jax.Array, ...]:
-        known = dict(zip(reads, given, strict=True))
-        made = forward.function(*given[: len(forward.reads)])
-        known.update(zip(forward.makes, made, strict=True))
-        return backward.function(*(known[key] for key in backward.reads))
-
-    program = flatten(jax.make_jaxpr(run)(*forward.avals, *more.values()))
-    first = len(flatten(jax.make_jaxpr(forward.function)(*forward.avals)).equations)
-    entering = [value for key, value in zip(reads, program.arguments, strict=True) if key[0] == "arrival"]
-    sums, found = _added(program, backward.makes)
-    alone = _Liveness(program, sums | found, entering, is_merged=True)
-    # Of a gradient that is turned before it is added, or summed over replicas, both lie in memory.
-    waiting = _Liveness(program, sums, entering, found, is_merged=True)
-    kept = alone.alive_after(first)
-    return kept, [held - kept for held in alone.moments()], [held - kept for held in waiting.moments()]
+def _merged(functions: StageFunctions, least: StageFunctions) -> _Merged:
+    """The bytes of a unit whose forward and backward are one program that runs in turn (`loss.gradients_in_turn`):
+    those kept from one to the other, and those held beside them at every moment, without and with one gradient on its
+    way to its sum. ``least``: the functions that keep the fewest bytes, as XLA does that sees both."""
+    backward = functions.backward
+    moments = held_bytes(backward)
+    made = (aval for key, aval in zip(backward.reads, backward.avals, strict=True) if key[0] == "gradient")
+    largest = max(map(_size, made), default=0)
+    return _kept_bytes(least), moments, [held + largest for held in moments]
 
 
 class _Liveness:
     """The liveness of every value of a program that is in memory, from what makes it to the last that reads it."""
 
-    def __init__(
-        self,
-        program: FlatProgram,
-        in_place: Collection[int],
-        entering: Collection[int] = (),
-        waiting: Collection[int] = (),
-        *,
-        is_merged: bool = False,
-    ) -> None:
-        """``entering``: the arguments that count; others are the caller's. ``waiting``: values that are in memory,
-        whatever makes and reads them. ``is_merged``: whether forward and backward are one program, in which XLA turns
-        no parameters before a product."""
-        self.program, self.in_place, self.entering, self.waiting = program, in_place, entering, waiting
-        self.is_merged = is_merged
+    def __init__(self, program: FlatProgram, in_place: Collection[int]) -> None:
+        """``in_place``: values that take the memory of others."""
+        self.program, self.in_place = program, in_place
         self.maker = {value: equation for equation in program.equations for value in equation.outputs}
         self.readers: dict[int, list[Equation]] = {}
         for equation in program.equations:
@@ -298,9 +312,9 @@ class _Liveness:
         self.results = {atom for atom in program.outputs if isinstance(atom, int)}
 
     def moments(self) -> list[int]:
-        """The bytes alive at every equation; those of arguments before the first."""
+        """The bytes alive at every equation, and none before the first. Arguments are the caller's."""
         spans, equations = self._spans, self.program.equations
-        alive = sum(self.program.size_bytes(value) for value in self.entering if value in spans)
+        alive = 0
         found = [alive]
         dying: dict[int, list[int]] = {}
         for value, (_, last) in spans.items():
@@ -311,17 +325,11 @@ class _Liveness:
             alive -= sum(map(self.program.size_bytes, dying.get(index, ())))
         return found
 
-    def alive_after(self, count: int) -> int:
-        """The bytes that the first equations leave for later ones."""
-        spans = self._spans.items()
-        return sum(self.program.size_bytes(value) for value, (made, last) in spans if made < count <= last)
-
     @cached_property
     def _spans(self) -> dict[int, tuple[int, int]]:
-        """The values in memory: the equation that makes each, -1 for arguments, and the last that reads it."""
+        """The values in memory: the equation that makes each, and the last that reads it."""
         made = {value: index for index, e in enumerate(self.program.equations) for value in e.outputs}
-        stored = {value for value in made if self._is_stored(value)} | set(self.entering)
-        made |= dict.fromkeys(self.entering, -1)
+        stored = {value for value in made if self._is_stored(value)}
         last: dict[int, int] = {}
         sources: dict[int, set[int]] = {}
         for index, equation in enumerate(self.program.equations):
@@ -350,10 +358,6 @@ class _Liveness:
     def _is_stored(self, value: int) -> bool:
         maker = self.maker[value]
         name = maker.primitive.name
-        if value in self.waiting:
-            return True
-        if self.is_merged and name == "transpose" and self._is_turned_in_place(value):
-            return False
         if name in SAME_MEMORY or value in self.in_place:
             return False
         if not (name in FUSED or self._is_outer(maker)) or value in self.results:
@@ -362,11 +366,6 @@ class _Liveness:
         if any(self._needs_memory(reader) for reader in readers):
             return name not in REPEATED
         return len(readers) > 1 and name not in REPEATED
-
-    def _is_turned_in_place(self, value: int) -> bool:
-        """Whether a transposed matrix is read by products alone, which read it as it was."""
-        readers = self.readers.get(value, [])
-        return len(self.program.avals[value].shape) == 2 and all(e.primitive.name == "dot_general" for e in readers)
 
     def _is_outer(self, equation: Equation) -> bool:
         """Whether an equation is a product that sums over one entry: XLA multiplies instead."""

@@ -140,10 +140,16 @@ def uncollected() -> Iterator[None]:
 
 
 def lower(
-    function: Callable[..., Any], avals: Sequence[Any], in_shardings: Any, out_shardings: Any, donate: tuple[int, ...]
+    function: Callable[..., Any],
+    avals: Sequence[Any],
+    in_shardings: Any,
+    out_shardings: Any,
+    donate: tuple[int, ...],
+    *,
+    by_memory: bool = False,
 ) -> jax.stages.Lowered:
     """The lowered form of a function of flat arguments. Donated arguments that match no result are freed instead of
-    reused, which JAX would warn of."""
+    reused, which JAX would warn of. ``by_memory``: as in `compiler_options`."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
         devices = {device for at in jax.tree.leaves((in_shardings, out_shardings)) for device in at.device_set}
@@ -152,6 +158,6 @@ def lower(
             in_shardings=in_shardings,
             out_shardings=out_shardings,
             donate_argnums=donate,
-            compiler_options=compiler_options(devices),
+            compiler_options=compiler_options(devices, by_memory=by_memory),
         )
         return jitted.lower(*avals)

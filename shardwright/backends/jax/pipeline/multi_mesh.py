@@ -233,7 +233,9 @@ class PlacedProgram:
             )
             packed = [self.whole[piece.stage]] * len(self.packs[number])
             outs = [self.outputs[r].sharding for r in piece.results] + packed
-            lowering = partial(lower, self._function(number, piece), shapes, tuple(shardings), tuple(outs), donate)
+            # An optimizer's arithmetic on one parameter waits for no other: by itself XLA would begin with all at once.
+            ahead = self._function(number, piece), shapes, tuple(shardings), tuple(outs), donate
+            lowering = partial(lower, *ahead, by_memory=True)
             key = self._key(number, piece)
             if key is not None:
                 key = (key, tuple(at.spec for at in (*shardings, *outs)), donate)

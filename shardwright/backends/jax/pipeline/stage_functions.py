@@ -8,7 +8,7 @@ need, and the rest, with the values that pass between them kept once more (zero 
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import reduce
+from functools import partial, reduce
 from typing import Any, Literal
 
 import jax
@@ -17,11 +17,11 @@ from jax.sharding import NamedSharding
 from jax.tree_util import PyTreeDef
 
 from shardwright.backends.jax.capture.inner_programs import Aval
-from shardwright.backends.jax.pipeline.saved_activations import CHEAP, Residuals, residuals
 from shardwright.backends.jax.program.cut import Cut, StagePart
 from shardwright.backends.jax.program.equations import Atom, Equation, FlatProgram, aval_of, evaluate, needed, value_of
 from shardwright.backends.jax.program.flattening import flatten
 from shardwright.backends.jax.program.in_turn import evaluate_in_turn
+from shardwright.backends.jax.program.saved_activations import CHEAP, Residuals, residuals
 
 Kind = Literal[
     "weight",  # a parameter, or rows of one
@@ -112,14 +112,16 @@ def stage_functions(
     stage: int,
     operands: Operands,
     recompute: str = "none",
+    *,
+    least: bool = False,
 ) -> StageFunctions:
-    """The functions of a stage, whose units keep what ``recompute`` says (`evaluate`)."""
-    return _Builder(cut, stage, operands, recompute).build()
+    """The functions of a stage, whose units keep what ``recompute`` says (`evaluate`). ``least``: see `residuals`."""
+    return _Builder(cut, stage, operands, recompute, least).build()
 
 
 class _Builder:
-    def __init__(self, cut: Cut, stage: int, operands: Operands, recompute: str) -> None:
-        self.cut, self.stage, self.operands, self.recompute = cut, stage, operands, recompute
+    def __init__(self, cut: Cut, stage: int, operands: Operands, recompute: str, least: bool) -> None:
+        self.cut, self.stage, self.operands, self.recompute, self.least = cut, stage, operands, recompute, least
         self.part: StagePart = cut.parts[stage]
         flat = cut.flat
         self.weights = [v for v in self.part.weights if v in cut.live]
@@ -138,7 +140,7 @@ class _Builder:
         saved = forward.outputs[len(returned) :]
         given = zip(self.inputs, forward.arguments, strict=True)
         passing = [argument for value, argument in given if value in self.operands.state]
-        residual = residuals(forward, [atom for atom in saved if isinstance(atom, int)], passing)
+        residual = residuals(forward, [atom for atom in saved if isinstance(atom, int)], passing, least=self.least)
         run = self._forward(forward, returned, residual.kept)
         return StageFunctions(run, *self._backwards(*self._trace_backward(structure, forward, saved, residual)))
 
@@ -324,16 +326,23 @@ class _Builder:
             values: dict[int, Any] = dict(program.constants)
             for argument, key in operands.items():
                 values[argument] = self._operand(key, at)
+
+            def finished(key: Key, value: jax.Array) -> jax.Array:
+                if key[0] not in ("gradient", "sum"):
+                    return value
+                return at[key] + self._summed(key, value.astype(at[key].dtype))
+
+            made = list(zip(makes, outputs, strict=True))
             if in_turn:
-                evaluate_in_turn(equations, values, CHEAP)
+                results = [(atom, partial(finished, key)) for key, atom in made if isinstance(atom, int)]
+                soon = iter(evaluate_in_turn(equations, values, CHEAP, results))
+                found = [
+                    next(soon) if isinstance(atom, int) else finished(key, value_of(program, atom, values))
+                    for key, atom in made
+                ]
             else:
                 evaluate(equations, values)
-            found = []
-            for key, atom in zip(makes, outputs, strict=True):
-                value = value_of(program, atom, values)
-                if key[0] in ("gradient", "sum"):
-                    value = at[key] + self._summed(key, value.astype(at[key].dtype))
-                found.append(value)
+                found = [finished(key, value_of(program, atom, values)) for key, atom in made]
             for key, atoms in noted.items():
                 looked = [_badness(value_of(program, atom, values), replicas, dim) for atom, dim in atoms]
                 found.append(_first_bad(at[key], at["m", 0, 0], looked))

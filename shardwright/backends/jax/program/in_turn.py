@@ -6,32 +6,91 @@ memory until the gradient comes to them. So the operands of a stretch pass throu
 with the result of the product before. Everything is computed as it would be; only the order is given.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from shardwright.backends.jax.capture.inner_programs import CHECKPOINTS
 from shardwright.backends.jax.program.equations import Equation, evaluate
 
+Finish = Callable[[jax.Array], jax.Array]
 PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot", "scan", "while"})
 """The primitives that read their operands from memory."""
 SHAPES = frozenset({"transpose", "reshape", "squeeze", "expand_dims", "convert_element_type"})
 """The primitives that compilers make part of the product whose result they read."""
 
 
-def evaluate_in_turn(equations: Sequence[Equation], known: dict[int, Any], cheap: Collection[str]) -> None:
+def evaluate_in_turn(
+    equations: Sequence[Equation],
+    known: dict[int, Any],
+    cheap: Collection[str],
+    results: Sequence[tuple[int, Finish]] = (),
+    after: jax.Array | None = None,
+    free: Collection[int] = (),
+) -> list[jax.Array]:
     """Run equations as `evaluate` does, in their turn. ``cheap``: the primitives that, read from operands alone, run
-    when another equation first reads their result."""
-    operands = dict(known)
+    when another equation first reads their result. ``after``: a value that is known before anything runs. ``free``:
+    operands that may be read at any time.
+
+    ``results``: values, each with a function of it, whose results are returned. Each is there before the next stretch
+    begins, so that nothing waits in memory for it.
+    """
+    operands = {value: array for value, array in known.items() if value not in free}
     before: int | None = None
-    for stretch, last in _stretches(_when_read(equations, known, cheap)):
+    if after is not None:
+        before = -1
+        known[before] = after
+    wanted: dict[int, list[int]] = {}
+    for number, (value, _) in enumerate(results):
+        wanted.setdefault(value, []).append(number)
+    found: dict[int, jax.Array] = {}
+    fresh: list[int] = []
+    ordered = _results_soon(_when_read(equations, known, cheap), known)
+    for stretch, last in _stretches(ordered):
         reads = [v for v in dict.fromkeys(v for e in stretch for v in e.values) if _is_array(operands.get(v))]
-        if before is not None and reads:
-            known[before], *tied = jax.lax.optimization_barrier((known[before], *(operands[v] for v in reads)))
-            known.update(zip(reads, tied, strict=True))
+        if before is not None and (reads or fresh):
+            tied = known[before], [operands[v] for v in reads], [found[number] for number in fresh]
+            known[before], again, there = jax.lax.optimization_barrier(tied)
+            known.update(zip(reads, again, strict=True))
+            found.update(zip(fresh, there, strict=True))
         evaluate(stretch, known)
+        made = [number for e in stretch for value in e.outputs for number in wanted.get(value, ())]
+        found.update((number, results[number][1](known[results[number][0]])) for number in made)
+        fresh = [number for number in made if _is_array(found[number])]
         before = last
+    return [found[n] if n in found else finish(known[value]) for n, (value, finish) in enumerate(results)]
+
+
+def _results_soon(equations: Sequence[Equation], known: Collection[int]) -> list[Equation]:
+    """The equations in an order in which those that nothing but results wait for follow what they read at once."""
+    readers: dict[int, list[Equation]] = {}
+    for equation in equations:
+        for value in equation.values:
+            readers.setdefault(value, []).append(equation)
+    last: set[int] = set()
+    for equation in reversed(equations):
+        follows = all(id(reader) in last for value in equation.outputs for reader in readers.get(value, ()))
+        if follows and not equation.effects and equation.primitive.name not in PRODUCTS | CHECKPOINTS:
+            last.add(id(equation))
+    missing = {id(e): {value for value in e.values if value not in known} for e in equations}
+    ordered: list[Equation] = []
+    ran: set[int] = set()
+
+    def run(equation: Equation) -> None:
+        ordered.append(equation)
+        ran.add(id(equation))
+        for value in equation.outputs:
+            for reader in dict.fromkeys(readers.get(value, ())):
+                missing[id(reader)].discard(value)
+                if id(reader) in last and not missing[id(reader)] and id(reader) not in ran:
+                    run(reader)
+
+    for equation in equations:
+        if id(equation) not in ran:
+            run(equation)
+    return ordered
 
 
 def _is_array(value: Any) -> bool:
@@ -76,7 +135,7 @@ def _stretches(equations: Sequence[Equation]) -> Iterator[tuple[list[Equation], 
         if id(equation) in ran:
             continue
         stretch.append(equation)
-        if equation.primitive.name not in PRODUCTS:
+        if equation.primitive.name not in PRODUCTS | CHECKPOINTS:
             continue
         last = equation.outputs[0]
         while len(after := readers.get(last, [])) == 1 and after[0].primitive.name in SHAPES:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.nn.parameter import is_lazy
 
-from shardwright.backends.capabilities import TORCH_MEMORY
+from shardwright.backends.capabilities import TORCH_EXECUTION, TORCH_MEMORY
 from shardwright.backends.torch.capture import tensor_parallel_marks as marks
 from shardwright.backends.torch.capture.autograd_calls import AutogradQuestions
 from shardwright.backends.torch.capture.batch_dims import Leaf, Sample
@@ -300,6 +300,7 @@ class _Session:
                 self.sample.batch,
                 pins,
                 memory_traits=TORCH_MEMORY,
+                execution=TORCH_EXECUTION,
                 in_16_bits=known,
             )
 

@@ -9,9 +9,10 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
+from shardwright.backends.torch.machine.measured_collectives import collective_runs, run_count
 from shardwright.backends.torch.machine.process import choose_device, start, this_launch
 from shardwright.core.cluster.hardware.device import MeasuredProduct
-from shardwright.core.cluster.hardware.measurements import LinkSample, Measurements, MeasureProgress
+from shardwright.core.cluster.hardware.measurements import Measurements, MeasureProgress
 
 SIDES = ((64, 64, 64), (128, 64, 256), (256, 64, 256), (256, 256, 64), (256, 256, 256), (512, 64, 512),
          (512, 512, 64), (256, 1024, 256), (256, 256, 1024), (512, 512, 512), (1024, 1024, 1024), (512, 3072, 768),
@@ -19,8 +20,6 @@ SIDES = ((64, 64, 64), (128, 64, 256), (256, 64, 256), (256, 256, 64), (256, 256
 """The sides (m, n, k) of the products measured: squares, and the thin ones of attention, feed-forward and
 vocabulary."""
 CUDA_SIDES = (*SIDES, (4096, 4096, 4096), (8192, 8192, 1024), (2048, 12288, 4096), (4096, 1024, 8192))
-MESSAGES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 22, 1 << 24)
-"""The sizes in bytes of the all-reduces measured."""
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -59,7 +58,7 @@ def profile_device(
     sides = CUDA_SIDES if is_cuda else SIDES
     precisions = ("fp32", "bf16", "fp16") if is_cuda else ("fp32",)
     ranks = dist.get_world_size() if dist.is_initialized() else 1
-    total = len(sides) * len(precisions) + 4 + (len(MESSAGES) if ranks > 1 else 0)
+    total = len(sides) * len(precisions) + 4 + run_count(ranks, device)
     each = budget_s / total
     done = 0
 
@@ -105,12 +104,12 @@ def profile_device(
         pinned = torch.empty(large.shape, dtype=large.dtype, pin_memory=True)
         host = large.nbytes / _quartile_s(lambda: pinned.copy_(large), device, each)
     samples = []
-    for size in MESSAGES if ranks > 1 else ():
-        step(f"all-reduce of {size >> 10} KiB")
-        message = torch.ones(size // 4, device=device)
-        # Every rank runs as often as every other: a time budget of its own would leave one waiting.
-        seconds = _quartile_s(lambda t=message: dist.all_reduce(t), device, each, runs=7)  # type: ignore[misc]
-        samples.append(LinkSample(size, seconds))
+    if ranks > 1:
+        with collective_runs(device) as runs:
+            for run in runs:
+                step(f"{run.kind.replace('_', '-')} of {run.size_bytes >> 10} KiB over {run.ranks} ranks")
+                # Every rank runs as often as every other: a time budget of its own would leave one waiting.
+                samples.append(run.measured(_quartile_s(run.prepare(), device, each, runs=7)))
     return Measurements(
         name=name,
         kind="gpu" if is_cuda else "cpu",
@@ -124,7 +123,7 @@ def profile_device(
         host_link_bandwidth_bytes_per_s=host,
         rank=dist.get_rank() if ranks > 1 else 0,
         ranks=ranks,
-        all_reduces=tuple(samples),
+        collectives=tuple(samples),
     )
 
 

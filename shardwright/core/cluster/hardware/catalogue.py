@@ -86,17 +86,15 @@ def profile_of(document: dict[str, Any], source: str) -> Profile:
     """The profile in a document, as a profile file holds it. Raises ClusterError that names ``source`` and the path of
     each fault inside it."""
     table = profile_fields.parse(profile_fields.ProfileFile, document, source)
-    links = {}
+    links: dict[str, Link | None] = {}
     for place in ("intra_node", "inter_node"):
         given = getattr(table.links, place)
-        if isinstance(given, str):
-            try:
-                links[place] = load_link(given)
-            except ClusterError as error:
-                raise ClusterError(f"{source}: links: {error}") from None
-        else:
-            links[place] = profile_fields.to_link(given.name, given, f"{source}: links.{place}")
-    return Profile(device=profile_fields.to_device(table, source), **links)
+        try:
+            links[place] = load_link(given) if isinstance(given, str) else None
+        except ClusterError as error:
+            raise ClusterError(f"{source}: links: {error}") from None
+    device, found = profile_fields.to_profile(table, links, source)
+    return Profile(device=device, **found)
 
 
 @cache

@@ -5,7 +5,9 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 from shardwright.core.cluster.hardware import check
+from shardwright.core.cluster.hardware.collective_table import CollectiveTable
 from shardwright.core.cluster.hardware.frozen_mapping import Table
+from shardwright.core.cluster.hardware.protocol import Protocol, protocols_of
 from shardwright.core.errors import ClusterError, nearest
 
 Sharing = Literal["device", "node"]
@@ -19,6 +21,9 @@ class Link:
         is "device", that of the whole node's port when it is "node" (all devices of the node then share it).
     latency_s: the time from the start of a message until its first byte arrives (the α of an α-β model).
     efficiency: the share of the bandwidth that large messages reach.
+    transport: the kind of wire, whose protocols are known ("nvlink", "pci", "infiniband", "efa", "tcp"); "": nothing is
+        known but latency and bandwidth.
+    measured: the collectives that were measured over it, which stand in for all of these, for as many ranks.
     origins: the source of each constant.
 
     Raises ClusterError when a constant is not positive and finite, or an efficiency is above 1.
@@ -29,6 +34,8 @@ class Link:
     latency_s: float
     sharing: Sharing = "device"
     efficiency: float = 1.0
+    transport: str = ""
+    measured: CollectiveTable = field(default_factory=CollectiveTable, repr=False)
     origins: Mapping[str, str] = field(default_factory=Table, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -39,6 +46,14 @@ class Link:
         if self.sharing not in get_args(Sharing):
             known = nearest(str(self.sharing), get_args(Sharing))
             raise ClusterError(f"{owner}: sharing {self.sharing!r} is not known; {known}")
+        protocols_of(self.transport)
+        for each in self.measured:
+            if each.port_bytes_per_s > self.bandwidth_bytes_per_s * (1 + 1e-9):
+                raise ClusterError(
+                    f"{owner}: bandwidth_bytes_per_s is {self.bandwidth_bytes_per_s:g}, and the {each.kind} of "
+                    f"{each.ranks} ranks and {each.size_bytes} bytes in {each.seconds:g} s needs "
+                    f"{each.port_bytes_per_s:g}: are they in other units?"
+                )
         check.origins(owner, self.origins)
         object.__setattr__(self, "origins", Table(self.origins))
 
@@ -47,6 +62,20 @@ class Link:
         """The bandwidth that large messages reach, in one direction."""
         return self.bandwidth_bytes_per_s * self.efficiency
 
+    @property
+    def protocols(self) -> tuple[Protocol, ...]:
+        """The protocols that carry messages over it."""
+        return protocols_of(self.transport)
+
+    def bandwidth_by(self, protocol: Protocol) -> float:
+        """The bytes per second, in one direction, that large messages reach with one of its protocols."""
+        reached = self.effective_bandwidth_bytes_per_s * protocol.bandwidth_share
+        most = protocol.most_bandwidth_bytes_per_s
+        return reached if most is None else min(reached, most)
+
     def scaled(self, factor: float) -> "Link":
         """This link with ``factor`` times the bandwidth: several ports together, or one shared by several flows."""
-        return self if factor == 1.0 else replace(self, bandwidth_bytes_per_s=self.bandwidth_bytes_per_s * factor)
+        if factor == 1.0:
+            return self
+        # What was measured is that of the port itself.
+        return replace(self, bandwidth_bytes_per_s=self.bandwidth_bytes_per_s * factor, measured=CollectiveTable())

@@ -9,6 +9,7 @@ import numpy as np
 
 from shardwright.core.cluster.hardware import check
 from shardwright.core.cluster.hardware.catalogue import profile_of
+from shardwright.core.cluster.hardware.collective_table import MeasuredCollective
 from shardwright.core.cluster.hardware.device import Kind, MeasuredProduct, MeasuredUnit, Profile
 from shardwright.core.cluster.toml_file import write
 from shardwright.core.errors import ClusterError
@@ -16,14 +17,6 @@ from shardwright.core.errors import ClusterError
 SHARED_MEMORY_LINK = "shared-memory"
 MeasureProgress = Callable[[str, int, int], None]
 """A function called with (what is being measured, how much is done, how much there is)."""
-
-
-@dataclass(frozen=True, slots=True)
-class LinkSample:
-    """One all-reduce of the process group that measured: every rank's bytes, and the seconds that it took."""
-
-    size_bytes: int
-    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +46,8 @@ class Measurements:
     rank: int = 0
     """The rank that measured, of ``ranks``; rank 0 writes the profile."""
     ranks: int = 1
-    all_reduces: tuple[LinkSample, ...] = ()
+    collectives: tuple[MeasuredCollective, ...] = ()
+    """Those of all ``ranks``, and of groups of fewer that all ran at once."""
     units: tuple[MeasuredUnit, ...] = ()
 
     def __post_init__(self) -> None:
@@ -64,10 +58,15 @@ class Measurements:
         shares = "vector_efficiency", "optimizer_efficiency"
         for name in ("memory_bandwidth_bytes_per_s", *shares, "kernel_launch_s", "host_link_bandwidth_bytes_per_s"):
             check.positive(owner, name, getattr(self, name))
-        if self.ranks > 1 and len(self.all_reduces) < 2:
+        if self.ranks > 1 and len(self._all_reduces) < 2:
             raise ClusterError(
-                f"{owner}: {self.ranks} ranks and {len(self.all_reduces)} all-reduces, expected 2 or more"
+                f"{owner}: {self.ranks} ranks and {len(self._all_reduces)} all-reduces of them all, expected 2 or more"
             )
+
+    @property
+    def _all_reduces(self) -> tuple[MeasuredCollective, ...]:
+        """The all-reduces of all ranks."""
+        return tuple(each for each in self.collectives if each.kind == "all_reduce" and each.ranks == self.ranks)
 
     def document(self) -> dict[str, Any]:
         """The profile as plain values, as a profile file holds them; every constant says that it was measured."""
@@ -98,13 +97,15 @@ class Measurements:
         }
         link: Any = SHARED_MEMORY_LINK
         if self.ranks > 1:
-            latency_s, bandwidth = ring_constants(self.all_reduces, self.ranks)
+            latency_s, reached = ring_constants(self._all_reduces)
+            fastest = max(reached, *(each.port_bytes_per_s for each in self.collectives))
             link = {
                 "name": f"{self.name}-link",
                 "sharing": "device",
-                "bandwidth_bytes_per_s": constant(bandwidth, f"all-reduces of {self.ranks} ranks"),
+                "bandwidth_bytes_per_s": constant(fastest, "the fastest collective, bytes that left each rank,"),
                 "latency_s": constant(latency_s, f"all-reduces of {self.ranks} ranks"),
-                "efficiency": constant(1.0, "the bandwidth is that reached"),
+                "efficiency": constant(reached / fastest, f"all-reduces of {self.ranks} ranks"),
+                "collectives": [asdict(each) for each in self.collectives],
             }
         document["links"] = {"intra_node": link, "inter_node": "ethernet-100g" if self.ranks == 1 else link}
         document["products"] = [asdict(product) for product in self.products]
@@ -121,8 +122,9 @@ class Measurements:
         write(path, self.document())
 
 
-def ring_constants(samples: Sequence[LinkSample], ranks: int) -> tuple[float, float]:
-    """(latency in seconds, bandwidth in bytes per second) of the ring whose all-reduces were measured.
+def ring_constants(samples: Sequence[MeasuredCollective]) -> tuple[float, float]:
+    """(latency in seconds, bandwidth in bytes per second) of the ring whose all-reduces were measured, all of as many
+    ranks: what stands in for collectives of other numbers of ranks.
 
     An all-reduce takes 2(p−1)·α + 2(p−1)/p·n/β. The line goes through the smallest and the larger samples by least
     squares of relative errors, so that small messages count as much as large ones.
@@ -134,6 +136,7 @@ def ring_constants(samples: Sequence[LinkSample], ranks: int) -> tuple[float, fl
     (start, slope), *_ = np.linalg.lstsq(design, np.ones_like(seconds), rcond=None)
     if slope <= 0:
         raise ClusterError("the measured all-reduces do not take longer for more bytes: measure again, undisturbed")
+    ranks = samples[0].ranks
     steps = 2 * (ranks - 1)
     return max(float(start), 0.0) / steps, steps / ranks / float(slope)
 

@@ -1,6 +1,6 @@
 """Numbers of hand-written files that cannot be in the unit that their names state."""
 
-from shardwright.core.errors import ClusterError
+from collections.abc import Mapping
 
 _BYTES, _SECONDS, _SHARE = "bytes", "seconds", "a share of 1 (0.9 for 90%)"
 _BYTES_PER_SECOND, _FLOPS_PER_SECOND = "bytes per second", "FLOPs per second"
@@ -32,13 +32,77 @@ _PLAUSIBLE: dict[str, tuple[float, float, str]] = {
 5 for 5 µs), and its unit."""
 
 
-def check_plausible(source: str, path: str, value: object) -> None:
-    """Raise ClusterError when ``value`` cannot be in the unit that its name, somewhere in ``path``, states."""
+_MEANT: dict[str, tuple[tuple[float, str], ...]] = {
+    _BYTES: ((1e9, "GB"),),
+    _BYTES_PER_SECOND: ((1e9, "GB/s"), (1e9 / 8, "Gb/s")),
+    _FLOPS_PER_SECOND: ((1e12, "TFLOP/s"),),
+    _SECONDS: ((1e-6, "µs"),),
+    _SHARE: ((1e-2, "percent"),),
+}
+"""The units in which data sheets give such a number, and their sizes."""
+
+_LEAST_RESERVED_BYTES = 1e6
+"""No runtime reserves as little as that, if it reserves anything."""
+
+_FLOPS_PER_BYTE = 0.5, 2e4
+"""The range of a device's peak over its memory bandwidth. One core of a CPU has about 7, GPUs and TPUs 20 to 600."""
+
+_LINK_OVER_MEMORY = 10.0
+"""No link carries more than so many times what the memory at its end gives or takes; messages that stay in a cache may
+come over the bandwidth of the memory itself."""
+
+
+def implausible(path: str, value: object) -> str | None:
+    """Why ``value`` cannot be in the unit that its name, somewhere in ``path``, states; None where it can."""
     name = next((part for part in reversed(path.split(".")) if part in _PLAUSIBLE), None)
     if name is None or not isinstance(value, int | float):
-        return
+        return None
     low, high, unit = _PLAUSIBLE[name]
-    if not low <= value <= high:
-        raise ClusterError(
-            f"{source}: {path}: {value:g} is not plausible, expected {low:g} to {high:g}; the unit is {unit}"
+    if name == "reserved_memory_bytes" and 0 < value < _LEAST_RESERVED_BYTES:
+        low = _LEAST_RESERVED_BYTES
+    if low <= value <= high:
+        return None
+    meant = [
+        f"; {value:g} {short} are {value * size:g}"
+        for size, short in _MEANT.get(unit, ())
+        if low <= value * size <= high
+    ]
+    return f"{path}: {value:g} is not plausible, expected {low:g} to {high:g}; the unit is {unit}{''.join(meant)}"
+
+
+def inconsistent(numbers: Mapping[str, float], peaks: Mapping[str, float], products: Mapping[str, float]) -> list[str]:
+    """Why constants of one device cannot be in one another's units: each peak beside the memory bandwidth, and beside
+    the fastest measured product of its precision; and the link to the host beside the memory."""
+    found = []
+    bandwidth = numbers["memory_bandwidth_bytes_per_s"]
+    low, high = _FLOPS_PER_BYTE
+    off = {precision: peak for precision, peak in peaks.items() if not low <= peak / bandwidth <= high}
+    if off:
+        precision, peak = next(iter(off.items()))
+        others = f" (and {', '.join(list(off)[1:])})" if len(off) > 1 else ""
+        found.append(
+            f"peak_flops_per_s.{precision}{others}: {peak:g} is {peak / bandwidth:.3g} FLOPs for each byte of "
+            f"memory_bandwidth_bytes_per_s, {bandwidth:g}; expected {low:g} to {high:g}: one is in another unit"
         )
+    for precision, fastest in products.items():
+        if precision not in peaks:
+            found.append(f"products: {precision} was measured, and peak_flops_per_s gives no peak of it: add one")
+        elif fastest > peaks[precision] * (1 + 1e-6):
+            found.append(
+                f"peak_flops_per_s.{precision}: {peaks[precision]:g} is below the {fastest:g} that a measured product "
+                f"reached; expected at least that"
+            )
+    host = numbers["host_link_bandwidth_bytes_per_s"]
+    found += faster_than_memory("host_link_bandwidth_bytes_per_s", host, bandwidth)
+    return found
+
+
+def faster_than_memory(path: str, value: float, bandwidth: float) -> list[str]:
+    """Why a link's bandwidth cannot be: it is far above that of the memory that it reads."""
+    most = _LINK_OVER_MEMORY * bandwidth
+    if value <= most:
+        return []
+    return [
+        f"{path}: {value:g} is not plausible beside memory_bandwidth_bytes_per_s, {bandwidth:g}, expected at most "
+        f"{most:g}: one of the two is in another unit"
+    ]

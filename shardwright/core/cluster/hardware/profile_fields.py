@@ -3,15 +3,16 @@
 import tomllib
 import types
 from collections.abc import Mapping
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, create_model
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, create_model, model_validator
 
+from shardwright.core.cluster.hardware.collective_table import CollectiveTable, MeasuredCollective
 from shardwright.core.cluster.hardware.device import Device, Kind, MeasuredProduct, MeasuredUnit
 from shardwright.core.cluster.hardware.link import Link, Sharing
-from shardwright.core.cluster.hardware.plausible_units import check_plausible
+from shardwright.core.cluster.hardware.plausible_units import faster_than_memory, implausible, inconsistent
 from shardwright.core.errors import ClusterError, nearest
 from shardwright.core.values.text_files import printable, read_text, require_short_keys
 
@@ -22,6 +23,8 @@ FORMAT = 1
 """The version of profile, link and cluster files that this version writes, and the newest that it reads."""
 
 _SET_BY_USER = "user: set in code"
+PLAIN_NUMBER = "user: given as a plain number"
+"""The origin of a number that a file gives without one."""
 
 
 class _Section(BaseModel):
@@ -29,10 +32,17 @@ class _Section(BaseModel):
 
 
 class Constant(_Section):
-    """A number and its origin."""
+    """A number and its origin; a plain number in a user's own file."""
 
     value: float
     origin: Annotated[str, Field(min_length=1)]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_number(cls, given: object) -> object:
+        if isinstance(given, int | float) and not isinstance(given, bool):
+            return {"value": float(given), "origin": PLAIN_NUMBER}
+        return given
 
 
 def _number_or_constant(given: object) -> str:
@@ -46,11 +56,19 @@ Given = Annotated[
 """A number in a user's own file: with an origin, or plain."""
 
 
+def _section_of(cls: type) -> type[_Section]:
+    """The schema of a measured value: the fields of its class, with the ranges that their annotations give."""
+    hints = get_type_hints(cls, include_extras=True)
+    held = {each.name: (hints[each.name], ... if each.default is MISSING else each.default) for each in fields(cls)}
+    return create_model(cls.__name__, __base__=_Section, **held)  # type: ignore[call-overload, no-any-return]
+
+
 class LinkTable(_Section):
     """A link of the catalogue, with an origin for every constant."""
 
     summary: str = ""
     sharing: Sharing
+    transport: str = ""
     bandwidth_bytes_per_s: Constant
     latency_s: Constant
     efficiency: Constant
@@ -61,9 +79,11 @@ class UserLinkTable(_Section):
 
     name: str = "custom"
     sharing: Sharing = "device"
+    transport: str = ""
     bandwidth_bytes_per_s: Given
     latency_s: Given
     efficiency: Given = 1.0
+    collectives: list[_section_of(MeasuredCollective)] = []  # type: ignore[valid-type]
 
 
 class DeviceTable(_Section):
@@ -130,13 +150,6 @@ class LinkNames(_Section):
 
     intra_node: AnyLink
     inter_node: AnyLink
-
-
-def _section_of(cls: type) -> type[_Section]:
-    """The schema of a measured value: the fields of its class, with the ranges that their annotations give."""
-    hints = get_type_hints(cls, include_extras=True)
-    held = {each.name: (hints[each.name], ... if each.default is MISSING else each.default) for each in fields(cls)}
-    return create_model(cls.__name__, __base__=_Section, **held)  # type: ignore[call-overload, no-any-return]
 
 
 class ProfileFile(DeviceTable):
@@ -213,6 +226,17 @@ def parse(section: type[SectionT], document: object, source: str, *, assumed: tu
         raise ClusterError(f"{source}: " + "; ".join(faults)) from error
 
 
+_OR_TABLE = "a name (`shardwright hardware` lists them) or a table of bandwidth_bytes_per_s, latency_s and efficiency"
+_MISSING = {
+    "links": f"; add [links] with intra_node and inter_node, each {_OR_TABLE}",
+    "intra_node": f"; add the link between the devices of a node: {_OR_TABLE}",
+    "inter_node": f"; add the link between nodes: {_OR_TABLE}",
+    "bandwidth_bytes_per_s": "; add bandwidth_bytes_per_s = BYTES PER SECOND, in one direction (100 Gb/s are 12.5e9)",
+    "latency_s": "; add latency_s = SECONDS (NVLink 3.4e-6, InfiniBand 14e-6, Ethernet 30e-6)",
+}
+"""What to add where one of these is missing."""
+
+
 def _fault(section: type[BaseModel], fault: Any, assumed: tuple[str | int, ...]) -> str:
     location = [part for part in fault["loc"] if not (isinstance(part, str) and part.startswith("<"))]
     shown = location[len(assumed) :] if tuple(location[: len(assumed)]) == assumed else location
@@ -223,7 +247,8 @@ def _fault(section: type[BaseModel], fault: Any, assumed: tuple[str | int, ...])
     if fault["type"] == "missing":
         field = section.model_fields.get(str(location[0])) if len(location) == 1 else None
         is_constant = field is not None and field.annotation is Constant
-        return f"{path}: missing; add {path} = {wanted}" if is_constant else f"{path}: missing"
+        hint = _MISSING.get(str(location[-1]), "")
+        return f"{path}: missing; add {path} = {wanted}" if is_constant else f"{path}: missing{hint}"
     if fault["type"] == "model_type" and fault["ctx"]["class_name"] == Constant.__name__:
         return f"{path}: expected a number and where it comes from, {wanted}; given {fault['input']!r}"
     return f"{path}: {fault['msg']}; given {fault['input']!r}"
@@ -249,26 +274,81 @@ def _inner_section(annotation: Any) -> type[BaseModel] | None:
     return None
 
 
-def to_device(table: DeviceTable, source: str) -> Device:
-    """The device that ``table`` describes. Raises ClusterError that names the path of the fault."""
-    constants: dict[str, Constant] = {
-        name: value for name in DeviceTable.model_fields if isinstance(value := getattr(table, name), Constant)
+def to_profile(table: "ProfileFile", links: Mapping[str, Link | None], source: str) -> tuple[Device, dict[str, Link]]:
+    """The device and the links of a profile's file; ``links``: those that it gives by name, in their places, and None
+    where it writes one out. Raises ClusterError that names all numbers that cannot be, and the first other fault."""
+    written = {place: getattr(table.links, place) for place, known in links.items() if known is None}
+    said = device_faults(table)
+    for place, link in written.items():
+        said += [f"links.{place}: {fault}" for fault in link_faults(link.name, link)]
+    if not said:
+        bandwidth = table.memory_bandwidth_bytes_per_s.value
+        for place, link in written.items():
+            path = f"links.{place}.bandwidth_bytes_per_s"
+            said += faster_than_memory(path, _number(link.bandwidth_bytes_per_s), bandwidth)
+    _require_none(source, said)
+    device = to_device(table, source)
+    return device, {
+        place: known or to_link(written[place].name, written[place], f"{source}: links.{place}")
+        for place, known in links.items()
     }
-    peaks = {f"peak_flops_per_s.{precision}": constant for precision, constant in table.peak_flops_per_s.items()}
-    for path, constant in (constants | peaks).items():
-        check_plausible(source, path, constant.value)
+
+
+def device_faults(table: DeviceTable) -> list[str]:
+    """Why numbers of a device cannot be, each with its path."""
+    constants, peaks = _constants(table), _peaks(table)
+    said = [implausible(path, constant.value) for path, constant in (constants | peaks).items()]
     for place in ("products", "units"):
         for index, measured in enumerate(getattr(table, place, ())):
-            for name, value in measured:
-                check_plausible(source, f"{place}.{index}.{name}", value)
-    numbers: dict[str, Any] = {name: constant.value for name, constant in constants.items()}
-    for name in ("memory_bytes", "reserved_memory_bytes", "compute_units"):
-        if name not in numbers:
-            continue
-        if not numbers[name].is_integer():
+            said += [implausible(f"{place}.{index}.{name}", value) for name, value in measured]
+    for name in _WHOLE:
+        if name in constants and not constants[name].value.is_integer():
             of_bytes = " of bytes" if name.endswith("_bytes") else ""
-            raise ClusterError(f"{source}: {name}: must be a whole number{of_bytes}; given {numbers[name]!r}")
-        numbers[name] = int(numbers[name])
+            said.append(f"{name}: must be a whole number{of_bytes}; given {constants[name].value!r}")
+    found = [fault for fault in said if fault is not None]
+    if found:
+        return found
+    fastest: dict[str, float] = {}
+    for product in getattr(table, "products", ()):
+        fastest[product.precision] = max(product.flops_per_s, fastest.get(product.precision, 0.0))
+    numbers = {name: constant.value for name, constant in constants.items()}
+    return inconsistent(numbers, {precision: peak.value for precision, peak in table.peak_flops_per_s.items()}, fastest)
+
+
+def link_faults(name: str, table: "LinkTable | UserLinkTable") -> list[str]:
+    """Why numbers of a link cannot be, each with its path."""
+    said = (implausible(f"{name}.{path}", _number(getattr(table, path))) for path in _LINK_CONSTANTS)
+    return [fault for fault in said if fault is not None]
+
+
+_WHOLE = ("memory_bytes", "reserved_memory_bytes", "compute_units")
+_LINK_CONSTANTS = ("bandwidth_bytes_per_s", "latency_s", "efficiency")
+
+
+def _constants(table: DeviceTable) -> dict[str, Constant]:
+    return {name: value for name in DeviceTable.model_fields if isinstance(value := getattr(table, name), Constant)}
+
+
+def _peaks(table: DeviceTable) -> dict[str, Constant]:
+    return {f"peak_flops_per_s.{precision}": constant for precision, constant in table.peak_flops_per_s.items()}
+
+
+def _number(given: float | Constant) -> float:
+    return given.value if isinstance(given, Constant) else float(given)
+
+
+def _require_none(source: str, faults: list[str]) -> None:
+    """Raise ClusterError that names them all."""
+    if faults:
+        raise ClusterError(f"{source}: " + "; ".join(faults))
+
+
+def to_device(table: DeviceTable, source: str) -> Device:
+    """The device that ``table`` describes. Raises ClusterError that names the paths of the faults."""
+    _require_none(source, device_faults(table))
+    constants, peaks = _constants(table), _peaks(table)
+    numbers: dict[str, Any] = {name: constant.value for name, constant in constants.items()}
+    numbers |= {name: int(numbers[name]) for name in _WHOLE if name in numbers}
     try:
         return Device(
             name=table.name,
@@ -286,15 +366,23 @@ def to_device(table: DeviceTable, source: str) -> Device:
 
 def to_link(name: str, table: LinkTable | UserLinkTable, source: str) -> Link:
     """The link that ``table`` describes. Raises ClusterError that names the path of the fault."""
+    _require_none(source, link_faults(name, table))
     numbers: dict[str, float] = {}
     origins: dict[str, str] = {}
-    for path in ("bandwidth_bytes_per_s", "latency_s", "efficiency"):
+    for path in _LINK_CONSTANTS:
         given: float | Constant = getattr(table, path)
-        numbers[path] = given.value if isinstance(given, Constant) else float(given)
+        numbers[path] = _number(given)
         origins[path] = given.origin if isinstance(given, Constant) else f"user: {source}"
-        check_plausible(source, f"{name}.{path}", numbers[path])
     try:
-        return Link(name=name, sharing=table.sharing, origins=origins, **numbers)
+        measured = CollectiveTable(MeasuredCollective(**c.model_dump()) for c in getattr(table, "collectives", ()))
+        return Link(
+            name=name,
+            sharing=table.sharing,
+            transport=table.transport,
+            measured=measured,
+            origins=origins,
+            **numbers,
+        )
     except ClusterError as error:
         raise ClusterError(f"{source}: {error}") from error
 
@@ -322,6 +410,10 @@ def device_document(device: Device, known: Device | None = None) -> dict[str, An
 def link_document(link: Link, known: Link | None = None) -> dict[str, Any]:
     """The inverse of ``to_link``: a document that a UserLinkTable reads; ``known`` as in ``device_document``."""
     document: dict[str, Any] = {"name": link.name, "sharing": link.sharing}
+    if link.transport:
+        document["transport"] = link.transport
+    if link.measured:
+        document["collectives"] = [asdict(each) for each in link.measured]
     for name in ("bandwidth_bytes_per_s", "latency_s", "efficiency"):
         document[name] = _labelled(link, known, name, getattr(link, name), getattr(known, name, None))
     return document

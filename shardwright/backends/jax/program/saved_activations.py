@@ -3,9 +3,11 @@
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+from shardwright.backends.jax.capture.inner_programs import JITS, OWN_DERIVATIVES, equations_in, inner_program
 from shardwright.backends.jax.program.equations import Equation, FlatProgram
 from shardwright.backends.jax.program.fp8_products import FORWARD, GRADIENT
 from shardwright.backends.jax.program.in_turn import PRODUCTS
+from shardwright.core.cost.least_kept import least_kept
 from shardwright.core.cost.remade_values import ForwardOp, kept_values
 
 CHEAP = frozenset(
@@ -26,15 +28,25 @@ class Residuals:
     remade: tuple[Equation, ...]
 
 
-def residuals(program: FlatProgram, wanted: Collection[int], passing: Collection[int] = ()) -> Residuals:
+def residuals(
+    program: FlatProgram, wanted: Collection[int], passing: Collection[int] = (), *, least: bool = False
+) -> Residuals:
     """The values that a stage keeps of the ``wanted`` ones, which its derivative reads. Arguments and constants are at
     hand in the backward pass, but for the ``passing`` arguments, which will have changed by then (the model's state).
+    ``least``: whether operands of products are made again too, and the fewest bytes are kept from which cheap
+    arithmetic makes the rest. A compiler of forward and backward together does so by itself.
     """
     maker = {value: e for e in program.equations for value in e.outputs}
     ops = [
-        ForwardOp(tuple(e.values), e.outputs, _is_cheap(program, e), _is_product(program, e, maker))
+        ForwardOp(
+            tuple(e.values), e.outputs, _is_cheap(program, e) or (least and _is_rule_of_cheap(e)),
+            _is_product(program, e, maker),
+        )
         for e in program.equations
-    ]
+    ]  # fmt: skip
+    if least:
+        found = least_kept(ops, {*program.arguments, *program.constants}, wanted, program.size_bytes)
+        return Residuals(found.kept, tuple(program.equations[index] for index in found.remade))
     found = kept_values(ops, {*program.arguments, *program.constants}, wanted, program.size_bytes, passing)
     return Residuals(found.kept, tuple(program.equations[index] for index in found.remade))
 
@@ -43,6 +55,12 @@ def _is_cheap(program: FlatProgram, equation: Equation) -> bool:
     """Whether an equation is made again: not so a cast to 8 bits, whose result is the smaller one to keep."""
     is_narrow = any(program.avals[value].dtype in EIGHT_BITS for value in equation.outputs)
     return equation.primitive.name in CHEAP and not equation.effects and not is_narrow
+
+
+def _is_rule_of_cheap(equation: Equation) -> bool:
+    """Whether an equation is cheap arithmetic with a derivative rule of its own, as that of `jax.nn.relu`."""
+    inner = inner_program(equation.params) if equation.primitive.name in OWN_DERIVATIVES else None
+    return inner is not None and all(e.primitive.name in CHEAP | JITS for e in equations_in(inner.jaxpr))
 
 
 def _is_product(program: FlatProgram, equation: Equation, maker: Mapping[int, Equation]) -> bool:

@@ -1,0 +1,104 @@
+"""How a system runs a step: which traffic travels beside its computing, and how its kernels are made.
+
+A runtime publishes one value of this type, which travels inside the captured graph. `SYSTEMS` holds those of other
+systems, by the names that ``like=`` takes: a plan can be priced as one of them would run it. Each constant belongs to
+one mechanism that a microbenchmark could measure.
+"""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Gt, Le
+
+from shardwright.core.errors import PlanError, nearest
+from shardwright.core.values.fields import Amount, require_fields
+
+Kernels = Literal["eager", "fused", "compiled"]
+"""``eager``: every op is a kernel that reads its operands and writes its results. ``fused``: chains of elementwise ops
+are kernels written by hand, issued one by one. ``compiled``: a compiler makes such kernels, each of which the host
+issues with little work."""
+
+COMPILED_DISPATCH = 0.15
+"""The host's time to issue a kernel of a compiled program, as a share of that of an eager op with its module, autograd
+and Python. Prior: PyTorch issues an eager op of a module in 30 to 80 µs and launches a generated kernel in about 10."""
+
+
+@dataclass(frozen=True, slots=True)
+class Execution:
+    """What a system overlaps in a step, and how its kernels are made. Raises PlanError for values out of range."""
+
+    system: str
+    """The name of the system."""
+    version: str
+    """The version of the system that is described, or the day of the description."""
+    kernels: Kernels = "fused"
+    gradients: bool = False
+    """Whether gradients are exchanged over the data axis while the last backward goes on, bucket by bucket as they
+    become whole; else after it."""
+    updated_parameters: bool = False
+    """Whether updated parameters of sharded optimizer states are gathered while the next forward goes on."""
+    prefetched_units: Amount = 0
+    """The number of units whose sharded parameters are gathered ahead of use; 0: a pass waits for every gather."""
+    tensor_chunks: Annotated[int, Ge(0)] = 0
+    """The number of parts into which a gather or scatter of divided sequences is cut, so that all but one travel beside
+    the product that reads or makes them; 0: as many as the tensor axis has ranks; 1: nothing is hidden."""
+    sends: bool = True
+    """Whether messages between stages travel while both ranks compute; else the sender waits for them."""
+    bucket_elements: Amount = 0
+    """The entries of one bucket of gradients; 0: those of one unit."""
+    by_parameter: bool = False
+    """Whether each parameter is gathered, and its gradient scattered, by itself; else a unit's travel together."""
+    bandwidth_share: Annotated[float, Gt(0), Le(1)] = 1.0
+    """The share of a data group's bandwidth that gathers and scatters of sharded parameters reach."""
+
+    def __post_init__(self) -> None:
+        require_fields(self, PlanError)
+
+    @property
+    def dispatch_share(self) -> float:
+        """The host's time to issue one kernel, as a share of that to issue an eager op."""
+        return COMPILED_DISPATCH if self.kernels == "compiled" else 1.0
+
+
+PLAIN = Execution("plain", "1", tensor_chunks=1)
+"""Kernels fused by hand, and no traffic hidden but messages between stages."""
+
+SYSTEMS: dict[str, Execution] = {
+    found.system: found
+    for found in (
+        # Buckets leave while the backward goes on, and a unit is gathered ahead; each op is a kernel of its own.
+        Execution("torch", "1", kernels="eager", gradients=True, prefetched_units=1, tensor_chunks=1),
+        Execution("torch-compiled", "1", kernels="compiled", gradients=True, prefetched_units=1, tensor_chunks=1),
+        # XLA gathers sharded parameters ahead where it schedules for latency; gradients are summed when all are there.
+        Execution("jax", "1", kernels="compiled", prefetched_units=1, tensor_chunks=1),
+        # Megatron-LM's README names what its H100 runs overlap: --overlap-grad-reduce, --overlap-param-gather and
+        # --tp-comm-overlap, and messages under the interleaved schedule. Its buckets have 40 million entries.
+        Execution(
+            "megatron-core",
+            "0.8",
+            gradients=True,
+            updated_parameters=True,
+            prefetched_units=1,
+            bucket_elements=40_000_000,
+        ),
+        # FSDP2 (torch.distributed.fsdp.fully_shard) gathers one unit ahead, and scatters gradients unit by unit.
+        Execution("fsdp2", "2.5", kernels="eager", gradients=True, prefetched_units=1, tensor_chunks=1),
+        Execution("fsdp2-compiled", "2.5", kernels="compiled", gradients=True, prefetched_units=1, tensor_chunks=1),
+        # DeepSpeed's pipeline engine sends and receives in turn with computing, and sums gradients after it. ZeRO-3
+        # gathers parameter by parameter; it fetches 50 million entries ahead (stage3_prefetch_bucket_size), less than a
+        # large layer has.
+        Execution("deepspeed", "0.10", tensor_chunks=1, sends=False, by_parameter=True),
+        # SageMaker's sharded data parallelism (MiCS) gathers a layer ahead, and overlaps the sums of gradients.
+        Execution("sagemaker", "1.15", gradients=True, prefetched_units=1, tensor_chunks=1),
+        # MaxText sets XLA's flags for asynchronous collectives, with its latency-hiding scheduler.
+        Execution("maxtext", "2024", kernels="compiled", gradients=True, prefetched_units=1, tensor_chunks=0),
+    )
+}
+"""The systems that ``like=`` names. Priors: their documentation says what they overlap."""
+
+
+def system(name: str) -> Execution:
+    """The execution of the system that ``like=`` names. Raises PlanError for an unknown one, with the nearest."""
+    if name not in SYSTEMS:
+        raise PlanError(f"like={name!r} is no system that is known: {nearest(name, SYSTEMS)}")
+    return SYSTEMS[name]

@@ -1,0 +1,118 @@
+"""How far predictions of a kind are off: one table, in which every number says where it comes from.
+
+What decides is how the constants of the devices came about: measured by a profile, fitted on published runs, taken over
+from a device that was fitted, or assumed. A cluster of several kinds of device has the class of the least known. Memory
+follows from the framework, as its runtime decides what is held.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from shardwright.core.cluster.hardware.device import Device, MeasuredUnit
+from shardwright.core.plan.decision import Decision
+from shardwright.core.values.fields import Share
+
+Basis = Literal[
+    "profiled with the model", "profiled with the model, composed", "profiled", "fitted", "transferred", "prior"
+]
+"""The classes of predictions: from the model's own profile, for a plan of a form that was run there or for another one;
+from a profile of the device alone; from constants fitted on published runs, taken from a device that was fitted, or
+assumed."""
+
+STEP_TIME: dict[Basis, tuple[float, str]] = {
+    "profiled with the model": (
+        0.04,
+        "benchmarks/results/step_time.md: mean error of 48 rounds of PyTorch plans 4.0%, of 45 of JAX plans 3.5%",
+    ),
+    "profiled with the model, composed": (
+        0.10,
+        "benchmarks/results/step_time.md, plans of other forms: mean error 7.1%, 20 of 26 plans within 10%",
+    ),
+    "profiled": (
+        0.26,
+        "prior: as transferred; products and links are measured, what units take is not, and no result is recorded",
+    ),
+    "fitted": (0.08, "benchmarks/results/accuracy.md: MAPE 7.7% over 1440 runs of one node of A100, held out 7.1%"),
+    "transferred": (0.26, "published H100 runs with Megatron's settings: 26% too slow (issue 23)"),
+    "prior": (0.40, "prior: more than of transferred devices; no published run on such a device was compared"),
+}
+"""The typical relative error of the step time, and its origin."""
+
+MEMORY: dict[str, tuple[float, str]] = {
+    "torch": (0.035, "benchmarks/results/memory.md: the rank predicted furthest too low, GPT-2 on pp 2 × tp 2, 0.965"),
+    "jax": (0.105, "benchmarks/results/memory.md: the plan predicted furthest too low, NCF on dp 2, 0.897"),
+}
+"""By framework, the share of what ranks were measured to hold by which the worst prediction was too low, and its
+origin. Left free on every device, it is what keeps such a plan from running out of memory."""
+
+LEAD = 0.03
+"""The lead in step time below which predictions do not tell which of two plans of one model on one cluster is faster.
+Errors that both share cancel, those of the mechanisms in which they differ stay. Of the published runs of equal model,
+batch and devices (those of benchmarks/accuracy.py, 9,792 pairs on A100), the one predicted faster was so in 58% of the
+pairs that were predicted within 3% of each other, little more than a coin; in 71% of those from 3 to 5%, in 81% from 5
+to 8%."""
+
+_KNOWN_LEAST: tuple[Basis, ...] = ("prior", "profiled", "transferred", "fitted")
+"""The classes of a device without a profile of the model, the least known first."""
+
+
+@dataclass(frozen=True, slots=True)
+class PredictionError:
+    """The typical relative errors of a prediction. The default is of one of which nothing is known."""
+
+    step_time: Share = 1.0
+    memory: Share = 1.0
+    """By how much the most wrong prediction of memory was too low."""
+    basis: Basis = "prior"
+
+
+def prediction_error(devices: Iterable[Device], framework: str, model: str, decision: Decision) -> PredictionError:
+    """The errors of a plan's prediction.
+
+    Args:
+        framework: the one that the model was captured from.
+        model: the name of the model's structure in profiles (`model.structure.measured_name`).
+    """
+    held = tuple(devices)
+    runs = [[unit for unit in device.measured_units if unit.model == model] for device in held]
+    basis: Basis
+    if all(runs):
+        basis = "profiled with the model" if all(_was_run(decision, own) for own in runs) else _COMPOSED
+    else:
+        basis = min((_of_device(device) for device in held), key=_KNOWN_LEAST.index)
+    return PredictionError(STEP_TIME[basis][0], memory_error(framework), basis)
+
+
+_COMPOSED: Basis = "profiled with the model, composed"
+
+
+def memory_error(framework: str) -> float:
+    """The error of predicted memory; that of the least known framework for one that is not in the table."""
+    known = MEMORY.get(framework)
+    return max(error for error, _ in MEMORY.values()) if known is None else known[0]
+
+
+def lead_error(first: PredictionError, second: PredictionError, *, alike: bool) -> float:
+    """The lead in step time below which predictions do not tell which of two plans is faster. ``alike``: plans of one
+    model on one cluster, whose common errors cancel (`LEAD`); the errors of others are taken as independent."""
+    return LEAD if alike else math.hypot(first.step_time, second.step_time)
+
+
+def _of_device(device: Device) -> Basis:
+    """The class of a device without a profile of the model, by the origins of the constants that rule its time."""
+    if device.measured_products:
+        return "profiled"
+    kinds = {name: device.origins.get(name, "").split(":")[0] for name in ("matmul_efficiency", "vector_efficiency")}
+    if kinds["matmul_efficiency"] == "fitted":
+        return "fitted"
+    return "transferred" if "derived" in kinds.values() else "prior"
+
+
+def _was_run(decision: Decision, runs: Iterable[MeasuredUnit]) -> bool:
+    """Whether a plan has a form that the profile ran: replicas, tensor ranks or the shortest pipeline, plain."""
+    d = decision
+    sizes = {(run.microbatch, run.tensor_degree, run.in_stages) for run in runs}
+    plain = (d.recompute, d.schedule, d.virtual_stages, d.shard) == ("none", "1f1b", 1, 0)
+    return plain and d.pp <= 2 and (d.microbatch, d.tp, d.pp > 1) in sizes

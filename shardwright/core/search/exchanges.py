@@ -1,0 +1,305 @@
+"""The traffic of decisions over the data axis, unit by unit, as a system overlaps it with computing."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from shardwright.core.cluster.groups import Group
+from shardwright.core.cluster.hardware import Device
+from shardwright.core.cost.unit_work import PRECISION_BYTES
+from shardwright.core.execution import Execution
+from shardwright.core.layout.mesh import Mesh
+from shardwright.core.plan.decision import Decision
+from shardwright.core.tables.exchange import (
+    NONE,
+    Exchange,
+    UnitTraffic,
+    one_stage_of_several,
+    whole_step,
+    with_buckets,
+)
+from shardwright.core.tables.gathered_stages import gathers_per_stage, most_gathers
+from shardwright.core.tables.mesh_links import Links
+from shardwright.core.tables.rank_tables import RankTables
+from shardwright.core.tables.unit_table import UnitTable
+
+SLOWED = {"gpu": 0.15, "tpu": 0.0, "trainium": 0.0, "cpu": 1.0}
+"""The share of a device's compute rate that a message under way takes. GPU, prior: NCCL runs on 16 to 24 of 108 to 132
+multiprocessors. TPU and Trainium: engines of their own send. CPU: the cores that compute copy the messages."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankExchange:
+    """The traffic of one pipeline rank."""
+
+    stages: tuple[Exchange, ...]
+    """What each of its stages waits for in every pass, in the order of the stages."""
+    tail_s: float
+    """What its step waits once."""
+    hidden_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Widths:
+    """The bytes of one entry of a parameter as it is gathered, and of a gradient as it is summed."""
+
+    parameter: int
+    gradient: int
+
+
+class Exchanges:
+    """The traffic over the data axis on one cluster in one precision, as one system carries it out."""
+
+    def __init__(self, links: Links, precision: str, execution: Execution) -> None:
+        self.links, self.precision, self.execution = links, precision, execution
+        self._known: dict[object, Exchange] = {}
+
+    def widths(self, decision: Decision) -> _Widths:
+        """The bytes of an entry on its way."""
+        return _Widths(PRECISION_BYTES[self.precision], PRECISION_BYTES[decision.gradient_precision or self.precision])
+
+    def slowed(self, devices: Sequence[Device]) -> float:
+        """The share of the compute rate that a message takes, of the slowest of some devices."""
+        return max(SLOWED[device.kind] for device in devices)
+
+    def of(self, decision: Decision, tables: RankTables, placement: Sequence[int]) -> tuple[RankExchange, ...]:
+        """The exchange of every pipeline rank."""
+        if decision.dp == 1:
+            return tuple(RankExchange((NONE,) * placement.count(rank), 0.0, 0.0) for rank in range(decision.pp))
+        ends = tables.ends(decision.stage_starts)
+        own = [[ends[stage] for stage, at in enumerate(placement) if at == rank] for rank in range(decision.pp)]
+        return tuple(self._of_rank(decision, tables.tables[rank], held, rank) for rank, held in enumerate(own))
+
+    def _of_rank(
+        self, decision: Decision, table: UnitTable, held: Sequence[tuple[int, int]], rank: int
+    ) -> RankExchange:
+        slowed = self.slowed(self.links.devices(decision.mesh, rank))
+        if decision.gathered_stages is not None:
+            return self._by_stages(decision, table, held, rank, slowed)
+        stages = [self._units(decision, table, ends, rank) for ends in held]
+        together = [unit for units in stages for unit in units]
+        if decision.pp == 1:
+            found = self._found(whole_step, together, decision, slowed)
+            return RankExchange((*[NONE] * (len(stages) - 1), found), found.tail_s, found.hidden_s)
+        passes = [self._found(one_stage_of_several, units, decision, slowed) for units in stages]
+        last = passes[0] if len(passes) == 1 else self._found(one_stage_of_several, together, decision, slowed)
+        traffic = sum(each.hidden_s + each.exposed_s(decision.microbatches) for each in passes)
+        waited = sum(replace(each, tail_s=0.0).exposed_s(decision.microbatches) for each in passes) + last.tail_s
+        return RankExchange(tuple(passes), last.tail_s, max(0.0, traffic - waited))
+
+    def _found(
+        self, find: Callable[..., Exchange], units: Sequence[UnitTraffic], decision: Decision, slowed: float
+    ) -> Exchange:
+        key = find, tuple(units), decision.microbatches, slowed, decision.reduces_each
+        if key not in self._known:
+            self._known[key] = find(
+                units, decision.microbatches, self.execution, slowed, sums_each=decision.reduces_each
+            )
+        return self._known[key]
+
+    def _units(self, decision: Decision, table: UnitTable, ends: tuple[int, int], rank: int) -> tuple[UnitTraffic, ...]:
+        """The units of a stage with their traffic."""
+        a, b = ends
+        again, width = table.again_s[a:b], self.widths(decision)
+        units = tuple(
+            UnitTraffic(u.forward_s, u.input_grad_s + u.weight_grad_s + float(more))
+            for u, more in zip(table.units[a:b], again, strict=True)
+        )
+        held = np.diff(table.range_elements[a, a + 1 : b + 1], prepend=0.0) * width.parameter
+        sums = np.diff(table.range_trained[a, a + 1 : b + 1], prepend=0.0) * width.gradient
+        if decision.shard == 0:
+            return self._whole(decision, units, sums.tolist(), self.links.axis(decision.mesh, rank, "dp"))
+        if decision.shard < 3:
+            updated = np.diff(table.range_trained[a, a + 1 : b + 1], prepend=0.0) * width.parameter
+            return self._divided(decision, units, sums.tolist(), updated.tolist(), rank)
+        messages = [max(1, u.parameter_tensors) if self.execution.by_parameter else 1 for u in table.units[a:b]]
+        return self._sharded(decision, units, held.tolist(), sums.tolist(), messages, rank)
+
+    def bucket_bytes(self, decision: Decision) -> float:
+        """The bytes of a full bucket of gradients; 0: those of a unit."""
+        if not self.execution.gradients:
+            return math.inf
+        if decision.bucket_bytes:
+            return decision.bucket_bytes
+        return self.execution.bucket_elements * self.widths(decision).gradient
+
+    def _whole(
+        self, decision: Decision, units: tuple[UnitTraffic, ...], sums: Sequence[float], group: Group
+    ) -> tuple[UnitTraffic, ...]:
+        return with_buckets(units, sums, self.bucket_bytes(decision), group.all_reduce_s)
+
+    def _divided(
+        self,
+        decision: Decision,
+        units: tuple[UnitTraffic, ...],
+        sums: Sequence[float],
+        updated: Sequence[float],
+        rank: int,
+    ) -> tuple[UnitTraffic, ...]:
+        """Gradients are scattered, shards updated and parameters gathered again. With shard groups, each rank adds up
+        its shard with the other groups before the update (arXiv 2205.00119, section 3.4)."""
+        traffic = _ShardTraffic(self, decision, rank)
+        found = with_buckets(units, sums, self.bucket_bytes(decision), traffic.scatter_s)
+        found = with_across(found, sums, self.bucket_bytes(decision), traffic.across_s)
+        if not self.execution.updated_parameters:
+            return (replace(found[0], update_gather_s=traffic.gather_s(sum(updated))), *found[1:])
+        return tuple(
+            replace(unit, update_gather_s=traffic.gather_s(size) if size else 0.0)
+            for unit, size in zip(found, updated, strict=True)
+        )
+
+    def _sharded(
+        self,
+        decision: Decision,
+        units: tuple[UnitTraffic, ...],
+        held: Sequence[float],
+        sums: Sequence[float],
+        messages: Sequence[int],
+        rank: int,
+    ) -> tuple[UnitTraffic, ...]:
+        """Every pass gathers a unit's parameters, and its gradients are scattered; the parameters of small units stay
+        whole, and their gradients are summed once."""
+        traffic = _ShardTraffic(self, decision, rank)
+        found, staying = [], 0.0
+        for unit, size, made, count in zip(units, held, sums, messages, strict=True):
+            if size < decision.whole_below_bytes:
+                staying += made
+                found.append(unit)
+                continue
+            found.append(
+                replace(
+                    unit,
+                    gather_s=count * traffic.gather_s(size / count),
+                    sum_s=count * traffic.scatter_s(made / count),
+                    across_s=traffic.across_s(made) if made else 0.0,
+                )
+            )
+        if staying:
+            group = self.links.axis(decision.mesh, rank, "dp")
+            found[0] = replace(found[0], across_s=found[0].across_s + group.all_reduce_s(staying))
+        return tuple(found)
+
+    def _by_stages(
+        self, decision: Decision, table: UnitTable, held: Sequence[tuple[int, int]], rank: int, slowed: float
+    ) -> RankExchange:
+        """Stages that the schedule gathers whole. Computing hides their traffic, where one may be gathered ahead, but
+        for the first gather and the last sum of a stage."""
+        traffic, width = _ShardTraffic(self, decision, rank), self.widths(decision)
+        gathers = gathers_in_step(decision)
+        sums = decision.microbatches if decision.reduces_each else 1
+        moved, compute, ends = 0.0, 0.0, 0.0
+        for a, b in held:
+            gather_s = traffic.gather_s(float(table.range_elements[a, b]) * width.parameter)
+            sum_s = traffic.scatter_s(float(table.range_trained[a, b]) * width.gradient)
+            moved += gathers * gather_s + sums * sum_s
+            ends = max(ends, gather_s + (0.0 if decision.reduces_each else sum_s))
+            compute += float(table.seconds[a:b].sum()) * decision.microbatches
+        across = sum(traffic.across_s(float(table.range_trained[ends]) * width.gradient) for ends in held)
+        hides = self.execution.prefetched_units and decision.look_ahead != 0
+        hidden = min(moved, compute) if hides else 0.0
+        exposed = max(moved - hidden * (1 - slowed), ends)
+        return RankExchange((NONE,) * len(held), exposed + across, max(0.0, moved - exposed))
+
+    # Bounds ------------------------------------------------------------------------------------------------------
+
+    def least_exposed_s(self, held: "Held", mesh: Mesh, decision: Decision, pipeline_s: float, rank: int) -> float:
+        """Seconds below which the exposed traffic of a rank does not get that holds at least so much, beside a pipeline
+        of at least ``pipeline_s``: it moves all of it before the step ends, and where nothing is hidden not while it
+        computes."""
+        moved = self.least_moved_s(held, mesh, decision, rank)
+        return max(0.0, moved - pipeline_s + (0.0 if self._hides(mesh, decision, rank) else held.busy_s))
+
+    def least_mean_exposed_s(self, held: "Held", mesh: Mesh, decision: Decision, pipeline_s: float, rank: int) -> float:
+        """The same of the rank that holds and computes most, where ``held`` is the mean of all ranks, which are alike.
+        What a byte takes falls with the size, so that all of it together gives the least for each."""
+        pp = mesh.axis_size("pp")
+        least = self.least_exposed_s(replace(held, busy_s=0.0), mesh, decision, pipeline_s, rank)
+        if self._hides(mesh, decision, rank):
+            return least
+        whole = replace(held, trained=held.trained * pp, held=held.held * pp)
+        return max(least, held.busy_s + self.least_moved_s(whole, mesh, decision, rank) / pp - pipeline_s)
+
+    def least_moved_s(self, held: "Held", mesh: Mesh, decision: Decision, rank: int) -> float:
+        """Seconds below which the traffic of a step does not get, of a rank that holds at least so much."""
+        trained, parameters = held.trained, held.held
+        if decision.dp == 1 or not (trained or parameters):
+            return 0.0
+        width = self.widths(decision)
+        if decision.shard == 0:
+            return self.links.axis(mesh, rank, "dp").all_reduce_s(trained * width.gradient)
+        traffic = _ShardTraffic(self, decision, rank)
+        if decision.shard < 3:
+            times = decision.microbatches if decision.reduces_each else 1
+            moved = times * traffic.scatter_s(trained * width.gradient) + traffic.gather_s(trained * width.parameter)
+            return moved + traffic.across_s(trained * width.gradient)
+        if decision.gathered_stages is not None:
+            return traffic.gather_s(parameters * width.parameter) + traffic.scatter_s(trained * width.gradient)
+        small = held.units * decision.whole_below_bytes / width.parameter
+        parameters, trained = max(0.0, parameters - small), max(0.0, trained - small)
+        # On one rank the last unit stays for the backward.
+        again = parameters if mesh.axis_size("pp") > 1 else max(0.0, parameters - held.largest)
+        moved = traffic.gather_s(parameters * width.parameter) + traffic.gather_s(again * width.parameter)
+        return decision.microbatches * moved + traffic.scatter_s(trained * width.gradient)
+
+    def _hides(self, mesh: Mesh, decision: Decision, rank: int) -> bool:
+        """Whether a rank may compute while traffic is under way."""
+        if self.slowed(self.links.devices(mesh, rank)) == 1.0 and decision.gathered_stages is None:
+            return False
+        if decision.shard == 3:
+            return self.execution.prefetched_units > 0
+        return self.execution.gradients or self.execution.updated_parameters
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a rank holds and does, or the mean of all ranks."""
+
+    trained: float
+    """The parameter entries that it trains."""
+    held: float
+    """All of them."""
+    busy_s: float
+    """The seconds that it computes in a step; 0 where idle time is lent."""
+    units: int
+    """The number of units of the model."""
+    largest: float
+    """The parameter entries of the largest unit."""
+
+
+class _ShardTraffic:
+    """The seconds of gathers and sums inside a shard group, and of the sums between groups, by bytes."""
+
+    def __init__(self, owner: Exchanges, decision: Decision, rank: int) -> None:
+        self.inside, self.across, self.ways = owner.links.shard_groups(decision.mesh, rank, decision.shard_group)
+        self.share, self.staged = owner.execution.bandwidth_share, decision.hierarchical_gathers
+
+    def gather_s(self, size_bytes: float) -> float:
+        return self.inside.all_gather_s(size_bytes, in_stages=self.staged) / self.share if size_bytes else 0.0
+
+    def scatter_s(self, size_bytes: float) -> float:
+        return self.inside.reduce_scatter_s(size_bytes, in_stages=self.staged) / self.share if size_bytes else 0.0
+
+    def across_s(self, size_bytes: float) -> float:
+        """Of one rank's share of so many bytes."""
+        return self.across.all_reduce_s(size_bytes / self.ways) if self.across is not None and size_bytes else 0.0
+
+
+def with_across(
+    units: Sequence[UnitTraffic], bytes_of: Sequence[float], bucket_bytes: float, across_s: Callable[[float], float]
+) -> tuple[UnitTraffic, ...]:
+    """The units with the sums between shard groups, in the buckets of `with_buckets`."""
+    plain = tuple(replace(unit, sum_s=0.0) for unit in units)
+    made = with_buckets(plain, bytes_of, bucket_bytes, across_s)
+    return tuple(replace(unit, across_s=each.sum_s) for unit, each in zip(units, made, strict=True))
+
+
+def gathers_in_step(decision: Decision) -> float:
+    """The number of times that a step gathers each sharded parameter."""
+    if decision.gathered_stages is None:
+        return 2.0 * decision.microbatches
+    if decision.generated:
+        return most_gathers(decision.build_schedule(None).table) / decision.virtual_stages
+    sizes = decision.pp, decision.microbatches, decision.virtual_stages
+    return gathers_per_stage(decision.schedule, *sizes, decision.gathered_stages, decision.look_ahead)

@@ -1,0 +1,163 @@
+"""Traffic over the data axis beside computing: closed forms, limits of ports, folding, bounds."""
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import shardwright as sw
+import shardwright.core.tables.exchange as exchange
+from shardwright.core.cluster.cluster import Cluster
+from shardwright.core.errors import PlanError
+from shardwright.core.execution import PLAIN, SYSTEMS, Execution
+from shardwright.core.plan.decision import Decision
+from shardwright.core.search.exchanges import Exchanges, Held
+from shardwright.core.search.predict import largest_unit
+from shardwright.core.search.request import Request
+from shardwright.core.search.scoring import Scorer
+from shardwright.core.search.space import Shape
+from shardwright.core.tables.cost_tables import CostTables
+from shardwright.core.tables.exchange import UnitTraffic, one_stage_of_several, whole_step, with_buckets
+from shardwright.core.tables.mesh_links import Links
+from tests.core.toy import decoder
+
+GRAPH = decoder(layers=8, hidden=512, heads=8, vocabulary=4096, sequence=256)
+AHEAD = Execution("ahead", "1", gradients=True, prefetched_units=1, tensor_chunks=1)
+PINS = {"pp": 1, "tp": 1, "dp": 8, "microbatch": 2, "precision": "bf16", "recompute": "none"}
+
+
+def units(count: int, **seconds: float) -> list[UnitTraffic]:
+    return [UnitTraffic(2.0, 4.0, **seconds)] * count
+
+
+def test_gathers_that_take_less_than_a_unit_are_hidden_but_for_the_first() -> None:
+    """And the last sum, which leaves when nothing is left to compute."""
+    found = whole_step(units(6, gather_s=1.0, sum_s=1.5), 1, AHEAD, 0.0, sums_each=True)
+    assert found.exposed_s(1) == pytest.approx(1.0 + 1.5)
+    assert found.exposed_s(1) + found.hidden_s == pytest.approx(6 * (2 * 1.0 + 1.5))
+
+
+def test_traffic_that_takes_longer_than_computing_decides_the_step() -> None:
+    each = {"gather_s": 5.0, "sum_s": 5.0}
+    found = whole_step(units(6, **each), 4, AHEAD, 0.0, sums_each=True)
+    step_s = 4 * 6 * 6.0 + found.exposed_s(4)
+    sent_s = 4 * (6 + 5 + 6) * 5.0  # the last unit's parameters stay for the backward
+    assert sent_s <= step_s <= sent_s + 2 * 6.0
+
+
+def test_nothing_is_hidden_where_a_message_takes_the_whole_device_or_the_system_waits() -> None:
+    each, traffic = units(5, gather_s=1.0, sum_s=1.5), 3 * (5 + 4) * 1.0 + 3 * 5 * 1.5
+    waiting = Execution("waiting", "1", tensor_chunks=1)
+    for execution, slowed in ((AHEAD, 1.0), (waiting, 0.0)):
+        found = whole_step(each, 3, execution, slowed, sums_each=True)
+        assert found.exposed_s(3) == pytest.approx(traffic), execution.system
+
+
+def test_whole_gradients_leave_with_the_last_backward() -> None:
+    """Buckets of two units: all but the last hide, where units take longer than they."""
+    found = with_buckets(units(6), [1.0] * 6, 2.0, lambda size: size)
+    assert [unit.sum_s for unit in found] == [2.0, 0.0, 2.0, 0.0, 2.0, 0.0]
+    for microbatches in (1, 7):
+        step = whole_step(found, microbatches, AHEAD, 0.0, sums_each=False)
+        assert (step.exposed_s(microbatches), step.hidden_s) == (pytest.approx(2.0), pytest.approx(4.0))
+    alone = whole_step(found, 7, PLAIN, 0.0, sums_each=False)
+    assert (alone.exposed_s(7), alone.hidden_s) == (pytest.approx(6.0), 0.0)
+
+
+def test_updated_parameters_are_gathered_beside_the_next_forward_where_a_system_does_that() -> None:
+    each = units(5, update_gather_s=1.0)
+    for hides, expected in ((False, 5.0), (True, 1.0)):
+        execution = replace(AHEAD, updated_parameters=hides)
+        for find in (whole_step, one_stage_of_several):
+            assert find(each, 2, execution, 0.0, sums_each=False).exposed_s(2) == pytest.approx(expected), find
+
+
+@pytest.mark.parametrize("execution", [PLAIN, *SYSTEMS.values()], ids=lambda e: e.system)
+def test_long_models_and_steps_are_as_if_laid_whole(execution: Execution, monkeypatch: pytest.MonkeyPatch) -> None:
+    random = np.random.default_rng(0)
+    for find, sums_each in itertools.product((whole_step, one_stage_of_several), (True, False)):
+        for _ in range(4):
+            times = dict(zip(("gather_s", "sum_s", "across_s"), random.uniform(0, 3, 3).tolist(), strict=True))
+            own = [UnitTraffic(0.5, 1.0), *[UnitTraffic(1.0, 2.0, **times)] * 20, UnitTraffic(3.0, 5.0, **times)]
+            with monkeypatch.context() as whole:
+                whole.setattr(exchange, "MOST_ALIKE", 100)
+                whole.setattr(exchange, "MOST_MICROBATCHES", 100)
+                expected = find(own, 5, execution, 0.2, sums_each=sums_each)
+            found = find(own, 5, execution, 0.2, sums_each=sums_each)
+            compute = 5 * sum(unit.forward_s + unit.backward_s for unit in own)
+            assert compute + found.exposed_s(5) == pytest.approx(compute + expected.exposed_s(5), rel=0.01), times
+
+
+@pytest.mark.parametrize("like", [None, *SYSTEMS])
+def test_no_plan_moves_more_through_a_port_than_time_allows(like: str | None) -> None:
+    """Whatever is hidden: the bytes that leave a node's port, over its rate, are at most the step."""
+    for link, (shard, group) in itertools.product(
+        ("ib-hdr200", "ethernet-10g"), ((0, None), (1, None), (2, None), (3, None), (3, 4))
+    ):
+        cluster = Cluster("a100-80gb", nodes=2, devices_per_node=4, inter_node=link)
+        plan = sw.plan(GRAPH, cluster, batch=64, shard=shard, shard_group=group, like=like, **PINS)  # type: ignore[arg-type]
+        size, p = 2.0 * plan.model.parameter_count, plan.predicted
+        # Of two nodes each has to send the other half of what is gathered or scattered once.
+        moved = {0: 2, 1: 2, 2: 1 + 4, 3: 4 * 2}[shard] * size / 2 if group is None else size
+        port = cluster.link_for_group(range(8)).effective_bandwidth_bytes_per_s
+        assert moved / port <= p.step_time_s * (1 + 1e-9), (link, shard)
+        traffic = p.data_parallel_s + p.passes_wait_s + p.data_parallel_hidden_s
+        assert traffic >= moved / port * (1 - 1e-9) or shard == 3, "exposed and hidden are all of it"
+
+
+def test_levels_compared_by_bytes_and_exposure() -> None:
+    """On a slow link each level that sends more takes longer; what is exposed is what computing cannot hide."""
+    cluster = Cluster("a100-80gb", nodes=8, devices_per_node=8, inter_node="ethernet-10g")
+    pins = PINS | {"dp": 64}
+    found = [sw.plan(GRAPH, cluster, batch=512, shard=level, like="fsdp2", **pins).predicted for level in range(4)]  # type: ignore[arg-type]
+    times = [p.step_time_s for p in found]
+    assert times[0] <= times[2] < times[3], "once a step, each microbatch, and with two gathers beside"
+    for p in found:
+        assert p.step_time_s == pytest.approx(p.pipeline_s + p.data_parallel_s + p.optimizer_s)
+        assert p.passes_wait_s <= p.pipeline_s
+
+
+def test_a_plan_is_simulated_with_what_its_passes_wait_for() -> None:
+    cluster = Cluster("a100-80gb", nodes=2, devices_per_node=4, inter_node="ethernet-10g")
+    for pp in (1, 2):
+        plan = sw.plan(GRAPH, cluster, batch=64, shard=3, gathered_stages=0, **PINS | {"pp": pp, "dp": 8 // pp})  # type: ignore[arg-type]
+        assert plan.predicted.passes_wait_s > 0
+        assert sw.simulate(plan).makespan_s == pytest.approx(plan.predicted.pipeline_s)
+
+
+def test_a_sender_that_waits_takes_longer() -> None:
+    cluster = Cluster("a100-80gb", nodes=2, devices_per_node=4, inter_node="ethernet-10g")
+    pins = PINS | {"pp": 2, "dp": 4, "schedule": "1f1b", "virtual_stages": 1}
+    free, waiting = (sw.plan(GRAPH, cluster, batch=64, like=like, **pins) for like in (None, "deepspeed"))  # type: ignore[arg-type]
+    assert waiting.predicted.pipeline_s > free.predicted.pipeline_s
+    assert sw.simulate(waiting).makespan_s == pytest.approx(waiting.predicted.pipeline_s)
+
+
+def test_an_unknown_system_is_refused_with_the_nearest() -> None:
+    with pytest.raises(PlanError, match="did you mean 'megatron-core'"):
+        sw.plan(GRAPH, Cluster("a100-80gb"), batch=8, like="megatron")
+
+
+@pytest.mark.parametrize("execution", [PLAIN, *SYSTEMS.values()], ids=lambda e: e.system)
+def test_no_bound_of_what_is_exposed_is_above_it(execution: Execution) -> None:
+    cluster = Cluster("t4", nodes=2, devices_per_node=4, inter_node="ethernet-10g")
+    exchanges = Exchanges(Links(cluster), "fp16", execution)
+    tables = CostTables(GRAPH, cluster, "fp16", "adamw", execution=execution)
+    options = itertools.product((1, 2), (0, 1, 2, 3), (None, 2), (1, 8), (0, 1 << 20))
+    for pp, shard, group, times, below in options:
+        d = Decision(
+            pp=pp, dp=8 // pp, tp=1, batch=8 // pp * times, microbatch=1, schedule="1f1b",
+            stage_starts=tuple(range(0, 5 * pp, 5)), shard=shard, shard_group=group if shard else None,
+            precision="fp16", whole_below_bytes=below if shard == 3 else 0,
+        )  # fmt: skip
+        scorer = Scorer(tables, cluster, Request(batch=d.batch))
+        ranked = scorer.bounds.ranked(Shape(d.mesh, "PDT", d.microbatch, d.microbatches), "none")
+        work = ranked.work(d.stage_starts, d.stage_ranks)
+        found = scorer.step.predicted(d, ranked, (), d.stage_ranks)
+        pipeline_s = max(rank.seconds for rank in work) * d.microbatches
+        for rank, held in enumerate(work):
+            busy_s = held.seconds * d.microbatches
+            own = Held(held.elements, held.held_elements, busy_s, ranked.units, largest_unit(ranked.tables[0]))
+            least_s = exchanges.least_exposed_s(own, d.mesh, d, pipeline_s, rank)
+            assert pipeline_s + least_s <= (found.pipeline_s + found.data_parallel_s) * (1 + 1e-9), (pp, shard, group)
