@@ -24,6 +24,7 @@ from shardwright.core.model.graph import (
     TensorRole,
     UnitMemory,
 )
+from shardwright.core.model.op_memory import OpMemory
 from shardwright.core.model.repeated_rows import Row, Run, folded, unfolded
 from shardwright.core.values.fields import Amount, Count
 
@@ -56,6 +57,7 @@ class OpForm:
     labels: tuple[tuple[int, ...], ...]
     special: tuple[tuple[int, LabelRole], ...]
     offsets: tuple[int, ...]
+    memory: OpMemory | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +162,8 @@ class GraphDocument:
             if call >= len(calls):
                 raise PlanError(f"ops: op {len(ops)} ran in call {call}, and there are {len(calls)}")
             made = tuple(read[op.inputs :])
-            ops.append(Op(op.kind, op.name, tuple(read[: op.inputs]), made, op.labels, op.special, op.offsets, call))
+            own = op.labels, op.special, op.offsets, call, op.memory
+            ops.append(Op(op.kind, op.name, tuple(read[: op.inputs]), made, *own))
         parameters = []
         table = _forms(self.parameter_forms, unfolded(self.parameters, "parameters"), "parameters", 1)
         for known, (*own, tensor) in table:
@@ -202,7 +205,7 @@ def _tensor_row(tensor: Tensor) -> tuple[TensorForm, tuple[int, ...]]:
 
 
 def _op_row(op: Op) -> tuple[OpForm, tuple[int, ...]]:
-    form = OpForm(op.kind, op.name, len(op.inputs), len(op.outputs), op.labels, op.special, op.offsets)
+    form = OpForm(op.kind, op.name, len(op.inputs), len(op.outputs), op.labels, op.special, op.offsets, op.memory)
     return form, (*op.inputs, *op.outputs, op.call)
 
 
