@@ -40,7 +40,6 @@ PRIORS: dict[str, tuple[float, float]] = {
     "nvlink3.latency_s": (3.4e-6, 0.5),
     "BACKWARD_DISPATCH": (1.5, 0.4),
     "OVERLAP_POWER": (3.0, 0.5),
-    "HOST_WAITS": (0.05, 1.0),
 }
 """Constant → (prior, standard deviation of its logarithm)."""
 PRIOR_WEIGHT = 0.003
@@ -113,7 +112,6 @@ def predicted_s(run: Run, machine: Machine, known: dict[object, tuple[UnitCost, 
                 cluster.device(0),
                 "fp16",
                 collective_s=collective_s,
-                ranks=run.tp,
                 gradient_bytes=entries // run.tp * added_bytes,
             )
             for work, entries in zip(works(*key), held, strict=True)
@@ -144,7 +142,6 @@ def errors(runs: list[Run], machine: Machine) -> NDArray[np.float64]:
     """Logarithm of predicted over measured, of each run."""
     unit_module.BACKWARD_DISPATCH = machine.constants["BACKWARD_DISPATCH"]
     unit_module.OVERLAP_POWER = machine.constants["OVERLAP_POWER"]
-    unit_module.HOST_WAITS = machine.constants["HOST_WAITS"]
     known: dict[object, tuple[UnitCost, ...]] = {}
     return np.log([predicted_s(run, machine, known) / run.measured_s for run in runs])
 

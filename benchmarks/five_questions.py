@@ -166,7 +166,7 @@ def _answer(question: Question) -> list[str]:
     plan = sw.plan(graph, question.cluster, batch=question.batch, precision="bf16", like=question.like)
     took_s = time.perf_counter() - started
     p, rate = plan.predicted, plan.throughput
-    peak, whole = max(p.peak_memory_bytes) / 2**30, plan.provenance.device_memory_bytes / 2**30
+    peak, whole = max(p.peak_memory_bytes) / 2**30, min(plan.provenance.device_memory_bytes) / 2**30
     exposed = p.data_parallel_s + p.passes_wait_s
     lines = [
         f"## {question.name}, batch {question.batch}",

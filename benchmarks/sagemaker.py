@@ -40,7 +40,7 @@ def sagemaker_lines() -> list[str]:
     lines.append(f"| the same, 1F1B with everything recomputed | {_rates(32, 960)} | {_row(plan)} |")
     cluster = sw.Cluster("a100-40gb", nodes=32, devices_per_node=8, inter_node="efa-400g")
     gpt30 = graph_of(7168, 56, 48, 2048)
-    sharded = {"pp": 1, "tp": 1, "shard": 3, "recompute": "full", "precision": "fp16"}
+    sharded = {"pp": 1, "tp": 1, "shard": 3, "recompute": "full", "precision": "fp16", "like": "sagemaker"}
     plan = sw.plan(gpt30, cluster, batch=1024, dp=256, shard_group=64, **sharded)  # type: ignore[arg-type]
     flops = 6 * gpt30.parameter_count() * 2048 * 1024 * (1 + 2048 / (6 * 7168))
     rate = flops / plan.predicted.step_time_s / 256 / 1e12

@@ -86,8 +86,9 @@ SYSTEMS: dict[str, Execution] = {
         Execution("fsdp2-compiled", "2.5", kernels="compiled", gradients=True, prefetched_units=1, tensor_chunks=1),
         # DeepSpeed's pipeline engine sends and receives in turn with computing, and sums gradients after it. ZeRO-3
         # gathers parameter by parameter; it fetches 50 million entries ahead (stage3_prefetch_bucket_size), less than a
-        # large layer has.
-        Execution("deepspeed", "0.10", tensor_chunks=1, sends=False, by_parameter=True),
+        # large layer has. The share of the bandwidth is fitted on the three rows of arXiv 2104.04473, table 2, for
+        # ZeRO-3 with 174.6B on 384 to 1,536 A100 (`benchmarks/large_runs.py`).
+        Execution("deepspeed", "0.10", tensor_chunks=1, sends=False, by_parameter=True, bandwidth_share=0.32),
         # SageMaker's sharded data parallelism (MiCS) gathers a layer ahead, and overlaps the sums of gradients.
         Execution("sagemaker", "1.15", gradients=True, prefetched_units=1, tensor_chunks=1),
         # MaxText sets XLA's flags for asynchronous collectives, with its latency-hiding scheduler.

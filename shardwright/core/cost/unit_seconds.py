@@ -24,10 +24,6 @@ OVERLAP_POWER = 2.32
 """The sharpness with which the slower of host and device decides: (host^p + device^p)^(1/p). Some kernels of a unit are
 waited for and others queue, so near equality both count. Fitted: benchmarks/fit_cost_model.py."""
 
-HOST_WAITS = 0.05
-"""The share by which a pass that waits for its host takes longer for each further rank of the tensor group: a
-collective begins when the slowest of their hosts has issued it. Fitted: benchmarks/fit_cost_model.py."""
-
 SLOWED_BY_COLLECTIVE = 0.25
 """The time by which a collective slows the products beside it, as a share of the collective's time. Prior: NCCL takes
 up to 24 of an A100's 108 multiprocessors while it runs."""
@@ -117,7 +113,6 @@ def unit_cost(
     collective_s: Callable[[Collective], float] | None = None,
     execution: Execution = PLAIN,
     chunks: int = 1,
-    ranks: int = 1,
     parameters: int = 0,
     trained: int = 0,
     gradient_bytes: int = 0,
@@ -135,7 +130,7 @@ def unit_cost(
     all to add the gradients of one microbatch to those of the others.
     With sequence parallelism operands are gathered once more in the backward, beside the products, which that slows.
     ``execution`` says how kernels are made; ``chunks`` into how many parts gathers and scatters of divided sequences
-    are cut, of which products hide all but one. ``ranks`` is the size of the tensor group.
+    are cut, of which products hide all but one.
     """
     forward = input_grad = weight_grad = 0.0
     for product in work.products:
@@ -161,7 +156,7 @@ def unit_cost(
         forward, input_grad, collective = forward + ahead, input_grad + back + slowed, ahead + back
         input_grad += sum(map(collective_s, work.backward_gathered)) * SLOWED_BY_COLLECTIVE
         issued += sum(0.5 if c.kind == "all_reduce" else 0.25 for c in (*work.forward_moved, *work.backward_moved))
-    host = issued * device.dispatched_s * execution.dispatch_share * (1 + HOST_WAITS * (ranks - 1))
+    host = issued * device.dispatched_s * execution.dispatch_share
     forward = _overlapped(forward, host)
     backward = input_grad + weight_grad
     if backward > 0:

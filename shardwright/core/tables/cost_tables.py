@@ -494,7 +494,6 @@ class CostTables:
             collective_s=seconds_of(place.tensor_group, tp) if tp > 1 else None,
             execution=self.execution,
             chunks=self.execution.tensor_chunks or tp,
-            ranks=tp,
             parameters=sum(held.values()),
             trained=trained,
             gradient_bytes=trained * self._added_bytes,
