@@ -6,7 +6,7 @@ from typing import Any
 
 from shardwright.core.cluster.cluster import Cluster
 from shardwright.core.errors import PlanError, PlanWarning
-from shardwright.core.execution import system
+from shardwright.core.execution import PLAIN, Execution, system
 from shardwright.core.model.graph import Graph
 from shardwright.core.plan.plan import Plan
 from shardwright.core.plan.plan_input import PlanInput
@@ -75,7 +75,9 @@ def make_plan(graph: Graph, cluster: Cluster, request: Request) -> Plan:
 def with_headroom(graph: Graph, request: Request) -> Request:
     """The request with the share of memory that is left free: the headroom, or by default what predictions of memory
     were ever too low by."""
-    share = memory_error(graph.framework) if request.headroom is None else request.headroom
+    runtimes = request.runtimes or (graph.capabilities,)
+    share = max(memory_error(runtime.framework) for runtime in runtimes)
+    share = share if request.headroom is None else request.headroom
     return replace(request, left_free=share)
 
 
@@ -204,7 +206,7 @@ def tables_of(graph: Graph, cluster: Cluster, request: Request) -> CostTables:
         request.gradient_precision,
         _sequence_form(request),
         request.pins,
-        None if request.like is None else system(request.like),
+        _execution(request),
     )
     key = (id(graph), cluster, options)
     found = _REMEMBERED.pop(key, None) or CostTables(graph, cluster, *options)
@@ -212,6 +214,14 @@ def tables_of(graph: Graph, cluster: Cluster, request: Request) -> CostTables:
     while len(_REMEMBERED) > REMEMBERED_TABLES:
         _REMEMBERED.pop(next(iter(_REMEMBERED)))
     return found
+
+
+def _execution(request: Request) -> Execution | None:
+    """How the system that was named runs a step. Where several runtimes are to carry the plan out, twins get one plan,
+    whose figures are for the overlap of neither; None: as the captured framework's own runtime does."""
+    if request.like is not None:
+        return system(request.like)
+    return PLAIN if len({runtime.framework for runtime in request.runtimes}) > 1 else None
 
 
 def _sequence_form(request: Request) -> bool | None:
