@@ -40,17 +40,18 @@ def size_text(size: int) -> str:
 
 def main() -> int:
     print(f"{len(TABLES)} tables, {sum(len(table.microseconds) for table in TABLES)} cells: predicted over measured\n")
-    worst = 0.0
+    missed = 0
     for table in TABLES:
         found = ratios(table)
         error = np.mean([abs(ratio - 1) for ratio in found.values()])
         large = max(abs(ratio - 1) for size, ratio in found.items() if size >= LARGE)
-        worst = max(worst, large)
+        missed += sum(not abs(ratio - 1) <= MOST_ERROR for size, ratio in found.items() if size >= LARGE)  # NaN too
         cells = "  ".join(f"{size_text(size)} {ratio:.2f}" for size, ratio in found.items())
         said = " (constants fitted on it)" if table.fitted else ""
         print(f"{table.collective}, {table.nodes} × {table.per_node} {table.device}; {table.source}{said}")
         print(f"    {cells}\n    MAPE {error:.1%}, largest of 64 MiB and more {large:.1%}\n")
-    return 0 if worst <= MOST_ERROR else 1
+    print(f"{missed} cells of 64 MiB and more are off by more than {MOST_ERROR:.0%}")
+    return 0 if TABLES and not missed else 1
 
 
 if __name__ == "__main__":

@@ -57,8 +57,8 @@ def test_it_begins_before_everything_is_compiled(
     compile_, act = jax.stages.Lowered.compile, Pipeline._act
     of_update: list[jax.stages.Lowered] = []
 
-    def lowering(*given: Any) -> jax.stages.Lowered:
-        of_update.append(lower(*given))
+    def lowering(*given: Any, **also: Any) -> jax.stages.Lowered:
+        of_update.append(lower(*given, **also))
         return of_update[-1]
 
     def compiling(self: jax.stages.Lowered) -> jax.stages.Compiled:

@@ -19,7 +19,7 @@ from typing import Any
 
 from shardwright.core.cluster.cluster import Cluster
 from shardwright.core.search.request import Progress, Request
-from shardwright.core.search.scoring import Cut, Draft, Scored, Scorer, Timed, Uncut
+from shardwright.core.search.scoring import Cut, Draft, Scored, Scorer, Timed
 from shardwright.core.search.simplicity import Simplicity, least_simplicity, simplicity
 from shardwright.core.search.space import Pipelining, Policy, Shape, Space, splits_backward
 from shardwright.core.tables.cost_tables import CostTables
@@ -30,7 +30,7 @@ MORE_DEGREES = 2
 """The number of degrees that are searched beyond those that are reported."""
 OPENED = 200
 """The number of choices that are opened for a runner-up's degrees before these are given up; cuts do not count."""
-FURTHER: dict[type, int] = {Uncut: 4, Cut: 5, Draft: 6, Timed: 7}
+FURTHER: dict[type, int] = {Cut: 4, Draft: 5, Timed: 6}
 """The settled steps of a choice that has stages; for a choice without stages they are the number of its parts."""
 SAME = 1e-6
 """The relative difference below which times are equal, so that the simpler plan is taken."""
@@ -163,10 +163,7 @@ class Search:
         first = entry.choice[0]
         if isinstance(first, Timed):
             return self.scorer.finished(first)
-        if isinstance(first, Uncut):
-            for cut in self.scorer.fastest_cuts(first):
-                self._push(max(cut.bound_s, entry.bound_s), cut)
-        elif isinstance(first, Cut):
+        if isinstance(first, Cut):
             draft = self.scorer.draft(first)
             if draft is not None:
                 self._push(max(draft.bound_s, entry.bound_s), draft)
@@ -196,8 +193,6 @@ class Search:
             opened = 0
             while self._queue and self._queue[0].bound_s <= longest and opened < OPENED:
                 entry = heapq.heappop(self._queue)
-                if isinstance(entry.choice[0], Uncut):
-                    continue  # a runner-up is cut by its slowest stage, a little slower with few microbatches
                 opened += not isinstance(entry.choice[0], Cut)
                 scored = self._settled(entry)
                 if scored is not None:
@@ -236,8 +231,6 @@ class Search:
         for pipelining in choice[2]:
             for cut in scorer.cuts(shape, policies, pipelining):
                 yield cut.bound_s, (cut,)
-            if (uncut := scorer.uncut(shape, policies, pipelining)) is not None:
-                yield 0.0, (uncut,)
 
 
 def preference(scored: Scored) -> tuple[float, Simplicity, int, int, str]:
@@ -253,7 +246,7 @@ def _least_simplicity(choice: tuple[Any, ...]) -> Simplicity:
     first = choice[0]
     if isinstance(first, Shape):
         return least_simplicity(*choice)
-    if isinstance(first, Cut | Uncut):
+    if isinstance(first, Cut):
         return least_simplicity(first.shape, first.policies, (first.pipelining,))
     if isinstance(first, Timed):
         return simplicity(first.decision)
@@ -270,7 +263,7 @@ def _expected_s(entry: _Entry) -> float:
     return entry.bound_s * (1 + (shape.degrees[0] - 1) / shape.microbatches)
 
 
-def _degrees(choice: Shape | Uncut | Cut | Draft | Timed | Scored) -> tuple[int, int, int]:
+def _degrees(choice: Shape | Cut | Draft | Timed | Scored) -> tuple[int, int, int]:
     """The degrees of a choice, as (pp, dp, tp)."""
     if isinstance(choice, Timed | Scored):
         return choice.decision.pp, choice.decision.dp, choice.decision.tp

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 
-import numpy as np
-
 from shardwright.core.cluster.cluster import Cluster
 from shardwright.core.cost.unit_work import PRECISION_BYTES
 from shardwright.core.errors import PlanError
@@ -228,7 +226,6 @@ class Bounds:
         pipeline = self._fluid_s(shape, recompute) * shape.microbatches
         if virtual_stages == 1:
             pipeline = max(pipeline, self._filled_s(shape, recompute, split=split))
-        pipeline = max(pipeline, self._passed_s(shape, recompute, split=split or virtual_stages == 0))
         pipeline = self._lending_s(shape, recompute, pipeline)
         pp = shape.mesh.axis_size("pp")
         first = self._first(shape, recompute)
@@ -289,17 +286,6 @@ class Bounds:
         # For every rank: share · (work before it) + m · (own work) ≤ T, so that all ranks together do at most
         # T / share · (1 - (1 - share / m)^pp).
         return whole * share / (1 - (1 - share / m) ** pp)
-
-    @found_once
-    def _passed_s(self, shape: Shape, recompute: Recompute, *, split: bool) -> float:
-        """Seconds in which a microbatch passes all units forward and back, however they are cut: of a backward that is
-        split the input gradients alone."""
-        tables = [self._first(shape, recompute)] if self.cluster.is_uniform else self.ranked(shape, recompute).tables
-        each = [
-            table.seconds - np.array([unit.weight_grad_s if split else 0.0 for unit in table.units])
-            for table in {id(table): table for table in tables}.values()
-        ]
-        return float(np.minimum.reduce(each).sum())
 
     @found_once
     def _first(self, shape: Shape, recompute: Recompute) -> UnitTable:

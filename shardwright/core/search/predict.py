@@ -211,10 +211,9 @@ def simulated_pipeline(decision: Decision, costs: StageCosts) -> Pipeline:
 def least_makespan_s(costs: StageCosts, placement: Sequence[int], microbatches: int, *, splits_backward: bool) -> float:
     """Seconds below which no schedule of these stages gets, whatever its order.
 
-    A microbatch passes all stages forward and back, of split backwards by their input gradients. And a rank starts when
-    the first microbatch has passed the stages before the rank's first one, and it works on all microbatches. Where
-    backwards are whole, its last action is a backward of its first stage, which then goes on to stage 0. Split weight
-    gradients may come after that. Lent idle time reduces the bound by at most its share.
+    A rank starts when the first microbatch has passed the stages before the rank's first one, and it works on all
+    microbatches. Where backwards are whole, its last action is a backward of its first stage, which then goes on to
+    stage 0. Split weight gradients may come after that. Lent idle time reduces the bound by at most its share.
     """
     ranks = max(placement) + 1
     backward = costs.backward_s
@@ -234,6 +233,5 @@ def least_makespan_s(costs: StageCosts, placement: Sequence[int], microbatches: 
         heads[first[rank]] + work[rank] * microbatches + (0.0 if splits_backward else tails[first[rank]])
         for rank in range(ranks)
     )
-    passed = head + tail - (sum(costs.weight_grad_s) if splits_backward else 0.0)
     lent = costs.idle_lent
-    return ((1 - lent) * max(passed, *least) + lent * sum(work) * microbatches / ranks) * (1 - 1e-9)
+    return ((1 - lent) * max(least) + lent * sum(work) * microbatches / ranks) * (1 - 1e-9)

@@ -11,7 +11,6 @@ from shardwright.core.plan.record import Predicted
 from shardwright.core.schedule import AUTO, Schedule
 from shardwright.core.schedule.peak_memory import peak_live
 from shardwright.core.search.bounds import SAFE, Bounds
-from shardwright.core.search.few_microbatches import Staged, fastest_cuts, is_few
 from shardwright.core.search.partition_input import partition_input
 from shardwright.core.search.predict import Pipeline, least_makespan_s
 from shardwright.core.search.rank_peaks import by_stage, less_apart, with_activations
@@ -48,15 +47,6 @@ class Cut:
     starts: tuple[int, ...]
     bound_s: float
     """Seconds below which none of the policies gets, whichever units it keeps."""
-
-
-@dataclass(frozen=True, slots=True)
-class Uncut:
-    """A pipeline of few microbatches, to be cut by its makespan when the time that it cannot get below matters."""
-
-    shape: Shape
-    pipelining: Pipelining
-    policies: tuple[Policy, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,33 +132,6 @@ class Scorer:
         return [
             Cut(shape, pipelining, tuple(those), starts, self._least_s(shape, those, pipelining, starts))
             for starts, those in found.items()
-        ]
-
-    def uncut(self, shape: Shape, policies: Sequence[Policy], pipelining: Pipelining) -> Uncut | None:
-        """The pipeline that is to be cut by its makespan too; None where it has many microbatches, or where a cut or a
-        partitioner is pinned."""
-        if not is_few(shape) or self.request.stage_starts is not None or self.request.partitioner != DEFAULT:
-            return None
-        fitting = tuple(policy for policy in policies if policy.has_stages(pipelining))
-        return Uncut(shape, pipelining, fitting) if fitting else None
-
-    def fastest_cuts(self, uncut: Uncut) -> list[Cut]:
-        """The cuts with the least makespan that fit under each policy, without the one that memory does not bind."""
-        shape, pipelining = uncut.shape, uncut.pipelining
-        ranked = self.bounds.ranked(shape, uncut.policies[0].recompute)
-        live = live_microbatches(pipelining.schedule, ranked.ranks, shape.microbatches, pipelining.virtual_stages)
-
-        def fits(policy: Policy, starts: tuple[int, ...]) -> bool:
-            decision = self.bounds.decision(shape, policy, pipelining, starts)
-            return not ranked.over_bytes(self._memory(decision, ranked, live))
-
-        staged = Staged(shape, pipelining, ranked)
-        known = ranked.free_cut(staged.placement)
-        found = fastest_cuts(staged, uncut.policies, self.bounds, known, fits)
-        return [
-            Cut(shape, pipelining, tuple(those), starts, self._least_s(shape, those, pipelining, starts))
-            for starts, those in found.items()
-            if starts != known
         ]
 
     def _least_s(

@@ -67,6 +67,8 @@ def accumulate(
 
     is_gathered = own != whole
     on_cpu = mesh.devices.flat[0].platform == "cpu"
+    # In turn a gradient is a value of its own, which 16 bits would round before it is added to its sum in float32.
+    in_turn = on_cpu and all(leaf.dtype.itemsize > 2 for leaf in given)
 
     def part(m: Any) -> list[jax.Array]:
         """The m-th microbatches, stacked over replicas."""
@@ -92,7 +94,7 @@ def accumulate(
             return found
 
         added = [partial(plus, *each) for each in zip(gradients, dims, at, strict=True)]
-        if on_cpu:
+        if in_turn:
             (value, weight, other, sums, rows), gradients = gradients_in_turn(
                 total,
                 given,
