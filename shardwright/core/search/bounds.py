@@ -293,17 +293,19 @@ class Bounds:
 
     @found_once
     def _passing_s(self, shape: Shape, recompute: Recompute, *, split: bool) -> float:
-        """Seconds below which no pipeline gets, as every microbatch passes all units there and back, and each unit one
-        microbatch at a time."""
+        """Seconds below which no pipeline gets, as every microbatch passes all units there and back. The last one to
+        pass a unit, there or back, has waited for all others to pass it so."""
         if shape.mesh.axis_size("pp") == 1:
             return 0.0
-        tables = [self._first(shape, recompute)] if self.cluster.is_uniform else self.ranked(shape, recompute).tables
-        passes = []
+        uniform = self.cluster.is_uniform
+        tables = [self._first(shape, recompute)] if uniform else self.ranked(shape, recompute).tables
+        ahead, back = [], []
         for table in tables:
-            weights = [u.weight_grad_s for u in table.units] if split else [0.0] * len(table.units)
-            passes.append([total - own for total, own in zip(table.seconds.tolist(), weights, strict=True)])
-        fastest: list[float] = [min(each) for each in zip(*passes, strict=True)]
-        return sum(fastest) + (shape.microbatches - 1) * max(fastest)
+            ahead.append([unit.forward_s for unit in table.units])
+            whole = zip(table.units, table.seconds.tolist(), strict=True)
+            back.append([total - u.forward_s - (u.weight_grad_s if split else 0.0) for u, total in whole])
+        passes: list[float] = [min(each) for way in (ahead, back) for each in zip(*way, strict=True)]
+        return sum(passes) + (shape.microbatches - 1) * max(passes)
 
     @found_once
     def _first(self, shape: Shape, recompute: Recompute) -> UnitTable:

@@ -213,8 +213,9 @@ def least_makespan_s(costs: StageCosts, placement: Sequence[int], microbatches: 
 
     A rank starts when the first microbatch has passed the stages before the rank's first one, and it works on all
     microbatches. Where backwards are whole, its last action is a backward of its first stage, which then goes on to
-    stage 0. Split weight gradients may come after that. And every microbatch passes all stages there and back, one
-    microbatch at a time in each. Lent idle time reduces the bound by at most its share.
+    stage 0. Split weight gradients may come after that. And every microbatch passes all stages there and back; the last
+    one to pass a stage, there or back, has waited for all others to pass it so. Lent idle time reduces the bound by at
+    most its share.
     """
     ranks = max(placement) + 1
     backward = costs.backward_s
@@ -235,7 +236,6 @@ def least_makespan_s(costs: StageCosts, placement: Sequence[int], microbatches: 
         heads[first[rank]] + work[rank] * microbatches + (0.0 if splits_backward else tails[first[rank]])
         for rank in range(ranks)
     ]
-    slowest = max(map(sum, zip(costs.forward_s, returning, strict=True)))
-    least.append(head + tail + (microbatches - 1) * slowest)
+    least.append(head + tail + (microbatches - 1) * max(*costs.forward_s, *returning))
     lent = costs.idle_lent
     return ((1 - lent) * max(least) + lent * sum(work) * microbatches / ranks) * (1 - 1e-9)
