@@ -174,7 +174,9 @@ def test_nnx_scan_over_layers() -> None:
         return Stacked(nnx.Rngs(0))
 
     graph = sw.capture(nnx.eval_shape(create), SAMPLE, module_loss)
-    train = sw.train_step(module_loss, optax.adamw(1e-2), plan_of(graph, 2), devices=jax.devices()[:2])
+    train = sw.train_step(
+        module_loss, optax.adamw(1e-2), plan_of(graph, 2, stage_starts=(0, 3)), devices=jax.devices()[:2]
+    )
     state = train.init(create)
     expected = module_reference(module_loss, create, optax.adamw(1e-2), batches(2))
     losses = []
@@ -212,7 +214,7 @@ def test_linen_scan_over_layers() -> None:
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
 
     graph = sw.capture(loss, (variables, SAMPLE))
-    train = sw.train_step(loss, optax.adamw(1e-2), plan_of(graph, 2), devices=jax.devices()[:2])
+    train = sw.train_step(loss, optax.adamw(1e-2), plan_of(graph, 2, stage_starts=(0, 3)), devices=jax.devices()[:2])
     state = train.init(variables)
     expected = reference(loss, variables, optax.adamw(1e-2), batches(2))
     losses = []

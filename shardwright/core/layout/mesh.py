@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 
 from shardwright.core.errors import ClusterError, nearest
@@ -45,6 +46,7 @@ class Mesh:
         return cls(tuple(axes), tuple(axes.values()))
 
     @classmethod
+    @lru_cache(maxsize=1024)  # searches ask for every choice
     def placed(cls, order: str, *, pp: int, dp: int, tp: int) -> "Mesh":
         """The mesh of a placement order, a permutation of D, P and T. Ranks that differ only on the last letter are
         neighbours.

@@ -209,7 +209,10 @@ class Bounds:
         recompute = RECOMPUTES[0] if self.request.recompute == "auto" else self.request.recompute
         if self.request.names_units:
             recompute = "none"
-        return self._lending_s(shape, recompute, self._fluid_s(shape, recompute) * shape.microbatches) * SAFE
+        pipeline = max(
+            self._fluid_s(shape, recompute) * shape.microbatches, self._passing_s(shape, recompute, split=True)
+        )
+        return self._lending_s(shape, recompute, pipeline) * SAFE
 
     def bound_s(
         self, shape: Shape, policies: Sequence[Policy], virtual_stages: int = 0, *, split: bool = True
@@ -224,6 +227,7 @@ class Bounds:
         if recompute == "full" and (self.request.recompute == "auto" or self.request.names_units):
             recompute = "none"  # any number of units may be kept
         pipeline = self._fluid_s(shape, recompute) * shape.microbatches
+        pipeline = max(pipeline, self._passing_s(shape, recompute, split=split))
         if virtual_stages == 1:
             pipeline = max(pipeline, self._filled_s(shape, recompute, split=split))
         pipeline = self._lending_s(shape, recompute, pipeline)
@@ -286,6 +290,22 @@ class Bounds:
         # For every rank: share · (work before it) + m · (own work) ≤ T, so that all ranks together do at most
         # T / share · (1 - (1 - share / m)^pp).
         return whole * share / (1 - (1 - share / m) ** pp)
+
+    @found_once
+    def _passing_s(self, shape: Shape, recompute: Recompute, *, split: bool) -> float:
+        """Seconds below which no pipeline gets, as every microbatch passes all units there and back. The last one to
+        pass a unit, there or back, has waited for all others to pass it so."""
+        if shape.mesh.axis_size("pp") == 1:
+            return 0.0
+        uniform = self.cluster.is_uniform
+        tables = [self._first(shape, recompute)] if uniform else self.ranked(shape, recompute).tables
+        ahead, back = [], []
+        for table in tables:
+            ahead.append([unit.forward_s for unit in table.units])
+            whole = zip(table.units, table.seconds.tolist(), strict=True)
+            back.append([total - u.forward_s - (u.weight_grad_s if split else 0.0) for u, total in whole])
+        passes: list[float] = [min(each) for way in (ahead, back) for each in zip(*way, strict=True)]
+        return sum(passes) + (shape.microbatches - 1) * max(passes)
 
     @found_once
     def _first(self, shape: Shape, recompute: Recompute) -> UnitTable:

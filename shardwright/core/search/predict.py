@@ -213,10 +213,13 @@ def least_makespan_s(costs: StageCosts, placement: Sequence[int], microbatches: 
 
     A rank starts when the first microbatch has passed the stages before the rank's first one, and it works on all
     microbatches. Where backwards are whole, its last action is a backward of its first stage, which then goes on to
-    stage 0. Split weight gradients may come after that. Lent idle time reduces the bound by at most its share.
+    stage 0. Split weight gradients may come after that. And every microbatch passes all stages there and back; the last
+    one to pass a stage, there or back, has waited for all others to pass it so. Lent idle time reduces the bound by at
+    most its share.
     """
     ranks = max(placement) + 1
     backward = costs.backward_s
+    returning = costs.input_grad_s if splits_backward else backward
     work = [0.0] * ranks
     first = [len(placement)] * ranks
     for stage, rank in enumerate(placement):
@@ -228,10 +231,11 @@ def least_makespan_s(costs: StageCosts, placement: Sequence[int], microbatches: 
         tails.append(tail)
         sent = costs.transfer_s[stage] if stage + 1 < len(placement) and placement[stage + 1] != rank else 0.0
         head += costs.forward_s[stage] + sent
-        tail += backward[stage] + sent
-    least = (
+        tail += returning[stage] + sent
+    least = [
         heads[first[rank]] + work[rank] * microbatches + (0.0 if splits_backward else tails[first[rank]])
         for rank in range(ranks)
-    )
+    ]
+    least.append(head + tail + (microbatches - 1) * max(*costs.forward_s, *returning))
     lent = costs.idle_lent
     return ((1 - lent) * max(least) + lent * sum(work) * microbatches / ranks) * (1 - 1e-9)

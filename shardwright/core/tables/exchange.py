@@ -80,6 +80,15 @@ def with_buckets(
     return tuple(found)
 
 
+def with_across(
+    units: Sequence[UnitTraffic], bytes_of: Sequence[float], bucket_bytes: float, across_s: Callable[[float], float]
+) -> tuple[UnitTraffic, ...]:
+    """The units with the sums between shard groups, in the buckets of `with_buckets`."""
+    plain = tuple(replace(unit, sum_s=0.0) for unit in units)
+    made = with_buckets(plain, bytes_of, bucket_bytes, across_s)
+    return tuple(replace(unit, across_s=each.sum_s) for unit, each in zip(units, made, strict=True))
+
+
 def whole_step(
     units: Sequence[UnitTraffic], microbatches: int, execution: Execution, slowed: float, *, sums_each: bool
 ) -> Exchange:

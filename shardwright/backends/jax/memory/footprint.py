@@ -19,11 +19,11 @@ from shardwright.backends.jax.capture.precision import COMPUTE
 from shardwright.backends.jax.capture.steps import Program
 from shardwright.backends.jax.capture.trace import TracedCall
 from shardwright.backends.jax.pipeline.stage_functions import (
+    FunctionsOfStage,
     Key,
     Operands,
     StageFunction,
     StageFunctions,
-    stage_functions,
 )
 from shardwright.backends.jax.program.cut import cut
 from shardwright.backends.jax.program.equations import Equation, FlatProgram
@@ -91,8 +91,11 @@ def footprints(
         for closed, program in traces:
             whole = partial(_Stages, graph, closed, program.traced, names, binding.units)
             stages = whole(range(len(classes)))
-            found.append([_bytes(stages.functions(unit)) for unit in firsts])
-            merged.append([_merged(stages.functions(unit), stages.functions(unit, least=True)) for unit in firsts])
+            plain = [stages.functions(unit) for unit in firsts]
+            found.append([_bytes(functions) for functions in plain])
+            merged.append(
+                [_merged(one, stages.functions(unit, least=True)) for one, unit in zip(plain, firsts, strict=True)]
+            )
             selective.append([_kept_bytes(stages.functions(unit, "selective")) for unit in firsts])
             called.append([_kept_by_calls(stages, unit) if by_calls else None for unit in firsts])
             halves = [whole([(unit + odd) // 2 for unit in range(len(classes))]) for odd in (0, 1)]
@@ -163,6 +166,7 @@ class _Stages:
         own = list(calls)
         flat = flatten(closed, own, _homes(units, own, stage_of_unit), stage_of)
         self.calls = own
+        self.traced: dict[tuple[int, str, frozenset[int]], FunctionsOfStage] = {}
         weights = [(name, value) for name, value in zip(names, flat.arguments, strict=False) if name in trained]
         shapes = [flat.avals[value].shape for _, value in weights]
         holdings = held_by(units, dict(enumerate(stage_of_unit)), [name for name, _ in weights], shapes)
@@ -192,19 +196,21 @@ class _Stages:
         return frozenset(e.call for e in self.cut.parts[stage].equations if not is_inside(e.call))
 
     def functions(
-        self, stage: int, recompute: str = "none", kept: Collection[int] = (), *, least: bool = False
+        self, stage: int, recompute: str = "none", kept: frozenset[int] = frozenset(), *, least: bool = False
     ) -> StageFunctions:
         """The functions of a stage as one unit that keeps what ``recompute`` says. Equations with side effects are
         never run again, nor those of the module calls ``kept``."""
-        parts = list(self.cut.parts)
-        equations = tuple(
-            replace(equation, unit=None if equation.effects or equation.call in kept else stage)
-            for equation in parts[stage].equations
-        )
-        parts[stage] = replace(parts[stage], equations=equations)
-        return stage_functions(
-            replace(self.cut, parts=tuple(parts)), stage, Operands({}, {}, -1, {}), recompute, least=least
-        )
+        key = stage, recompute, kept
+        if key not in self.traced:
+            parts = list(self.cut.parts)
+            equations = tuple(
+                replace(equation, unit=None if equation.effects or equation.call in kept else stage)
+                for equation in parts[stage].equations
+            )
+            parts[stage] = replace(parts[stage], equations=equations)
+            alone = replace(self.cut, parts=tuple(parts))
+            self.traced[key] = FunctionsOfStage(alone, stage, Operands({}, {}, -1, {}), recompute)
+        return self.traced[key].build(least=least)
 
 
 def _homes(units: Sequence[UnitBinding], calls: list[TracedCall], stage_of_unit: Sequence[int]) -> Home:

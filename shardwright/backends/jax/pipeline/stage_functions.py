@@ -8,7 +8,7 @@ need, and the rest, with the values that pass between them kept once more (zero 
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial, reduce
+from functools import cached_property, partial, reduce
 from typing import Any, Literal
 
 import jax
@@ -116,12 +116,14 @@ def stage_functions(
     least: bool = False,
 ) -> StageFunctions:
     """The functions of a stage, whose units keep what ``recompute`` says (`evaluate`). ``least``: see `residuals`."""
-    return _Builder(cut, stage, operands, recompute, least).build()
+    return FunctionsOfStage(cut, stage, operands, recompute).build(least=least)
 
 
-class _Builder:
-    def __init__(self, cut: Cut, stage: int, operands: Operands, recompute: str, least: bool) -> None:
-        self.cut, self.stage, self.operands, self.recompute, self.least = cut, stage, operands, recompute, least
+class FunctionsOfStage:
+    """A stage whose functions can be built with and without ``least``: its forward is traced once."""
+
+    def __init__(self, cut: Cut, stage: int, operands: Operands, recompute: str = "none") -> None:
+        self.cut, self.stage, self.operands, self.recompute = cut, stage, operands, recompute
         self.part: StagePart = cut.parts[stage]
         flat = cut.flat
         self.weights = [v for v in self.part.weights if v in cut.live]
@@ -135,18 +137,20 @@ class _Builder:
         ]  # fmt: skip
         self.avals = {value: flat.avals[value] for value in self.inputs}
 
-    def build(self) -> StageFunctions:
-        forward, structure, returned = self._trace_forward()
+    def build(self, *, least: bool = False) -> StageFunctions:
+        """The functions (`stage_functions`)."""
+        forward, structure, returned = self._traced_forward
         saved = forward.outputs[len(returned) :]
         given = zip(self.inputs, forward.arguments, strict=True)
         passing = [argument for value, argument in given if value in self.operands.state]
-        residual = residuals(forward, [atom for atom in saved if isinstance(atom, int)], passing, least=self.least)
+        residual = residuals(forward, [atom for atom in saved if isinstance(atom, int)], passing, least=least)
         run = self._forward(forward, returned, residual.kept)
         return StageFunctions(run, *self._backwards(*self._trace_backward(structure, forward, saved, residual)))
 
     # --- forward
 
-    def _trace_forward(self) -> tuple[FlatProgram, PyTreeDef, list[Key]]:
+    @cached_property
+    def _traced_forward(self) -> tuple[FlatProgram, PyTreeDef, list[Key]]:
         """The program of the forward: its results (`_returned`), then everything that its derivative reads."""
         structures: list[PyTreeDef] = []
         split = len(self.weights), len(self.weights) + len(self.fixed_weights)

@@ -109,13 +109,20 @@ def cut(
     _refuse_ordered_effects(flat.equations, placed)
     where = dict(zip((id(e) for e in flat.equations), placed, strict=True))
     home = placer.results(where)
+    own: list[list[int]] = [[] for _ in range(stages)]
+    light = {}  # the positions of equations that every stage makes for itself
+    for position, (equation, stage) in enumerate(zip(flat.equations, placed, strict=True)):
+        if stage is None:
+            light[id(equation)] = position
+        else:
+            own[stage].append(position)
+    every_stage_makes = [flat.equations[position] for position in light.values()]
     per_stage = []
     for stage in range(stages):
-        wanted = [value for e in flat.equations if where[id(e)] == stage for value in e.values]
+        wanted = [value for position in own[stage] for value in flat.equations[position].values]
         wanted += [a for a, at in zip(flat.outputs, home, strict=True) if at == stage and isinstance(a, int)]
-        light = needed([e for e in flat.equations if where[id(e)] is None], wanted)
-        chosen = {id(e) for e in light}
-        per_stage.append([e for e in flat.equations if where[id(e)] == stage or id(e) in chosen])
+        made_here = [light[id(e)] for e in needed(every_stage_makes, wanted)]
+        per_stage.append([flat.equations[position] for position in sorted(own[stage] + made_here)])
     held, per_stage = _hold(flat, per_stage, weights, names, holdings)
     producer = {value: where[id(e)] for e in flat.equations for value in e.outputs}
     live = _live(flat, per_stage, {w.value for w in held if trained[w.holding.leaf]})
@@ -267,9 +274,13 @@ def _hold(
     """The value and the readers of every holding, and the equations of every stage. Stages that hold rows of a stack
     read those instead of the whole."""
     held: list[Weight] = []
+    users_of: dict[int, dict[int, None]] = {value: {} for value in weights}
+    for stage, run in enumerate(per_stage):
+        for value in (v for e in run for v in e.values if v in users_of):
+            users_of[value][stage] = None
     for holding in holdings:
         value, name = weights[holding.leaf], names[holding.leaf]
-        users = [stage for stage, run in enumerate(per_stage) if any(value in e.inputs for e in run)]
+        users = list(users_of[value])
         if holding.rows is not None:
             piece, per_stage[holding.stage] = take_rows(
                 flat, per_stage[holding.stage], value, holding.rows, name, holding.stage
