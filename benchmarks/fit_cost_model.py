@@ -25,7 +25,8 @@ import shardwright.core.cost.unit_seconds as unit_module
 from shardwright.core.cluster.cluster import Cluster
 from shardwright.core.cluster.hardware import load_profile
 from shardwright.core.cost.unit_seconds import UnitCost, seconds_of, unit_cost
-from shardwright.core.cost.unit_work import UnitWork, WorkCounter
+from shardwright.core.cost.unit_work import WorkCounter
+from shardwright.core.cost.work import UnitWork
 from shardwright.core.model.fold import fold
 from shardwright.core.solver import Frame
 from shardwright.core.solver.op_layouts import Rates, Terms, choose

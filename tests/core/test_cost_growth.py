@@ -9,7 +9,7 @@ import shardwright as sw
 from shardwright.core.cluster.groups import Group
 from shardwright.core.cluster.hardware import load_link
 from shardwright.core.cost.unit_seconds import seconds_of
-from shardwright.core.cost.unit_work import Collective
+from shardwright.core.cost.work import Collective
 from shardwright.core.errors import ClusterError
 from tests.core.toy import decoder
 

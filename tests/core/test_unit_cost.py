@@ -8,7 +8,8 @@ from shardwright.core.cluster.groups import Group
 from shardwright.core.cluster.hardware import Link
 from shardwright.core.cluster.hardware.device import Device
 from shardwright.core.cost.unit_seconds import BACKWARD_DISPATCH, SLOWED_BY_COLLECTIVE, UnitCost, seconds_of, unit_cost
-from shardwright.core.cost.unit_work import Collective, Product, UnitWork, WorkCounter
+from shardwright.core.cost.unit_work import WorkCounter
+from shardwright.core.cost.work import Collective, Product, UnitWork
 from shardwright.core.cost.working_memory import LiveBytes
 from shardwright.core.errors import ClusterError
 from shardwright.core.model.fold import fold

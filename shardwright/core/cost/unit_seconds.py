@@ -7,7 +7,7 @@ from shardwright.core.cluster.groups import Group
 from shardwright.core.cluster.hardware.device import Device
 from shardwright.core.cost.fp8_casts import FORWARD_KERNELS, INPUT_GRAD_KERNELS, ISSUED, WEIGHT_GRAD_KERNELS
 from shardwright.core.cost.matrix_products import product_s
-from shardwright.core.cost.unit_work import Collective, Product, UnitWork
+from shardwright.core.cost.work import Collective, Product, UnitWork
 from shardwright.core.cost.working_memory import PhaseBytes
 from shardwright.core.errors import ClusterError, nearest
 from shardwright.core.execution import PLAIN, Execution

@@ -162,8 +162,8 @@ class GraphDocument:
             if call >= len(calls):
                 raise PlanError(f"ops: op {len(ops)} ran in call {call}, and there are {len(calls)}")
             made = tuple(read[op.inputs :])
-            own = op.labels, op.special, op.offsets, call, op.memory
-            ops.append(Op(op.kind, op.name, tuple(read[: op.inputs]), made, *own))
+            rest = op.labels, op.special, op.offsets, call, op.memory
+            ops.append(Op(op.kind, op.name, tuple(read[: op.inputs]), made, *rest))
         parameters = []
         table = _forms(self.parameter_forms, unfolded(self.parameters, "parameters"), "parameters", 1)
         for known, (*own, tensor) in table:

@@ -5,7 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from shardwright.core.cost.unit_work import PRECISION_BYTES, UnitWork, WorkCounter
+from shardwright.core.cost.unit_work import PRECISION_BYTES, WorkCounter
+from shardwright.core.cost.work import UnitWork
 from shardwright.core.layout.unit_layouts import RealisedUnit
 from shardwright.core.model.fold import Unit, fold
 from shardwright.core.model.graph import Graph

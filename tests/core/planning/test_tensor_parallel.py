@@ -8,7 +8,8 @@ import pytest
 import shardwright as sw
 from shardwright import Cluster, Split
 from shardwright.core.cluster.hardware import Link
-from shardwright.core.cost.unit_work import Collective, WorkCounter
+from shardwright.core.cost.unit_work import WorkCounter
+from shardwright.core.cost.work import Collective
 from shardwright.core.errors import PlanError, PlanWarning
 from shardwright.core.layout.placements import Partial, Replicate
 from shardwright.core.model.fold import fold

@@ -203,7 +203,8 @@ class OpMemories:
         # In 16 bits a call has the dtypes of the second run, which has in float32 what the model casts to that.
         in_16_bits = (_typed_as(small, large), large) if self._narrow else (small, large)
         wide = self._run(small, narrow=False), self._run(_typed_as(large, small), narrow=False)
-        narrow = tuple(self._run(call, narrow=not self._narrow) for call in in_16_bits)
+        small_narrow, large_narrow = (self._run(call, narrow=not self._narrow) for call in in_16_bits)
+        narrow = small_narrow, large_narrow
         if wide[0] is None or wide[1] is None:
             wide = narrow
         if narrow[0] is None or narrow[1] is None:
@@ -224,7 +225,8 @@ class OpMemories:
                     tuple(n for n in range(inputs) if slots[n] in handed_on or slots[n] >= small.outer),
                     tuple(n for n in range(inputs) if slots[n] in weightless),
                     tuple(n for n, slot in enumerate(slots) if slot >= small.outer),
-                    *(self._bytes(*runs, slots, small.outer, is_head=piece == head) for runs in (wide, narrow)),
+                    self._bytes(*wide, slots, small.outer, is_head=piece == head),
+                    self._bytes(*narrow, slots, small.outer, is_head=piece == head),
                 )
             )
         return tuple(found)
@@ -314,7 +316,7 @@ class _Source(torch.autograd.Function):
         return trial.empty(form)  # type: ignore[no-any-return]
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         ctx.trial.gradients[ctx.slot] = gradient
         return None, None, None, None
 
@@ -328,7 +330,7 @@ class _Target(torch.autograd.Function):
         return torch.empty(())
 
     @staticmethod
-    def backward(ctx: Any, _: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, _: torch.Tensor) -> Any:
         made = [torch.zeros(shape, dtype=dtype) for shape, dtype in ctx.forms]
         ctx.trial.given = {ctx.trial.live.note(t): t.untyped_storage().nbytes() for t in made}
         return None, *made

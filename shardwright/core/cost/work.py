@@ -1,0 +1,109 @@
+"""What the work of a unit consists of: products, other memory traffic, collectives, and bytes kept and held."""
+
+from dataclasses import dataclass
+
+from shardwright.core.cost.fp8_casts import Casts
+from shardwright.core.cost.working_memory import PhaseBytes
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """One matrix product or attention, on one rank."""
+
+    flops: int
+    size_bytes: int
+    """Bytes of the operands read and the result written."""
+    batches: int
+    m: int
+    n: int
+    k: int
+    """``batches`` products of m × k by k × n; all 0 for an attention in one kernel."""
+    backward_input: float
+    """The FLOPs of the backward for the activations, as a multiple of the forward's."""
+    backward_weight: float
+    casts: Casts | None = None
+    """What it takes beside itself where it is computed in fp8; None: it is not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """One collective over a tensor axis."""
+
+    kind: str
+    """``all_reduce``, ``reduce_scatter``, ``all_gather`` or ``all_to_all``."""
+    size_bytes: int
+    """Bytes of one member's whole tensor: what is reduced, or what a gather gives."""
+    axis: str = "tp"
+
+
+@dataclass(frozen=True, slots=True)
+class UnitWork:
+    """The work of one microbatch of one unit on one rank of the tensor axis."""
+
+    products: tuple[Product, ...]
+    vector_bytes: int
+    """Memory traffic of everything else in the forward pass, chains of elementwise ops fused."""
+    kernels: int
+    """The number of products, and of chains of elementwise ops."""
+    saved_bytes: int
+    """Bytes of the activations kept for the backward pass when nothing is recomputed."""
+    saved_selective_bytes: int
+    """The same with the softmax part of attention recomputed (arXiv 2205.05198, section 5)."""
+    selective_products: tuple[Product, ...]
+    """The products that selective recompute runs once more."""
+    selective_vector_bytes: int
+    """The memory traffic of everything else that selective recompute runs once more."""
+    unfused_dropout_bytes: int
+    """Bytes kept beside ``saved_bytes`` where dropout is no kernel of its own: masks as wide as the values; and for
+    attention with dropout the softmax, the mask and their product in place of its result. Below 0 where keys are so few
+    that these are the smaller."""
+    unfused_dropout_selective_bytes: int
+    """The same beside ``saved_selective_bytes``."""
+    entering_bytes: int
+    """Bytes of the activations that come from earlier units: all that is kept under full recompute."""
+    passing_bytes: int
+    """The most bytes that a forward and backward hold beside what is kept: values and gradients under way."""
+    forward_moved: tuple[Collective, ...]
+    """Every collective over the tensor axis in the forward pass."""
+    backward_moved: tuple[Collective, ...]
+    backward_gathered: tuple[Collective, ...] = ()
+    """The gathers of operands that are kept in shards, once more for the gradient of a weight."""
+    step_moved: tuple[Collective, ...] = ()
+    """Every collective over the tensor axis for the gradients of parameters, once a step."""
+    given_bytes: int = 0
+    """The bytes by which ``passing_bytes`` grows where the gradients that the unit is given stay to the end of its
+    backward."""
+    put_off_bytes: int | None = None
+    """Bytes kept between the two halves of a split backward: the operands and the gradients of results from which the
+    second half makes gradients of parameters. None: not known."""
+    between_bytes: int = 0
+    """Bytes that the input gradient of a split backward makes for the weight gradient, beside what is saved."""
+    kept_by_calls_bytes: tuple[int, int] | None = None
+    """What is kept under full and selective recompute on one stage, as in `Footprint.kept_by_calls`."""
+    merged_bytes: tuple[int, int, int] | None = None
+    """Where the whole step is one compiled program, the bytes saved, those passing, and the latter with the gradients
+    that wait to be added to their sums; None: not known."""
+    forward_beside_bytes: int = 0
+    """The part of ``passing_bytes`` that the forward alone may hold."""
+    phases: tuple[PhaseBytes, ...] = ()
+    """The bytes in the phases of the backward (`LiveBytes.backward_phases`), where the runtime gathers parameters and
+    sums gradients call by call. Empty: not known."""
+    kept_products_bytes: tuple[int, int] = (0, 0)
+    """Bytes kept where everything but products and attention is computed again: what enters the unit, their results and
+    statistics; and where every second product is too."""
+    alternate_products: tuple[Product, ...] = ()
+    """Every second product, without attention."""
+    eager_bytes: int = 0
+    """Memory traffic of everything beside the products in the forward pass where each op is a kernel of its own."""
+    eager_selective_bytes: int = 0
+    """The same of what selective recompute runs once more."""
+    eager_kernels: int = 0
+    """The number of products, and of ops that are kernels of their own."""
+
+    @property
+    def forward_flops(self) -> int:
+        return sum(p.flops for p in self.products)
+
+    @property
+    def backward_flops(self) -> float:
+        return sum(p.flops * (p.backward_input + p.backward_weight) for p in self.products)
