@@ -45,6 +45,7 @@ JAX = Capabilities(
     single_controller=True,
     reduce_ops=("sum", "max", "min"),
     fp8=True,
+    hosts_are_alike=True,
 )
 JAX_MEMORY = MemoryTraits(
     ties_have_one_home=True,

@@ -1,6 +1,6 @@
 """The runtime of a framework: its abilities, outside which the solver chooses nothing, and the traits of its memory."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from shardwright.core.errors import MissingCapabilityError, ShardwrightError
@@ -41,6 +41,19 @@ class Capabilities:
     """Whether these are the products of linear layers alone: of modules that hold the weight."""
     offload: bool = False
     """Whether activations of units can go to the host's memory and come back."""
+    hosts_are_alike: bool = False
+    """Whether every host of a run must have as many devices as the others."""
+
+    def lack_of_hosts(self, devices_per_host: Collection[int]) -> str | None:
+        """The reason why the runtime does not run on hosts with so many devices, with the fix, or None."""
+        sizes = sorted(set(devices_per_host))
+        if not self.hosts_are_alike or len(sizes) < 2:
+            return None
+        return (
+            f"the {self.framework} runtime takes as many devices of every host, and the cluster has hosts with "
+            f"{' and '.join(map(str, sizes))} devices: leave out devices=, and the plan takes the fastest hosts of one "
+            f"size, or describe {sizes[0]} devices of each"
+        )
 
     def lack(self, *, recompute: str, shard: int, shard_group: int | None, dp: int) -> str | None:
         """The part of a memory policy that the runtime lacks, as a user would pin it, or None."""

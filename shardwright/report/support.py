@@ -17,6 +17,7 @@ _ABILITIES: dict[str, Callable[[Capabilities], object]] = {
     "divided sequences": lambda has: has.sequence_parallel,
     "offload": lambda has: has.offload,
     "one process drives all devices": lambda has: has.single_controller,
+    "hosts with unlike numbers of devices": lambda has: not has.hosts_are_alike,
 }
 """The rows beside the levels: the features that a plan may ask for."""
 

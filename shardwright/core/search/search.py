@@ -1,9 +1,11 @@
 """The best plan for a request, over the parts of a cluster that it may use, with a schedule generated on request."""
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from shardwright.core.capabilities import Capabilities
 from shardwright.core.cluster.cluster import Cluster
 from shardwright.core.errors import PlanError, PlanWarning
 from shardwright.core.execution import PLAIN, Execution, system
@@ -147,7 +149,7 @@ def search_parts(
     tried: list[Tried] = []
     refused: PlanError | None = None
     least_s = float("inf")
-    admitted = parts(cluster, request)
+    admitted = _runnable(parts(cluster, request), request.runtimes or (graph.capabilities,))
     for number, part in enumerate(admitted):
         try:
             search = Search(tables_of(graph, part.cluster, request), part.cluster, request, limited=limited)
@@ -175,6 +177,18 @@ def search_parts(
 
     first = min(tried, key=rank) if least_s < float("inf") else tried[0]
     return [first, *(one for one in tried if one is not first)]
+
+
+def _runnable(admitted: list[Part], runtimes: Sequence[Capabilities]) -> list[Part]:
+    """The parts on whose hosts all runtimes run. Raises PlanError where there is none, with a runtime's reason."""
+    lacks = [
+        next(filter(None, (runtime.lack_of_hosts(part.cluster.devices_per_host) for runtime in runtimes)), None)
+        for part in admitted
+    ]
+    found = [part for part, lack in zip(admitted, lacks, strict=True) if lack is None]
+    if not found:
+        raise PlanError(str(lacks[0]))
+    return found
 
 
 def generated(scorer: Scorer, choices: list[Scored]) -> list[Scored]:

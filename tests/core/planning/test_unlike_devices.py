@@ -1,6 +1,7 @@
 """Unlike devices in one plan: tables speak of the device that they are about, and groups wait for their slowest."""
 
 import re
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -84,3 +85,17 @@ def test_a_group_is_no_faster_than_any_of_its_nodes_alone(links: tuple[str, str]
         assert unlike.all_gather_s(size) >= alone.group(range(4)).all_gather_s(size) * (1 - 1e-9)
     turned = mixed("a100-80gb", "v100", intra_node=links[::-1], between=between).group(range(8))
     assert unlike.all_reduce_s(size) == turned.all_reduce_s(size)
+
+
+def test_a_runtime_that_asks_for_equal_hosts_is_planned_for_such_hosts_alone() -> None:
+    """JAX: every process of a run has as many of the plan's devices."""
+    graph = decoder(layers=4, hidden=256, heads=4, vocabulary=512, sequence=64)
+    choosy = replace(graph, capabilities=replace(graph.capabilities, hosts_are_alike=True))
+    groups = [NodeGroup(load_profile("h100").device, 1, size, load_link("nvlink4")) for size in (8, 4)]
+    cluster = Cluster.of_groups(groups, "ethernet-100g")
+    assert sw.plan(graph, cluster, batch=24, devices="all").decision.mesh.size == 12
+    assert sw.plan(choosy, cluster, batch=24).decision.mesh.size == 8
+    with pytest.raises(PlanError, match=r"hosts with 4 and 8 devices: leave out devices="):
+        sw.plan(choosy, cluster, batch=24, devices="all")
+    pair = Cluster.of_groups([groups[1], groups[1]], "ethernet-100g")
+    assert sw.plan(choosy, pair, batch=24, devices="all").decision.mesh.size == 8
