@@ -65,6 +65,7 @@ class WorkCounter(ValueFlow):
 
     def __init__(self, graph: Graph) -> None:
         super().__init__(graph)
+        self._calls: dict[tuple[int, int], tuple[ParameterCall, ...]] = {}
         self.unmade = frozenset(
             (*op.inputs, *op.outputs)[place] for op in graph.ops if op.memory is not None for place in op.memory.unmade
         )
@@ -77,7 +78,10 @@ class WorkCounter(ValueFlow):
 
     def calls(self, unit: Unit) -> tuple[ParameterCall, ...]:
         """The calls of a unit that use parameters."""
-        return parameter_calls(self.graph, unit, self._users)
+        ops = unit.first_op, unit.end_op  # which name a unit of this graph
+        if ops not in self._calls:
+            self._calls[ops] = parameter_calls(self.graph, unit, self._users)
+        return self._calls[ops]
 
     def width(self, tensor: int, precision: str) -> int:
         """Bytes of an entry of a tensor when floats are kept in ``precision``."""

@@ -305,6 +305,7 @@ class CostTables:
             calls=self._calls(tp) if traits.gathers_units else (),
         )
 
+    @found_once
     def _calls(self, tp: int) -> tuple[tuple[CallEntries, ...], ...]:
         """The parameter entries of every call of each unit, as in `UnitTable.calls`."""
         users = self._users()

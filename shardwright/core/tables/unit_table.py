@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -176,10 +176,8 @@ class UnitTable:
         return self._once([u.trained_elements for u in self.units], [tie for tie in self.ties if tie.is_trained])
 
     def _once(self, elements: Sequence[int], ties: Sequence[Tie]) -> Matrix:
-        found = range_sums(elements)
-        for tie in ties:
-            for one, next_one in itertools.pairwise(tie.users):
-                found[: one + 1, next_one + 1 :] -= tie.elements
+        pairs = ((one, after, tie.elements) for tie in ties for one, after in itertools.pairwise(tie.users))
+        found: Matrix = range_sums(elements) - _sums_of_pairs(pairs, len(self.units))
         return found
 
     def trained_from(self, first: int, end: int, others: Sequence[tuple[int, int]]) -> NDArray[np.float64]:
@@ -217,15 +215,15 @@ class UnitTable:
         kept = range_sums([kept_bytes(u, mode) for u, mode in zip(self.units, modes, strict=True)])
         neighbours = enumerate(itertools.pairwise(modes)) if self.twice_bytes else ()
         whole = {(unit, unit + 1) for unit, both in neighbours if both == ("none", "none")}
-        for value, size in self.shared:
-            for one, next_one in itertools.pairwise(sorted(self._holders(value))):
-                if (one, next_one) not in whole:
-                    kept[: one + 1, next_one + 1 :] -= size
-        for unit, after in whole:
-            kept[: unit + 1, after + 1 :] -= self.twice_bytes[unit]
-        for (value, _), size in zip(self.shared, self.arrivals, strict=False):
-            self._add_arrival(kept, value, size)
-        return kept
+        pairs = [
+            (one, after, size)
+            for value, size in self.shared
+            for one, after in itertools.pairwise(sorted(self._holders(value)))
+            if (one, after) not in whole
+        ]
+        pairs += [(unit, after, self.twice_bytes[unit]) for unit, after in whole]
+        found: Matrix = kept - _sums_of_pairs(pairs, len(self.units)) + self._arrived()
+        return found
 
     @cached_property
     def range_freed_by_input_grad(self) -> Matrix:
@@ -258,16 +256,22 @@ class UnitTable:
         kept = {unit for unit in value.keepers if self.modes[unit] not in ("full", "offload")}
         return kept | {unit for unit in value.enterers if self.modes[unit] == "full"}
 
-    def _add_arrival(self, kept: Matrix, value: SharedValue, size: int) -> None:
-        """Count a value in the stages that it enters and in which no unit keeps it."""
-        holders = self._holders(value)
-        if holders.issuperset(value.enterers):
-            return
+    def _arrived(self) -> Matrix:
+        """The bytes of the shared values that enter a stage of units a … b-1 and that none of its units keeps."""
         end = len(self.units)
-        for first in range(value.maker + 1, max(value.enterers) + 1):
-            entered = min(unit for unit in value.enterers if unit >= first)
-            held = min((unit for unit in holders if unit >= first), default=end)
-            kept[first, entered + 1 : held + 1] += size
+        begin: Matrix = np.zeros((end + 1, end + 2))  # what is added from a stage's end on
+        for (value, _), size in zip(self.shared, self.arrivals, strict=False):
+            holders = self._holders(value)
+            if holders.issuperset(value.enterers):
+                continue
+            firsts = np.arange(value.maker + 1, max(value.enterers) + 1)
+            entered = _next_of(sorted(value.enterers), firsts)
+            held = _next_of([*sorted(holders), end], firsts)
+            one, other = entered < held, np.maximum(entered, held)
+            begin[firsts[one], entered[one] + 1] += size
+            begin[firsts[one], other[one] + 1] -= size
+        found: Matrix = np.cumsum(begin, axis=1)[:, :-1]
+        return found
 
     @cached_property
     def beside_bytes(self) -> NDArray[np.float64]:
@@ -463,3 +467,17 @@ class UnitTable:
             and any(a <= u < b for u in tie.users for a, b in held)
             and not any(a <= tie.users[0] < b for a, b in held)
         )
+
+
+def _sums_of_pairs(pairs: Iterable[tuple[int, int, int]], units: int) -> Matrix:
+    """The sums, for a stage of units a … b-1, of the sizes of all pairs (unit, later unit, size) that it holds."""
+    found: Matrix = np.zeros((units + 1, units + 1))
+    for one, after, size in pairs:
+        found[one, after + 1] += size
+    return np.cumsum(np.cumsum(found[::-1], axis=0)[::-1], axis=1)
+
+
+def _next_of(numbers: Sequence[int], wanted: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The first of the rising ``numbers`` that is not below each wanted one."""
+    rising = np.array(numbers, dtype=np.int64)
+    return rising[np.searchsorted(rising, wanted)]
