@@ -29,6 +29,7 @@ SEEN_KINDS = frozenset({
     "elementwise", "reduction", "softmax", "normalization", "copy", "sort", "opaque", "gather", "scatter", "concat",
 })  # fmt: skip
 """The kinds of op whose memory is what autograd holds for the call itself. Of the others it follows from the kind."""
+REMEMBERED_CALLS = 4096
 FREE_KINDS = frozenset({"view", "slice", "create"})
 RECURRENT = frozenset({"aten.lstm", "aten.gru", "aten.rnn_tanh", "aten.rnn_relu"})
 
@@ -179,6 +180,11 @@ class _Seen:
     """The bytes of the gradient that each input is given; 0 where it has no memory of its own."""
 
 
+_NOT_YET: Any = object()
+_seen: dict[Any, _Seen | None] = {}
+"""The runs of calls so far, in all captures of this process."""
+
+
 class OpMemories:
     """The memory of the calls of one capture; equal calls are run once."""
 
@@ -262,7 +268,23 @@ class OpMemories:
 
 
 def seen_of(call: CallForm, *, narrow: bool) -> _Seen | None:
-    """A run of the call, as it is or ``narrow``, with bfloat16 in the place of float32; None where it fails."""
+    """A run of the call, as it is or ``narrow``, with bfloat16 in the place of float32; None where it fails. The last
+    `REMEMBERED_CALLS` are remembered, for captures of models with the same calls."""
+    given = (_hashable(part) for part in (call.func, call.args, call.kwargs))
+    key = *given, call.pieces, call.inputs, call.outer, call.flowing, narrow
+    try:
+        found = _seen.get(key, _NOT_YET)
+    except TypeError:  # an argument without a hash
+        return _seen_anew(call, narrow=narrow)
+    if found is _NOT_YET:
+        if len(_seen) >= REMEMBERED_CALLS:
+            _seen.clear()
+        found = _seen[key] = _seen_anew(call, narrow=narrow)
+    known: _Seen | None = found
+    return known
+
+
+def _seen_anew(call: CallForm, *, narrow: bool) -> _Seen | None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         # The workspace of oneDNN's recurrent layers is empty without values.
@@ -272,6 +294,16 @@ def seen_of(call: CallForm, *, narrow: bool) -> _Seen | None:
             except Exception:
                 continue
     return None
+
+
+def _hashable(value: Any) -> Any:
+    """An argument that equal ones equal; numbers by type too, as 1 and 1.0 make other results."""
+    if isinstance(value, Form):
+        values = None if value.values is None else value.values.numpy().tobytes()
+        return value.shape, value.strides, value.dtype, value.flows, value.first, values
+    if isinstance(value, (list, tuple)):
+        return type(value), *map(_hashable, value)
+    return type(value), value
 
 
 class _Live(TorchDispatchMode):
