@@ -1,0 +1,48 @@
+"""What stages hold, counted for all stages at once, against a loop over values and stages."""
+
+from types import SimpleNamespace
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwright.core.cost.value_flow import SharedValue
+from shardwright.core.tables.unit_table import UnitTable, _sums_of_pairs
+
+UNITS = 6
+units = st.integers(0, UNITS - 1)
+
+
+@given(st.lists(st.tuples(units, units, st.integers(1, 9)).filter(lambda pair: pair[0] < pair[1])))
+def test_pairs_count_where_both_are_held(pairs: list[tuple[int, int, int]]) -> None:
+    found = _sums_of_pairs(pairs, UNITS)
+    for a in range(UNITS):
+        for b in range(a + 1, UNITS + 1):
+            assert found[a, b] == sum(size for one, other, size in pairs if a <= one and other < b)
+
+
+@st.composite
+def values(draw: st.DrawFn) -> tuple[SharedValue, int]:
+    maker = draw(st.integers(-1, UNITS - 2))
+    later = st.integers(maker + 1, UNITS - 1)
+    keepers, enterers = draw(st.lists(later, max_size=3)), draw(st.lists(later, min_size=1, max_size=3))
+    value = SharedValue(0, tuple(sorted(set(keepers))), tuple(sorted(set(enterers))), maker)
+    return value, draw(st.integers(1, 9))
+
+
+@given(st.lists(values(), max_size=4))
+def test_a_value_arrives_at_stages_that_it_enters_and_that_do_not_keep_it(given: list[tuple[SharedValue, int]]) -> None:
+    table = SimpleNamespace(
+        units=range(UNITS),
+        shared=[(value, 0) for value, _ in given],
+        arrivals=[size for _, size in given],
+        _holders=lambda value: set(value.keepers),
+    )
+    found = UnitTable._arrived(table)  # type: ignore[arg-type]
+    expected = np.zeros_like(found)
+    for value, size in given:
+        for a in range(value.maker + 1, UNITS):
+            for b in range(a + 1, UNITS + 1):
+                enters, kept = (any(a <= unit < b for unit in those) for those in (value.enterers, value.keepers))
+                expected[a, b] += size * (enters and not kept)
+    assert np.array_equal(found, expected)
