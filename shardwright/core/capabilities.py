@@ -51,8 +51,8 @@ class Capabilities:
             return None
         return (
             f"the {self.framework} runtime takes as many devices of every host, and the cluster has hosts with "
-            f"{' and '.join(map(str, sizes))} devices: leave out devices=, and the plan takes the fastest hosts of one "
-            f"size, or describe {sizes[0]} devices of each"
+            f"{' and '.join(map(str, sizes))} devices: plan for hosts of one size (without devices=, a plan takes the "
+            f"fastest of them whose number of devices the degrees divide), or describe {sizes[0]} devices of each"
         )
 
     def lack(self, *, recompute: str, shard: int, shard_group: int | None, dp: int) -> str | None:

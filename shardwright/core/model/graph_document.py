@@ -158,6 +158,7 @@ class GraphDocument:
             if len(values) != op.inputs + op.outputs + 1:
                 raise PlanError(f"ops: op {len(ops)} has {len(values)} numbers, expected {op.inputs + op.outputs + 1}")
             _require_labels(op, len(ops))
+            _require_memory(op, len(ops))
             *read, call = values
             if call >= len(calls):
                 raise PlanError(f"ops: op {len(ops)} ran in call {call}, and there are {len(calls)}")
@@ -245,6 +246,23 @@ def _require_labels(op: OpForm, index: int) -> None:
         raise PlanError(f"ops: op {index} ({op.name}) has a label below -1 or an offset below 0")
     if odd := [label for label, _ in op.special if label not in known]:
         raise PlanError(f"ops: op {index} ({op.name}) gives label {odd[0]} a role, and labels no dim with it")
+
+
+def _require_memory(op: OpForm, index: int) -> None:
+    """Raise PlanError for memory of an op that names operands that it has not, or bytes that no op takes."""
+    memory = op.memory
+    if memory is None:
+        return
+    places = (*memory.keeps, *memory.unmade, *memory.handed_on, *memory.weightless)
+    if min(places, default=0) < 0 or max(places, default=0) >= op.inputs + op.outputs:
+        raise PlanError(f"ops: the memory of op {index} ({op.name}) names an operand or result that the op has not")
+    if max((*memory.handed_on, *memory.weightless), default=-1) >= op.inputs:
+        raise PlanError(f"ops: the memory of op {index} ({op.name}) gives a result the place of an input")
+    lines = [line for of in (memory.wide, memory.narrow) for line in (of.kept, of.forward, of.backward)]
+    if any(abs(size) > MOST_DIM for line in lines for size in line):
+        raise PlanError(f"ops: the memory of op {index} ({op.name}) has more than {MOST_DIM} bytes")
+    if any(of.kept[1] < 0 or sum(of.kept) < 0 for of in (memory.wide, memory.narrow)):
+        raise PlanError(f"ops: the memory of op {index} ({op.name}) keeps fewer than 0 bytes of one sample")
 
 
 # Names -----------------------------------------------------------------------------------------------------------

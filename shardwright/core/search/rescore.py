@@ -22,7 +22,7 @@ from shardwright.core.plan.plan_input import PlanInput
 from shardwright.core.search.request import Options, Request, request_for
 from shardwright.core.search.search import make_plan, tables_of
 from shardwright.core.solver.op_layouts import AXIS
-from shardwright.core.tables.cost_tables import unpriced_of
+from shardwright.core.tables.cost_tables import unknown_memory_of, unpriced_of
 from shardwright.core.tables.graph_reading import read
 from shardwright.core.values.fields import fields_of
 
@@ -78,8 +78,9 @@ def rescore(plan: Plan, **changes: Any) -> Plan:
         require_slot_layout(slot, layout, plan.model.slot_shapes[slot], Mesh((AXIS,), (wanted["tp"],)))
     graph = plan.input.graph()
     _require_same_model(plan, graph, before.precision)
-    if (unpriced := unpriced_of(graph)) is not None:
-        warnings.warn(f"{graph.model_name}: {unpriced}", stacklevel=2)
+    for said in (unpriced_of(graph), unknown_memory_of(graph)):
+        if said is not None:
+            warnings.warn(f"{graph.model_name}: {said}", stacklevel=2)
     request = _request(plan.input, {name: value for name, value in wanted.items() if name not in found_anew})
     if "layouts" not in found_anew and wanted["tp"] > 1:
         request = _with_layouts(plan, graph, request, dict(wanted["layouts"]))

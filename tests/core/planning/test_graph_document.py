@@ -15,6 +15,7 @@ from shardwright.core.layout.pinned_layout import Pin
 from shardwright.core.layout.placements import Layout, Split
 from shardwright.core.model.graph import Footprint, Graph, KeptTwice, UnitMemory
 from shardwright.core.model.graph_document import GraphDocument, documents_of, graph_of
+from shardwright.core.model.op_memory import OpBytes, OpMemory
 from shardwright.core.model.repeated_rows import MOST_ROWS, Run, folded, unfolded
 from shardwright.core.plan.sections import from_section, section_of, to_section
 from tests.core.toy import decoder
@@ -146,3 +147,28 @@ def test_a_plan_counted_from_its_tables_is_the_plan() -> None:
     bare = [replace(g, unit_memory=None, in_16_bits=None) for g in (graph, back)]
     plans = [sw.plan(g, cluster, batch=8, pp=1, dp=1, tp=2) for g in bare]
     assert plans[0] == plans[1]
+
+
+@pytest.mark.parametrize(
+    ("memory", "said"),
+    [
+        (OpMemory(keeps=(99,)), "names an operand or result"),
+        (OpMemory(keeps=(-1,)), "names an operand or result"),
+        (OpMemory(unmade=(99,)), "names an operand or result"),
+        (OpMemory(handed_on=(-1,)), "names an operand or result"),
+        (OpMemory(weightless=(1,)), "gives a result the place of an input"),
+        (OpMemory(wide=OpBytes(kept=(10**400, 0))), "has more than"),
+        (OpMemory(narrow=OpBytes(backward=(-(10**30), 0))), "has more than"),
+        (OpMemory(wide=OpBytes(kept=(-1000, 0))), "keeps fewer than 0 bytes"),
+        (OpMemory(wide=OpBytes(kept=(1000, -1))), "keeps fewer than 0 bytes"),
+    ],
+)
+def test_memory_that_no_op_has_is_refused(memory: OpMemory, said: str) -> None:
+    graph = decoder(layers=1)
+    number = next(n for n, op in enumerate(graph.ops) if len(op.inputs) == 1 and op.kind == "elementwise")
+    ops = list(graph.ops)
+    ops[number] = replace(ops[number], memory=OpMemory(keeps=(0,), wide=OpBytes(kept=(0, 4))))
+    assert graph_of(documents_of(replace(graph, ops=tuple(ops)))).ops == tuple(ops)
+    ops[number] = replace(ops[number], memory=memory)
+    with pytest.raises(PlanError, match=said):
+        graph_of(documents_of(replace(graph, ops=tuple(ops))))

@@ -11,8 +11,8 @@ import math
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from typing import Any
 
 import torch
@@ -178,6 +178,15 @@ class _Seen:
     """The most in the backward beside what it reads and the gradients of the results."""
     gradients: tuple[int, ...]
     """The bytes of the gradient that each input is given; 0 where it has no memory of its own."""
+    shapes: tuple[tuple[int, ...], ...]
+    """The shapes of the inputs and of the outputs."""
+
+    def grows_along_two_dims(self, other: "_Seen") -> bool:
+        """Whether a tensor of the other run is larger along several dims, so that bytes are no line in the batch."""
+        return any(
+            len(mine) != len(theirs) or sum(a != b for a, b in zip(mine, theirs, strict=True)) > 1
+            for mine, theirs in zip(self.shapes, other.shapes, strict=False)
+        )
 
 
 _NOT_YET: Any = object()
@@ -206,18 +215,16 @@ class OpMemories:
         return self._found[key]
 
     def _combined(self, small: CallForm, large: CallForm) -> tuple[OpMemory, ...]:
-        # In 16 bits a call has the dtypes of the second run, which has in float32 what the model casts to that.
-        in_16_bits = (_typed_as(small, large), large) if self._narrow else (small, large)
-        wide = self._run(small, narrow=False), self._run(_typed_as(large, small), narrow=False)
-        small_narrow, large_narrow = (self._run(call, narrow=not self._narrow) for call in in_16_bits)
-        narrow = small_narrow, large_narrow
-        if wide[0] is None or wide[1] is None:
-            wide = narrow
-        if narrow[0] is None or narrow[1] is None:
-            narrow = wide
+        try:
+            wide, narrow = self._runs(small, large)
+        except (ValueError, AttributeError, TypeError):  # the calls differ in more than their sizes
+            return _unknown(small)
         runs = [seen for seen in (*wide, *narrow) if seen is not None]
-        if len(runs) < len(wide) + len(narrow):
-            return tuple(OpMemory(keeps=tuple(range(len(slots))), is_known=False) for slots in small.pieces)
+        same = (small.func, small.pieces, small.inputs, small.outer) == (
+            large.func, large.pieces, large.inputs, large.outer
+        )  # fmt: skip
+        if len(runs) < len(wide) + len(narrow) or not same or _is_no_line(*wide) or _is_no_line(*narrow):
+            return _unknown(small)
         keeps = set(frozenset.union(*(seen.keeps for seen in runs)))
         handed_on = frozenset.intersection(*(seen.handed_on for seen in runs))
         weightless = frozenset.intersection(*(seen.weightless for seen in runs))
@@ -236,6 +243,17 @@ class OpMemories:
                 )
             )
         return tuple(found)
+
+    def _runs(
+        self, small: CallForm, large: CallForm
+    ) -> tuple[tuple[_Seen | None, _Seen | None], tuple[_Seen | None, _Seen | None]]:
+        """The runs at both batch sizes, in float32 and in 16 bits. In 16 bits a call has the dtypes of the second run,
+        which has in float32 what the model casts to that."""
+        in_16_bits = (_typed_as(small, large), large) if self._narrow else (small, large)
+        wide = self._run(small, narrow=False), self._run(_typed_as(large, small), narrow=False)
+        small_narrow, large_narrow = (self._run(call, narrow=not self._narrow) for call in in_16_bits)
+        narrow = small_narrow, large_narrow
+        return (narrow if None in wide else wide), (wide if None in narrow else narrow)
 
     def _bytes(
         self, small: _Seen | None, large: _Seen | None, slots: Sequence[int], outer: int, *, is_head: bool
@@ -267,14 +285,27 @@ class OpMemories:
         return self._seen[key]
 
 
+def _unknown(call: CallForm) -> tuple[OpMemory, ...]:
+    """The pieces of a call whose memory is not known."""
+    return tuple(OpMemory(keeps=tuple(range(len(slots))), is_known=False) for slots in call.pieces)
+
+
+def _is_no_line(small: _Seen | None, large: _Seen | None) -> bool:
+    """Whether bytes of a call beside its tensors grow faster than the batch, as those of all pairs of samples do."""
+    if small is None or large is None:
+        return False
+    held = (large.kept, large.forward, large.backward - sum(large.gradients))
+    return small.grows_along_two_dims(large) and any(size > 0 for size in held)
+
+
 def seen_of(call: CallForm, *, narrow: bool) -> _Seen | None:
     """A run of the call, as it is or ``narrow``, with bfloat16 in the place of float32; None where it fails. The last
     `REMEMBERED_CALLS` are remembered, for captures of models with the same calls."""
-    given = (_hashable(part) for part in (call.func, call.args, call.kwargs))
-    key = *given, call.pieces, call.inputs, call.outer, call.flowing, narrow
     try:
+        given = (_hashable(part) for part in (call.func, call.args, call.kwargs))
+        key = *given, call.pieces, call.inputs, call.outer, call.flowing, narrow
         found = _seen.get(key, _NOT_YET)
-    except TypeError:  # an argument without a hash
+    except (TypeError, RuntimeError):  # an argument without a hash, a tensor without bytes
         return _seen_anew(call, narrow=narrow)
     if found is _NOT_YET:
         if len(_seen) >= REMEMBERED_CALLS:
@@ -288,7 +319,9 @@ def _seen_anew(call: CallForm, *, narrow: bool) -> _Seen | None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         # The workspace of oneDNN's recurrent layers is empty without values.
-        for is_fake in (False, True) if call.func._schema.name == "aten::lstm" else (True, False):
+        ways = (False, True) if call.func._schema.name == "aten::lstm" else (True, False)
+        # An op of the user's is never run for real: it may do more than compute.
+        for is_fake in ways if call.func.namespace == "aten" else (True,):
             try:
                 return _Trial(call, narrow=narrow, is_fake=is_fake).run()
             except Exception:
@@ -299,7 +332,7 @@ def _seen_anew(call: CallForm, *, narrow: bool) -> _Seen | None:
 def _hashable(value: Any) -> Any:
     """An argument that equal ones equal; numbers by type too, as 1 and 1.0 make other results."""
     if isinstance(value, Form):
-        values = None if value.values is None else value.values.numpy().tobytes()
+        values = None if value.values is None else sha256(value.values.numpy().tobytes()).digest()
         return value.shape, value.strides, value.dtype, value.flows, value.first, values
     if isinstance(value, (list, tuple)):
         return type(value), *map(_hashable, value)
@@ -380,8 +413,12 @@ class _Trial:
         self._scalar_bytes = 0
 
     def run(self) -> _Seen:
-        mode = FakeTensorMode(allow_non_fake_inputs=True) if self.is_fake else nullcontext()
-        with torch.device("cpu"), torch.enable_grad(), mode, self.live:
+        """The run, whatever modes, hooks and random state the caller has."""
+        mode: Any = FakeTensorMode(allow_non_fake_inputs=True)
+        if not self.is_fake:
+            mode = torch.random.fork_rng(devices=[])
+        as_they_are = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+        with torch.inference_mode(False), torch.enable_grad(), torch.device("cpu"), as_they_are, mode, self.live:
             return self._run()
 
     def _dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -428,7 +465,10 @@ class _Trial:
         first_piece = self.call.pieces[self.call.head]
         made_first = [_own_bytes(t) for i, t in enumerate(outputs) if inputs + i in first_piece]
         forward = live.most - before - sum(made_first)
+        shapes = tuple(tuple(tensor.shape) for tensor in (*self._sources, *outputs))
         flowing = [tensor for tensor in outputs if tensor.requires_grad]
+        if not flowing and any(tensor.is_floating_point() for tensor in outputs):
+            raise ValueError("a gradient ends here")
         end = _Target.apply(self, *flowing) if flowing else None  # type: ignore[no-untyped-call]
         del result, outputs, flowing, args, kwargs
         self._sources.clear()
@@ -445,7 +485,7 @@ class _Trial:
         forward -= kept
         live.most = read
         if end is None:
-            return _Seen(keeps, frozenset(), frozenset(), kept, forward, 0, (0,) * inputs)
+            return _Seen(keeps, frozenset(), frozenset(), kept, forward, 0, (0,) * inputs, shapes)
         end.backward(first)
         made, handed_on, weightless = [0] * inputs, set(), set()
         for slot, gradient in self.gradients.items():
@@ -456,7 +496,7 @@ class _Trial:
             else:
                 made[slot] = input_bytes[slot]
         backward = live.most - read - sum(self.given.values())
-        return _Seen(keeps, frozenset(handed_on), frozenset(weightless), kept, forward, backward, tuple(made))
+        return _Seen(keeps, frozenset(handed_on), frozenset(weightless), kept, forward, backward, tuple(made), shapes)
 
 
 def _own_bytes(tensor: torch.Tensor) -> int:

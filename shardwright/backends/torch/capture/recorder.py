@@ -104,6 +104,8 @@ class Recorder(TorchDispatchMode):
         """Whether a composite op is being taken apart."""
         self._flowing: set[int] = set()
         """Tensors through which gradients would flow to a parameter or an input; all of them are kept."""
+        self._reaching: set[int] = set()
+        """Those, and what is made of them where autograd looks away, as inside of an `autograd.Function`; all kept."""
 
     # -- module calls --------------------------------------------------------------------------------------------
 
@@ -133,6 +135,12 @@ class Recorder(TorchDispatchMode):
         if id(tensor) in self._flowing:
             return True
         return self._root(tensor) in self._flowing if id(tensor) in self._views else tensor.requires_grad
+
+    def _reaches(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is made of one through which gradients flow. The core takes all of these for flowing."""
+        if id(tensor) in self._reaching:
+            return True
+        return self._root(tensor) in self._reaching if id(tensor) in self._views else self.flows(tensor)
 
     def note_reading(self) -> None:
         """Note that the innermost module call reads a value, or makes a tensor whose shape depends on values."""
@@ -247,7 +255,8 @@ class Recorder(TorchDispatchMode):
             with self:
                 return func.decompose(*args, **kwargs)
         inputs: list[torch.Tensor] = []
-        key = func, key_of(args, inputs), key_of(tuple(kwargs.items()), inputs), tuple(map(self.flows, inputs))
+        given = key_of(args, inputs), key_of(tuple(kwargs.items()), inputs)
+        key = func, *given, tuple(map(_strides, inputs)), tuple(map(self._reaches, inputs))
         numbers = [self._value_of.get(id(tensor)) for tensor in inputs]
         first = len(self.ops)
         self._inside = True
@@ -264,7 +273,7 @@ class Recorder(TorchDispatchMode):
             if form is None:
                 pieces = pieces_of([(op.kind, op.inputs, op.outputs) for op in ops], numbers, outputs)
                 outer = len(numbers) + len(outputs)
-                form = form_of(func, args, kwargs, self.flows, known.writes, pieces, outer)
+                form = form_of(func, args, kwargs, self._reaches, known.writes, pieces, outer)
                 self._forms[form_key] = form
             if len(form.pieces) == len(ops):
                 self.ops[first:] = [replace(op, whole=form, part=part) for part, op in enumerate(ops)]
@@ -312,14 +321,14 @@ class Recorder(TorchDispatchMode):
         template = self._template(cache_key, known, args, kwargs, refs, outputs, shares)
         made = self._emit(template, known.name, numbers, self._stack[-1])
         if all(piece.kind in SEEN_KINDS for piece in template.pieces):
-            flows = tuple(map(self.flows, inputs)) if torch.is_grad_enabled() else ()
+            flows = tuple(map(self._reaches, inputs))
             if any(flows):
-                form_key = cache_key, flows, tuple([numbers.index(n) for n in numbers])
+                form_key = cache_key, flows, tuple([numbers.index(n) for n in numbers]), tuple(map(_strides, inputs))
                 form = self._forms.get(form_key)
                 if form is None:
                     pieces = [(piece.inputs, piece.outputs) for piece in template.pieces]
                     outer = len(inputs) + len(outputs)
-                    form = form_of(func, args, kwargs, self.flows, known.writes, pieces, outer)
+                    form = form_of(func, args, kwargs, self._reaches, known.writes, pieces, outer)
                     self._forms[form_key] = form
                 for piece in range(len(template.pieces)):
                     place = piece - len(template.pieces)
@@ -342,20 +351,19 @@ class Recorder(TorchDispatchMode):
         self, known: Func, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor],
         written: Sequence[torch.Tensor],
     ) -> None:  # fmt: skip
-        if (
-            known.name.endswith(".detach")
-            or known.creates
-            or not torch.is_grad_enabled()
-            or not any(map(self.flows, inputs))
-        ):
+        if known.name.endswith(".detach") or known.creates or not any(map(self._reaches, inputs)):
             return
+        sets = [self._reaching]
+        if torch.is_grad_enabled() and any(map(self.flows, inputs)):
+            sets.append(self._flowing)
         changed = {id(tensor) for tensor in written}
         for tensor in (*outputs, *written):
             if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
-                self._flowing.add(id(tensor))
                 self._kept.append(tensor)
-                if id(tensor) in changed:
-                    self._flowing.add(self._root(tensor))
+                for found in sets:
+                    found.add(id(tensor))
+                    if id(tensor) in changed:
+                        found.add(self._root(tensor))
 
     def _template(
         self,
@@ -416,6 +424,10 @@ def _same_geometry(first: torch.Tensor, second: torch.Tensor) -> bool:
 def _is_whole(name: str, args: tuple[Any, ...]) -> bool:
     """Whether a composite op of the table is recorded as one op, for these arguments."""
     return name != "aten.einsum" or is_plain_einsum(args[0], len(args[1]))
+
+
+def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    return tensor.stride() if tensor.layout is torch.strided else ()
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
