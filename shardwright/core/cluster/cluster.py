@@ -178,11 +178,6 @@ class Cluster:
         return self._first_nodes[-1]
 
     @property
-    def devices_per_host(self) -> tuple[int, ...]:
-        """The number of devices of a node of each kind."""
-        return tuple(group.devices_per_node for group in self.groups)
-
-    @property
     def is_uniform(self) -> bool:
         """Whether every rank has the same device."""
         return all(group.device == self.groups[0].device for group in self.groups)

@@ -46,17 +46,15 @@ class Mesh:
         return cls(tuple(axes), tuple(axes.values()))
 
     @classmethod
-    @lru_cache(maxsize=1024)  # searches ask for every choice
     def placed(cls, order: str, *, pp: int, dp: int, tp: int) -> "Mesh":
         """The mesh of a placement order, a permutation of D, P and T. Ranks that differ only on the last letter are
         neighbours.
 
         Raises ClusterError for anything else.
         """
-        if sorted(order) != sorted(AXIS_OF_LETTER):
+        if not isinstance(order, str) or sorted(order) != sorted(AXIS_OF_LETTER):
             raise ClusterError(f"placement={order!r}: expected an order of the letters D, P and T, such as PDT")
-        degrees = {"pp": pp, "dp": dp, "tp": tp}
-        return cls.of(**{AXIS_OF_LETTER[letter]: degrees[AXIS_OF_LETTER[letter]] for letter in order})
+        return _placed(order, pp, dp, tp)
 
     @property
     def size(self) -> int:
@@ -109,3 +107,9 @@ class Mesh:
         if axis not in self.names:
             raise ClusterError(f"the mesh has no axis {axis!r}: {nearest(axis, self.names)}")
         return self.names.index(axis)
+
+
+@lru_cache(maxsize=1024)  # searches ask for every choice
+def _placed(order: str, pp: int, dp: int, tp: int) -> Mesh:
+    degrees = {"pp": pp, "dp": dp, "tp": tp}
+    return Mesh.of(**{AXIS_OF_LETTER[letter]: degrees[AXIS_OF_LETTER[letter]] for letter in order})

@@ -181,10 +181,10 @@ def search_parts(
 
 def _runnable(admitted: list[Part], runtimes: Sequence[Capabilities]) -> list[Part]:
     """The parts on whose hosts all runtimes run. Raises PlanError where there is none, with a runtime's reason."""
-    lacks = [
-        next(filter(None, (runtime.lack_of_hosts(part.cluster.devices_per_host) for runtime in runtimes)), None)
-        for part in admitted
-    ]
+    lacks = []
+    for part in admitted:
+        sizes = [group.devices_per_node for group in part.cluster.groups]
+        lacks.append(next(filter(None, (runtime.lack_of_hosts(sizes) for runtime in runtimes)), None))
     found = [part for part, lack in zip(admitted, lacks, strict=True) if lack is None]
     if not found:
         raise PlanError(str(lacks[0]))
