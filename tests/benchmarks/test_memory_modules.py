@@ -30,6 +30,7 @@ def test_a_layers_memory_is_predicted(title: str) -> None:
 
 def test_an_op_that_cannot_be_seen_is_counted_from_above_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
     from shardwright.backends.torch.capture import op_memory
+    from shardwright.backends.torch.capture.call_forms import CallForm
 
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -43,7 +44,7 @@ def test_an_op_that_cannot_be_seen_is_counted_from_above_and_named(monkeypatch: 
     known = sw.plan(sw.capture(Model(), batch), sw.Cluster("cpu"), batch=8, precision="fp32").predicted
     seen_of = op_memory.seen_of
 
-    def not_silu(call: op_memory.CallForm, *, narrow: bool) -> object:
+    def not_silu(call: CallForm, *, narrow: bool) -> object:
         return None if "silu" in call.func._schema.name else seen_of(call, narrow=narrow)
 
     monkeypatch.setattr(op_memory, "seen_of", not_silu)

@@ -81,14 +81,14 @@ def hooks() -> Iterator[None]:
 
 @pytest.mark.parametrize("around", [torch.inference_mode, torch.no_grad, hooks])
 def test_what_a_user_has_around_a_capture_changes_nothing(around: Any) -> None:
-    from shardwright.backends.torch.capture import op_memory
+    from shardwright.backends.torch.capture import call_trials
 
     value = torch.rand(BATCH, WIDTH)
-    op_memory._seen.clear()
+    call_trials._seen.clear()
     with around():
         inside = planned_bytes(sw.capture(Plain(), value))
     outside = planned_bytes(sw.capture(Plain(), value))
-    op_memory._seen.clear()
+    call_trials._seen.clear()
     assert inside == outside == planned_bytes(sw.capture(Plain(), value))
 
 
@@ -163,7 +163,7 @@ def test_an_op_of_the_users_is_never_run() -> None:
 
 
 def test_a_capture_draws_no_random_numbers() -> None:
-    from shardwright.backends.torch.capture import op_memory
+    from shardwright.backends.torch.capture import call_trials
 
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -173,7 +173,7 @@ def test_a_capture_draws_no_random_numbers() -> None:
         def forward(self, value: torch.Tensor) -> torch.Tensor:
             return self.layers(value)[0].mean()
 
-    op_memory._seen.clear()
+    call_trials._seen.clear()
     model, value = Model(), torch.rand(2, 5, 16)
     before = torch.get_rng_state()
     sw.capture(model, value)

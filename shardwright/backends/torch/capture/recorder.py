@@ -5,13 +5,20 @@ composite op that the table of `ops` does not name is decomposed, and the ops th
 ops are recorded as functions: the tensor that was written, and every tensor that shares its memory, gets a new value.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from shardwright.backends.torch.capture.op_memory import SEEN_KINDS, CallForm, form_of, is_seen_whole, pieces_of
+from shardwright.backends.torch.capture.call_forms import (
+    SEEN_KINDS,
+    CallForm,
+    form_of,
+    is_seen_whole,
+    pieces_of,
+    tensors_in,
+)
 from shardwright.backends.torch.capture.op_schemas import Func, bind, by_name, dtype_name, key_of, ref_of
 from shardwright.backends.torch.capture.ops import RULES, OpCall, Ref, Template
 from shardwright.backends.torch.capture.ops.products import is_plain_einsum
@@ -267,7 +274,7 @@ class Recorder(TorchDispatchMode):
             self._inside = False
         ops = self.ops[first:]
         if len(ops) > 1 and any(key[-1]) and is_seen_whole(known.name, {op.kind for op in ops}):
-            outputs = [self._value_of.get(id(tensor)) for tensor in _tensors(made)]
+            outputs = [self._value_of.get(id(tensor)) for tensor in tensors_in(made)]
             form_key = key, tuple(numbers.index(n) for n in numbers)
             form = self._forms.get(form_key)
             if form is None:
@@ -290,8 +297,8 @@ class Recorder(TorchDispatchMode):
         refs = [ref_of(i, t) for i, t in enumerate(inputs)] if known.reshapes else None
         result = self._inferred.run(func, args, kwargs)
         given = by_name(known.schema, args, kwargs) if known.writes else {}
-        written = [t for name in known.writes for t in _tensors(given.get(name))]
-        outputs = list(_tensors(result))
+        written = [t for name in known.writes for t in tensors_in(given.get(name))]
+        outputs = list(tensors_in(result))
         self._note_flow(known, inputs, outputs, written)
         if all(id(t) in self._drawn for t in inputs) if inputs else known.draws:
             self._drawn.update(map(id, outputs))
@@ -428,11 +435,3 @@ def _is_whole(name: str, args: tuple[Any, ...]) -> bool:
 
 def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
     return tensor.stride() if tensor.layout is torch.strided else ()
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
