@@ -18,7 +18,7 @@ from shardwright.core.schedule.simulate import simulate_schedule
 from shardwright.core.schedule.timeline import Timeline
 from shardwright.core.search import make_plan
 from shardwright.core.search.request import Options, Request, request_for
-from shardwright.core.tables.cost_tables import unknown_memory_of, unpriced_of
+from shardwright.core.tables.graph_reading import unknown_memory_of, unpriced_of
 from shardwright.core.values.fields import Field, fields_of
 
 

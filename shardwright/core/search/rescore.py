@@ -22,8 +22,7 @@ from shardwright.core.plan.plan_input import PlanInput
 from shardwright.core.search.request import Options, Request, request_for
 from shardwright.core.search.search import make_plan, tables_of
 from shardwright.core.solver.op_layouts import AXIS
-from shardwright.core.tables.cost_tables import unknown_memory_of, unpriced_of
-from shardwright.core.tables.graph_reading import read
+from shardwright.core.tables.graph_reading import read, unknown_memory_of, unpriced_of
 from shardwright.core.values.fields import fields_of
 
 FOLLOWS: dict[str, tuple[str, ...]] = {

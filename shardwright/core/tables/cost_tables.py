@@ -14,8 +14,6 @@ from shardwright.core.cluster.hardware.device import MeasuredUnit
 from shardwright.core.cost.shared_values import as_they_lie
 from shardwright.core.cost.unit_seconds import UnitCost, seconds_of, unit_cost
 from shardwright.core.cost.unit_work import PRECISION_BYTES
-from shardwright.core.cost.unknown_memory import unknown_memory_text
-from shardwright.core.cost.unpriced import unpriced_text
 from shardwright.core.cost.value_flow import SharedValue
 from shardwright.core.errors import PlanError
 from shardwright.core.execution import Execution
@@ -47,22 +45,10 @@ from shardwright.core.tables.memory import Precision, Recompute, SumPrecision, s
 from shardwright.core.tables.unit_table import Tie, UnitTable
 from shardwright.core.values.found_once import found_once
 
-HOST_LINK_EFFICIENCY = 0.75
-"""The share of the bandwidth to the host's memory that copies reach. Prior: as for the links over PCI Express."""
-
-
-def unpriced_of(graph: Graph) -> str | None:
-    """The text of `unpriced_text` for a graph, found once."""
-    return read(graph).remembered("unpriced", lambda: unpriced_text(graph))
-
-
-def unknown_memory_of(graph: Graph) -> str | None:
-    """The text of `unknown_memory_text` for a graph, found once."""
-    return read(graph).remembered("unknown memory", lambda: unknown_memory_text(graph))
-
-
 LARGE_BYTES = 2**32
 """Size in bytes of a reduction whose latency is negligible next to bandwidth."""
+HOST_LINK_EFFICIENCY = 0.75
+"""The share of the bandwidth to the host's memory that copies reach. Prior: as for the links over PCI Express."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,8 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from shardwright.core.cost.unit_work import PRECISION_BYTES, WorkCounter
+from shardwright.core.cost.unknown_memory import unknown_memory_text
+from shardwright.core.cost.unpriced import unpriced_text
 from shardwright.core.cost.work import UnitWork
 from shardwright.core.layout.unit_layouts import RealisedUnit
 from shardwright.core.model.fold import Unit, fold
@@ -112,3 +114,13 @@ def read(graph: Graph) -> Reading:
     while len(_readings) > REMEMBERED_GRAPHS:
         _readings.popitem(last=False)
     return found
+
+
+def unpriced_of(graph: Graph) -> str | None:
+    """The text of `unpriced_text` for a graph, found once."""
+    return read(graph).remembered("unpriced", lambda: unpriced_text(graph))
+
+
+def unknown_memory_of(graph: Graph) -> str | None:
+    """The text of `unknown_memory_text` for a graph, found once."""
+    return read(graph).remembered("unknown memory", lambda: unknown_memory_text(graph))
