@@ -218,7 +218,7 @@ class _Chain:
         borders = [self.frame.main[index - 1] if index else None, self.frame.main[index]]
         places = self.frame.places(index)
         leaving = tuple(sorted(places[t] for t in self.frame.leaving[index]))
-        alike = unit.fold_class, leaving, tuple(border is None for border in borders)
+        alike = unit.fold_class, leaving, tuple(None if border is None else places.get(border) for border in borders)
         key = (alike, tuple(pins.get(t) for t in tensors))
         if key not in self._problems:
             own = {tensor: pins[tensor] for tensor in tensors if tensor in pins}
