@@ -225,6 +225,23 @@ def gpu(ranks: Mapping[int, Mapping[str, Any]], *, timed: bool) -> Claims:
     return claims
 
 
+def gpu_steps(plans: Mapping[str, Mapping[str, float]], failed: Sequence[str], *, timed: bool) -> Claims:
+    """Predicted over measured of every plan: time within 10% by the profile that ships, within 5% by one taken on the
+    device; memory never too low and within 3%. Without ``timed`` nothing but that every plan ran."""
+    claims = Claims()
+    for plan in failed:
+        claims.holds(f"{plan}: runs", False)
+    for plan, ratios in plans.items():
+        if not timed:
+            claims.holds(f"{plan}: runs", all(ratio > 0 for ratio in ratios.values()))
+            continue
+        claims.at_most(f"{plan}: error of the time, by the profile that ships", abs(ratios["shipped"] - 1), 0.10)
+        claims.at_most(f"{plan}: error of the time, by a profile taken here", abs(ratios["here"] - 1), 0.05)
+        claims.at_least(f"{plan}: memory, predicted over measured", ratios["memory"], 1.0)
+        claims.at_most(f"{plan}: memory, predicted over measured", ratios["memory"], 1.03)
+    return claims
+
+
 def step_time(rows: Mapping[str, Sequence[float]], medians: Mapping[str, float]) -> Claims:
     """Relative errors of every round of every plan, and their medians: the medians within 10%, and 94 of 100 rounds."""
     claims = Claims()
