@@ -13,8 +13,9 @@ from shardwright.core.errors import ClusterError, nearest
 from shardwright.core.execution import PLAIN, Execution
 
 FUSED_ATTENTION_EFFICIENCY = 0.75
-"""The rate of attention in one kernel, as a share of that of large products. Prior: FlashAttention-2 (arXiv 2307.08691,
-section 4.1) reaches 50 to 73% of an A100's peak, where large products reach about 80%."""
+"""The rate of attention in one kernel, as a share of that of large products, where a device's file does not say. Prior:
+FlashAttention-2 (arXiv 2307.08691, section 4.1) reaches 50 to 73% of an A100's peak, where large products reach about
+80%."""
 
 BACKWARD_DISPATCH = 1.55
 """The host's time to issue a backward pass, as a multiple of that for a forward pass. Fitted:
@@ -251,7 +252,8 @@ def _product_times(product: Product, device: Device, precision: str) -> tuple[fl
     if product.casts is None and precision == "fp8":
         precision = "bf16"
     if not product.batches:
-        peak = device.flops_per_s(precision) * device.matmul_efficiency * FUSED_ATTENTION_EFFICIENCY
+        share = FUSED_ATTENTION_EFFICIENCY if device.attention_efficiency is None else device.attention_efficiency
+        peak = device.flops_per_s(precision) * device.matmul_efficiency * share
         bandwidth = device.memory_bandwidth_bytes_per_s * device.memory_efficiency
         once = max(product.flops / peak, product.size_bytes / bandwidth)
         return once, once * product.backward_input, once * product.backward_weight

@@ -2,15 +2,15 @@
 
 import os
 import platform
-import time
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
+from shardwright.backends.torch.machine.blocks import attention_flops_per_s, dispatched_s
 from shardwright.backends.torch.machine.measured_collectives import collective_runs, run_count
 from shardwright.backends.torch.machine.process import choose_device, start, this_launch
+from shardwright.backends.torch.machine.timing import device_s, quartile_s
 from shardwright.core.cluster.hardware.device import MeasuredProduct
 from shardwright.core.cluster.hardware.measurements import Measurements, MeasureProgress
 
@@ -19,7 +19,9 @@ SIDES = ((64, 64, 64), (128, 64, 256), (256, 64, 256), (256, 256, 64), (256, 256
          (512, 768, 3072), (512, 8192, 512), (512, 512, 8192))  # fmt: skip
 """The sides (m, n, k) of the products measured: squares, and the thin ones of attention, feed-forward and
 vocabulary."""
-CUDA_SIDES = (*SIDES, (4096, 4096, 4096), (8192, 8192, 1024), (2048, 12288, 4096), (4096, 1024, 8192))
+CUDA_SIDES = (*SIDES, (4096, 4096, 4096), (8192, 8192, 1024), (2048, 12288, 4096), (4096, 1024, 8192),
+              (8192, 1024, 4096), (8192, 4096, 1024), (8192, 3072, 1024), (16384, 2048, 2048),
+              (8192, 50304, 1024))  # fmt: skip
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -52,13 +54,15 @@ def profile_device(
 ) -> Measurements:
     """Measure ``device``, and the default process group where there is one, in about ``budget_s`` seconds.
 
-    Every figure is the lower quartile of its runs after one to warm up. All ranks of the group must call this together.
+    Every figure is the lower quartile of its runs after one to warm up. On GPUs it is the device's time alone, by CUDA
+    graphs, and what the host takes to issue a model's ops is a figure of its own. All ranks of the group must call
+    this together.
     """
     is_cuda = device.type == "cuda"
     sides = CUDA_SIDES if is_cuda else SIDES
     precisions = ("fp32", "bf16", "fp16") if is_cuda else ("fp32",)
     ranks = dist.get_world_size() if dist.is_initialized() else 1
-    total = len(sides) * len(precisions) + 4 + run_count(ranks, device)
+    total = len(sides) * len(precisions) + (6 if is_cuda else 4) + run_count(ranks, device)
     each = budget_s / total
     done = 0
 
@@ -74,14 +78,15 @@ def profile_device(
             step(f"{precision} product {m} × {k} × {n}")
             left = torch.randn(m, k, device=device, dtype=_DTYPES[precision])
             right = torch.randn(k, n, device=device, dtype=_DTYPES[precision])
-            seconds = _quartile_s(lambda a=left, b=right: a @ b, device, each)  # type: ignore[misc]
+            seconds = device_s(lambda a=left, b=right: a @ b, device, each)  # type: ignore[misc]
             products.append(MeasuredProduct(precision, m, n, k, 2.0 * m * n * k / seconds))
     step("memory")
-    large = torch.randn(1 << 24, device=device)
+    # On GPUs larger than what their caches hold, and than what a launch takes.
+    large = torch.randn(1 << (27 if is_cuda else 24), device=device)
     target = torch.empty_like(large)
-    bandwidth = 2 * large.nbytes / _quartile_s(lambda: target.copy_(large), device, each)
+    bandwidth = 2 * large.nbytes / device_s(lambda: target.copy_(large), device, each)
     step("elementwise chains")
-    values = torch.randn(4096, 1024, device=device, requires_grad=True)
+    values = torch.randn(65536 if is_cuda else 4096, 1024, device=device, requires_grad=True)
     seed = torch.ones_like(values)
 
     def both_ways() -> None:
@@ -89,27 +94,34 @@ def profile_device(
 
     # Forward, the value read twice and the result written; backward, counted as twice that.
     moved = 3 * 3 * values.nbytes
-    vector = moved / _quartile_s(both_ways, device, each) / bandwidth
+    vector = moved / device_s(both_ways, device, each) / bandwidth
     step("optimizer")
-    optimizer = torch.optim.AdamW([torch.zeros_like(large[: 1 << 22]).requires_grad_() for _ in range(4)])
+    optimizer = torch.optim.AdamW([torch.zeros_like(large[: len(large) // 4]).requires_grad_() for _ in range(4)])
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = torch.ones_like(parameter)
-    updated = 7 * large.nbytes / _quartile_s(optimizer.step, device, each) / bandwidth
+    updated = 7 * large.nbytes / quartile_s(optimizer.step, device, each) / bandwidth
     step("launches")
     small = torch.randn(2, 8, device=device)
-    launch = _quartile_s(lambda: _chain(small), device, each, whole=False)
-    host = bandwidth
+    host, dispatch, attention = bandwidth, None, None
     if is_cuda:
+        launch = device_s(lambda: small + small, device, each)
         pinned = torch.empty(large.shape, dtype=large.dtype, pin_memory=True)
-        host = large.nbytes / _quartile_s(lambda: pinned.copy_(large), device, each)
+        host = large.nbytes / quartile_s(lambda: pinned.copy_(large), device, each)
+        step("the host's part of a forward")
+        dispatch = dispatched_s(device, each)
+        step("attention")
+        fastest = max(p.flops_per_s for p in products if p.precision == "bf16")
+        attention = attention_flops_per_s(device, each) / fastest
+    else:
+        launch = quartile_s(lambda: _chain(small), device, each, whole=False)
     samples = []
     if ranks > 1:
         with collective_runs(device) as runs:
             for run in runs:
                 step(f"{run.kind.replace('_', '-')} of {run.size_bytes >> 10} KiB over {run.ranks} ranks")
                 # Every rank runs as often as every other: a time budget of its own would leave one waiting.
-                samples.append(run.measured(_quartile_s(run.prepare(), device, each, runs=7)))
+                samples.append(run.measured(quartile_s(run.prepare(), device, each, runs=7)))
     return Measurements(
         name=name,
         kind="gpu" if is_cuda else "cpu",
@@ -121,6 +133,8 @@ def profile_device(
         optimizer_efficiency=updated,
         kernel_launch_s=launch,
         host_link_bandwidth_bytes_per_s=host,
+        dispatch_s=dispatch,
+        attention_efficiency=attention,
         rank=dist.get_rank() if ranks > 1 else 0,
         ranks=ranks,
         collectives=tuple(samples),
@@ -130,32 +144,6 @@ def profile_device(
 def _chain(values: torch.Tensor) -> torch.Tensor:
     normal = torch.nn.functional.layer_norm(values, values.shape[-1:])
     return values + torch.nn.functional.gelu(normal)
-
-
-def _quartile_s(
-    run: Callable[[], object], device: torch.device, budget_s: float, *, runs: int = 0, whole: bool = True
-) -> float:
-    """The time of a call in seconds, the lower quartile of several: other programs only ever make it longer.
-
-    There are ``runs`` calls, or as many as the budget allows, at least 5. Not ``whole``: the time to issue the call,
-    without waiting for the device.
-    """
-
-    def synchronize() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
-    run()
-    synchronize()
-    times: list[float] = []
-    began = time.perf_counter()
-    while len(times) < (runs or 5) or (not runs and time.perf_counter() - began < budget_s and len(times) < 200):
-        started = time.perf_counter()
-        run()
-        if whole:
-            synchronize()
-        times.append(time.perf_counter() - started)
-    return sorted(times)[len(times) // 4]
 
 
 def _memory_bytes(device: torch.device, ranks: int) -> int:

@@ -102,6 +102,8 @@ class Device:
     vector_efficiency: the share of the memory bandwidth that everything but products reaches, its traffic counted as if
         chains of elementwise ops ran as one kernel each; None: memory_efficiency.
     dispatch_s: the host's time to issue one product or one such chain, forward; None: kernel_launch_s.
+    attention_efficiency: the rate of attention in one kernel, every pair of positions counted, as a share of that of
+        large products; None: a prior.
     optimizer_efficiency: the share of the memory bandwidth that an optimizer's step reaches, its traffic counted as if
         it were one kernel; None: memory_efficiency.
     measured_products: rates of products measured on this device, which stand in for peak, tiles and efficiency.
@@ -126,6 +128,7 @@ class Device:
     tile_depth: float | None = None
     vector_efficiency: float | None = None
     dispatch_s: float | None = None
+    attention_efficiency: float | None = None
     optimizer_efficiency: float | None = None
     measured_products: tuple[MeasuredProduct, ...] = ()
     measured_units: tuple[MeasuredUnit, ...] = ()
@@ -163,7 +166,7 @@ class Device:
         check.positive(owner, "host_link_bandwidth_bytes_per_s", self.host_link_bandwidth_bytes_per_s)
         if self.compute_units is not None:
             check.whole(owner, "compute_units", self.compute_units, at_least=1)
-        for share in ("vector_efficiency", "optimizer_efficiency"):
+        for share in ("vector_efficiency", "optimizer_efficiency", "attention_efficiency"):
             if (value := getattr(self, share)) is not None:
                 check.positive(owner, share, value, at_most=1.0)
         for constant in ("tile_depth", "dispatch_s"):

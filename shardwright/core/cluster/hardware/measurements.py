@@ -28,6 +28,10 @@ class Measurements:
         as if the chain were one kernel.
     optimizer_efficiency: the share of it that a step of AdamW reaches, counted as one kernel.
     kernel_launch_s: the time of one op in a chain of small elementwise ops.
+    dispatch_s: the host's time to issue a product or a chain of elementwise ops of a model in training; None: it was
+        not measured apart.
+    attention_efficiency: the rate of attention in one kernel as a share of the fastest product's in its precision;
+        None: it was not measured.
     units: the measured units of a model, if one was measured too.
 
     Raises ClusterError when a figure is not positive and finite, or no product was measured.
@@ -43,6 +47,8 @@ class Measurements:
     optimizer_efficiency: float
     kernel_launch_s: float
     host_link_bandwidth_bytes_per_s: float
+    dispatch_s: float | None = None
+    attention_efficiency: float | None = None
     rank: int = 0
     """The rank that measured, of ``ranks``; rank 0 writes the profile."""
     ranks: int = 1
@@ -58,6 +64,9 @@ class Measurements:
         shares = "vector_efficiency", "optimizer_efficiency"
         for name in ("memory_bandwidth_bytes_per_s", *shares, "kernel_launch_s", "host_link_bandwidth_bytes_per_s"):
             check.positive(owner, name, getattr(self, name))
+        for name in ("dispatch_s", "attention_efficiency"):
+            if (value := getattr(self, name)) is not None:
+                check.positive(owner, name, value)
         if self.ranks > 1 and len(self._all_reduces) < 2:
             raise ClusterError(
                 f"{owner}: {self.ranks} ranks and {len(self._all_reduces)} all-reduces of them all, expected 2 or more"
@@ -95,6 +104,10 @@ class Measurements:
                 precision: constant(peak, "the fastest product") for precision, peak in sorted(peaks.items())
             },
         }
+        if self.dispatch_s is not None:
+            document["dispatch_s"] = constant(self.dispatch_s, "a forward of transformer blocks, of its host,")
+        if self.attention_efficiency is not None:
+            document["attention_efficiency"] = constant(min(1.0, self.attention_efficiency), "attention, both passes,")
         link: Any = SHARED_MEMORY_LINK
         if self.ranks > 1:
             latency_s, reached = ring_constants(self._all_reduces)

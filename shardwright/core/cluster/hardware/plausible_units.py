@@ -23,6 +23,7 @@ _PLAUSIBLE: dict[str, tuple[float, float, str]] = {
     "memory_efficiency": (1e-3, 1.0, _SHARE),
     "vector_efficiency": (1e-3, 1.0, _SHARE),
     "optimizer_efficiency": (1e-3, 1.0, _SHARE),
+    "attention_efficiency": (1e-3, 1.0, _SHARE),
     "efficiency": (1e-3, 1.0, _SHARE),
     "compute_units": (1.0, 1e5, "multiprocessors"),
     "tile_depth": (0.0, 4096.0, "contracted entries"),

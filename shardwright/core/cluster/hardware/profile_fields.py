@@ -104,6 +104,7 @@ class DeviceTable(_Section):
     tile_depth: Constant | None = None
     vector_efficiency: Constant | None = None
     dispatch_s: Constant | None = None
+    attention_efficiency: Constant | None = None
     optimizer_efficiency: Constant | None = None
     price_usd_per_hour: Constant | None = None
 
