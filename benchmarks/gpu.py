@@ -1,6 +1,6 @@
 """PyTorch on one or several GPUs: overhead, compiled units, what communication costs, and memory.
 
-    python benchmarks/gpu.py [--ranks 1 2 4] [--write benchmarks/results/gpu.md]
+    python benchmarks/gpu.py [--ranks 1 2 4] [--parts overhead memory] [--write benchmarks/results/gpu.md]
     python benchmarks/gpu.py --device cpu --tiny        # the same code on CPUs over Gloo: nothing timed is judged
 
 One process for each GPU, started by torchrun for every number of ranks (default: 1, and all GPUs). A small-batch GPT-2
@@ -48,6 +48,7 @@ import shardwright as sw
 import shardwright.torch as swt
 
 MICROBATCHES, RATE, NO_DEVICE = 4, 1e-4, 2
+PARTS = "overhead", "compiled", "fp8", "hidden", "memory"
 MEMORY: dict[str, dict[str, Any]] = {
     "fp32": {"precision": "fp32", "shard": 0},
     "fp32, shard 3": {"precision": "fp32", "shard": 3},
@@ -289,13 +290,17 @@ def rank(options: argparse.Namespace) -> None:
         torch.set_float32_matmul_precision("high")
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     setting = Setting(device, options.tiny)
-    found: dict[str, Any] = {"overhead": overhead(setting), "compiled": compiled(setting), "hidden": {}, "memory": {}}
-    found["fp8"] = in_fp8(setting)
-    if dist.get_world_size() > 1:
+    found: dict[str, Any] = {"overhead": None, "compiled": None, "fp8": None, "hidden": None, "memory": None}
+    for part, measure in (("overhead", overhead), ("compiled", compiled), ("fp8", in_fp8)):
+        if part in options.parts:
+            found[part] = measure(setting)
+    if dist.get_world_size() > 1 and "hidden" in options.parts:
         found["hidden"] = {f"shard {shard}": hidden(setting, shard) for shard in (0, 3)}
     # On CPUs products in fp8 are computed in float32, whose copies no plan counts.
     cases = MEMORY | ({"fp8": FP8} if setting.is_cuda and setting.has_fp8 else {})
-    for case, pins in cases.items():
+    if "memory" in options.parts:
+        found["memory"] = {}
+    for case, pins in cases.items() if "memory" in options.parts else ():
         if dist.get_world_size() > 1 or not pins["shard"]:
             found["memory"][case] = memory(setting, pins)
     if dist.get_rank() == 0:
@@ -311,6 +316,7 @@ def launched(options: argparse.Namespace, ranks: int) -> dict[str, Any]:
         command = [
             sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), __file__,
             "--device", options.device, "--rank-to", str(out), *(["--tiny"] if options.tiny else []),
+            "--parts", *options.parts,
         ]  # fmt: skip
         paths = os.pathsep.join(p for p in (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")) if p)
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
@@ -335,6 +341,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--ranks", nargs="+", type=int, help="numbers of processes (default: 1, and one for each GPU)")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--tiny", action="store_true", help="a model of two small layers")
     parser.add_argument("--write", type=Path)
     parser.add_argument("--rank-to", help=argparse.SUPPRESS)
@@ -357,10 +364,10 @@ def main() -> int:
     figures = {}
     for ranks in counts:
         found = figures[ranks] = launched(options, ranks)
-        shares = (f"{found['hidden'][c]:.0%}" if c in found["hidden"] else "–" for c in ("shard 0", "shard 3"))
-        held = "; ".join(f"{case}: {' '.join(f'{r:.3f}' for r in rs)}" for case, rs in found["memory"].items())
-        narrow = "–" if found["fp8"] is None else f"{found['fp8']:.3f}"
-        speeds = f"{found['overhead']:.3f} | {found['compiled']:.3f} | {narrow}"
+        hides = found["hidden"] or {}
+        shares = (f"{hides[c]:.0%}" if c in hides else "–" for c in ("shard 0", "shard 3"))
+        held = "; ".join(f"{case}: {' '.join(f'{r:.3f}' for r in rs)}" for case, rs in (found["memory"] or {}).items())
+        speeds = " | ".join("–" if found[p] is None else f"{found[p]:.3f}" for p in ("overhead", "compiled", "fp8"))
         lines.append(f"| {ranks} | {speeds} | {' | '.join(shares)} | {held} |")
     verdict = claims.gpu(figures, timed=not options.tiny)
     text = "\n".join([*lines, "", verdict.verdict()]) + "\n"
