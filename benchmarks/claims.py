@@ -207,8 +207,9 @@ def bf16_losses(models: Mapping[str, Mapping[str, float]]) -> Claims:
 
 def gpu(ranks: Mapping[int, Mapping[str, Any]], *, timed: bool) -> Claims:
     """By the number of ranks: a step at most 1% longer than the plain model's, compiled units at 0.95 of its speed or
-    more; memory never too low and within 3%. None stands for what was not asked for. Without ``timed``, which is for tiny
-    models, times only have to be there, and memory, most of which is a bucket that is taken for full, within a quarter."""
+    more; memory never too low and within 3%. None stands for what was not asked for. Without ``timed``, which is for
+    tiny models, times only have to be there, and memory, most of which is a bucket that is taken for full, within a
+    quarter."""
     claims = Claims()
     for count, found in ranks.items():
         limits = (1.01, 0.95, 1.03) if timed else (1e6, 1e-6, 1.25)

@@ -299,10 +299,8 @@ def rank(options: argparse.Namespace) -> None:
     # On CPUs products in fp8 are computed in float32, whose copies no plan counts.
     cases = MEMORY | ({"fp8": FP8} if setting.is_cuda and setting.has_fp8 else {})
     if "memory" in options.parts:
-        found["memory"] = {}
-    for case, pins in cases.items() if "memory" in options.parts else ():
-        if dist.get_world_size() > 1 or not pins["shard"]:
-            found["memory"][case] = memory(setting, pins)
+        there = (case for case, pins in cases.items() if dist.get_world_size() > 1 or not pins["shard"])
+        found["memory"] = {case: memory(setting, cases[case]) for case in there}
     if dist.get_rank() == 0:
         Path(options.rank_to).write_text(json.dumps(found))
     dist.barrier()

@@ -21,6 +21,11 @@ BACKWARD_DISPATCH = 1.55
 """The host's time to issue a backward pass, as a multiple of that for a forward pass. Fitted:
 benchmarks/fit_cost_model.py."""
 
+EAGER_OP_DISPATCH = 0.25
+"""The host's time to issue an eager op that is no product, as a share of that for a product, whose module, views and
+autograd function take longer. Measured: forward and backward of five tiny models on a CPU by least squares
+(`benchmarks/host_time.py`)."""
+
 OVERLAP_POWER = 2.32
 """The sharpness with which the slower of host and device decides: (host^p + device^p)^(1/p). Some kernels of a unit are
 waited for and others queue, so near equality both count. Fitted: benchmarks/fit_cost_model.py."""
@@ -148,7 +153,8 @@ def unit_cost(
     input_grad += 2 * vector + launches
     weight_grad += launches + gradient_bytes / (device.memory_bandwidth_bytes_per_s * device.memory_efficiency)
     collective = ahead = hidden = 0.0
-    issued = work.kernels + sum(p.casts is not None for p in work.products) * FORWARD_KERNELS * ISSUED
+    issued = len(work.products) + (kernels - len(work.products)) * (EAGER_OP_DISPATCH if is_eager else 1.0)
+    issued += sum(p.casts is not None for p in work.products) * FORWARD_KERNELS * ISSUED
     if collective_s is not None:
         ahead, under = _beside_products(work.forward_moved, collective_s, chunks, products[0])
         back, over = _beside_products(work.backward_moved, collective_s, chunks, products[1])

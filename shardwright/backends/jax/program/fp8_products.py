@@ -4,10 +4,10 @@ Operands of the forward pass are float8_e4m3fn, which has the finer steps, and g
 wider range (Micikevicius et al., arXiv 2209.05433). The scale of an array follows from its largest entry as it is now
 (dynamic scaling), and is a power of two, so that scaling rounds nothing. Results are in bf16, of sums in float32.
 
-An operand is cast to 8 bits, and the product reads it cast back and divided by its scale. GPUs that multiply 8-bit
-numbers are told so by that form: XLA makes one fp8 matrix product of it (its GemmRewriter). Elsewhere the same numbers
-are multiplied in bf16, which holds them exactly. Arrays are whole (logical) ones, so that a scale is that of the whole
-operand wherever its shards lie.
+The operands of the products are the 8-bit arrays themselves, so that GPUs which multiply such numbers do. The scales
+are divided out of the result. An operand that was cast back first, as XLA's GemmRewriter takes it too, is not safe: on
+an H200 XLA took both casts out (jax 0.11.2), and the step was one in bf16. Arrays are whole (logical) ones, so that a
+scale is that of the whole operand wherever its shards lie.
 
 An infinity or NaN in an operand makes every entry of the product NaN: nothing saturates in silence.
 """
@@ -51,9 +51,8 @@ def scale_for(array: jax.Array, dtype: Any) -> jax.Array:
 
 
 def narrow(array: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
-    """An array as it is after a cast to 8 bits with this scale: in its own dtype, which holds those numbers."""
-    eight_bits = (array * scale.astype(array.dtype)).astype(dtype)  # a power of two changes the exponents alone
-    return eight_bits.astype(array.dtype) * jax.lax.reciprocal(scale).astype(array.dtype)
+    """An array in 8 bits, times its scale."""
+    return (array * scale.astype(array.dtype)).astype(dtype)  # a power of two changes the exponents alone
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -65,26 +64,81 @@ def product(left: jax.Array, right: jax.Array, numbers: Numbers) -> jax.Array:
 
 def _forward(left: jax.Array, right: jax.Array, numbers: Numbers) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     scales = scale_for(left, FORWARD), scale_for(right, FORWARD)
+    narrowed = narrow(left, scales[0], FORWARD), narrow(right, scales[1], FORWARD)
     # Fewer bits of a sum may be kept (cuBLAS's fast accumulation) in forward passes alone.
-    made = _multiplied(narrow(left, scales[0], FORWARD), narrow(right, scales[1], FORWARD), numbers, is_fast=True)
+    made = _multiplied(*narrowed, numbers, scales, left.dtype, is_fast=True)
     return made, (left, right, *scales)
 
 
 def _backward(numbers: Numbers, kept: tuple[jax.Array, ...], gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
     left, right, *scales = kept
-    given = narrow(left, scales[0], FORWARD), narrow(right, scales[1], FORWARD)
-    gradient = narrow(gradient, scale_for(gradient, GRADIENT), GRADIENT)
-    (of_left,) = jax.linear_transpose(lambda left: _multiplied(left, given[1], numbers), left)(gradient)
-    (of_right,) = jax.linear_transpose(lambda right: _multiplied(given[0], right, numbers), right)(gradient)
-    return of_left, of_right
+    scale = scale_for(gradient, GRADIENT)
+    narrowed = narrow(gradient, scale, GRADIENT)
+    of_left = _multiplied(
+        narrowed, narrow(right, scales[1], FORWARD), _of_left(numbers, left.ndim, right.ndim), (scale, scales[1]),
+        left.dtype,
+    )  # fmt: skip
+    of_right = _multiplied(
+        narrow(left, scales[0], FORWARD), narrowed, _of_right(numbers, left.ndim, right.ndim), (scales[0], scale),
+        right.dtype,
+    )  # fmt: skip
+    return of_left.transpose(_order_of_left(numbers, left.ndim)), of_right.transpose(
+        _order_of_right(numbers, right.ndim)
+    )
 
 
 product.defvjp(_forward, _backward)
 
 
-def _multiplied(left: jax.Array, right: jax.Array, numbers: Numbers, *, is_fast: bool = False) -> jax.Array:
+def _multiplied(
+    left: jax.Array, right: jax.Array, numbers: Numbers, scales: tuple[jax.Array, jax.Array], dtype: Any, *,
+    is_fast: bool = False,
+) -> jax.Array:  # fmt: skip
+    """The product of two 8-bit arrays without their scales."""
     precision = jax.lax.Precision.DEFAULT if is_fast else jax.lax.Precision.HIGHEST
-    return jax.lax.dot_general(left, right, numbers, precision=precision, preferred_element_type=left.dtype)
+    made = jax.lax.dot_general(left, right, numbers, precision=precision, preferred_element_type=dtype)
+    undone = [jax.lax.reciprocal(scale) for scale in scales]
+    # The smaller factor first: what is between is no larger than the result.
+    for factor in (jnp.minimum(*undone), jnp.maximum(*undone)):
+        made = made * factor.astype(dtype)
+    return made
+
+
+def _kept(contracted: Sequence[int], matched: Sequence[int], dims: int) -> list[int]:
+    """The dims of an operand that its product has too, but for the matched ones."""
+    return [dim for dim in range(dims) if dim not in (*contracted, *matched)]
+
+
+def _of_left(numbers: Numbers, left_dims: int, right_dims: int) -> Numbers:
+    """The dims by which the gradient of a product (its dims: matched, of the left, of the right) meets the right."""
+    (of_left, of_right), (matched_left, matched_right) = numbers
+    matched, own = len(matched_left), len(_kept(of_left, matched_left, left_dims))
+    other = _kept(of_right, matched_right, right_dims)
+    return (range(matched + own, matched + own + len(other)), other), (range(matched), matched_right)
+
+
+def _of_right(numbers: Numbers, left_dims: int, right_dims: int) -> Numbers:
+    """The dims by which the left meets the gradient of a product."""
+    (of_left, _), (matched_left, _) = numbers
+    other = _kept(of_left, matched_left, left_dims)
+    matched = len(matched_left)
+    return (other, range(matched, matched + len(other))), (matched_left, range(matched))
+
+
+def _order_of_left(numbers: Numbers, dims: int) -> list[int]:
+    """The places of the left's dims in its gradient as it is made: matched, its own, then those of the right that are
+    summed over, in the right's order."""
+    (of_left, of_right), (matched, _) = numbers
+    made = [*matched, *_kept(of_left, matched, dims), *(own for _, own in sorted(zip(of_right, of_left, strict=True)))]
+    return [made.index(dim) for dim in range(dims)]
+
+
+def _order_of_right(numbers: Numbers, dims: int) -> list[int]:
+    """The places of the right's dims in its gradient as it is made: matched, those of the left that are summed over, in
+    the left's order, then its own."""
+    (of_left, of_right), (_, matched) = numbers
+    made = [*matched, *(own for _, own in sorted(zip(of_left, of_right, strict=True))), *_kept(of_right, matched, dims)]
+    return [made.index(dim) for dim in range(dims)]
 
 
 # --- the products of a program

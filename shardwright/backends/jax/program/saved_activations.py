@@ -1,6 +1,6 @@
 """The values that a stage keeps from forward to backward. The core decides (`core.cost.remade_values`)."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from shardwright.backends.jax.capture.inner_programs import JITS, OWN_DERIVATIVES, equations_in, inner_program
@@ -36,11 +36,10 @@ def residuals(
     ``least``: whether operands of products are made again too, and the fewest bytes are kept from which cheap
     arithmetic makes the rest. A compiler of forward and backward together does so by itself.
     """
-    maker = {value: e for e in program.equations for value in e.outputs}
     ops = [
         ForwardOp(
             tuple(e.values), e.outputs, _is_cheap(program, e) or (least and _is_rule_of_cheap(e)),
-            _is_product(program, e, maker),
+            _is_product(program, e),
         )
         for e in program.equations
     ]  # fmt: skip
@@ -63,12 +62,9 @@ def _is_rule_of_cheap(equation: Equation) -> bool:
     return inner is not None and all(e.primitive.name in CHEAP | JITS for e in equations_in(inner.jaxpr))
 
 
-def _is_product(program: FlatProgram, equation: Equation, maker: Mapping[int, Equation]) -> bool:
-    """Whether an equation reads its operands from memory. Not so a product in fp8: it reads 8-bit numbers, and the cast
-    back and the division by a scale are a part of it (`program.fp8_products`), which have to stay beside it."""
-    if equation.primitive.name not in PRODUCTS:
-        return False
-    divided = (maker[value] for value in equation.values if value in maker)
-    wide = (maker[value] for e in divided if e.primitive.name == "mul" for value in e.values if value in maker)
-    given = (value for e in wide if e.primitive.name == "convert_element_type" for value in e.values)
-    return not any(program.avals[value].dtype in EIGHT_BITS for value in given)
+def _is_product(program: FlatProgram, equation: Equation) -> bool:
+    """Whether an equation reads wide operands from memory. Not so a product in fp8, whose casts are kept by themselves
+    (`program.fp8_products`)."""
+    return equation.primitive.name in PRODUCTS and not any(
+        program.avals[value].dtype in EIGHT_BITS for value in equation.values if value is not None
+    )

@@ -96,9 +96,12 @@ class Gradients:
             self._held.pop(name or "", None)
 
     def close(self) -> None:
-        """Look at no optimizer any more, and sum nothing."""
+        """Look at no optimizer any more, sum nothing, and take the hooks off the parameters: torch's collector does not
+        see them, so that with them the model would stay for ever."""
         if self._looks is not None:
             self._looks.remove()
+        if self._exchange is not None:
+            self._exchange.close()
         if self.data is not None:
             self.data.close()
 

@@ -137,6 +137,16 @@ def _is_large(weight: torch.Tensor) -> bool:
     return weight.numel() >= LARGE and _is_quiet(weight) and not _is_freed(weight)
 
 
+def _is_summed_in(weight: torch.Tensor, given: torch.Tensor) -> bool:
+    """Whether the product with ``given`` is of the dtype of the gradient's sum: what is made in 16 bits and summed in
+    32 is better left to autograd, whose functions are not in Python."""
+    hook = hook_of(weight)
+    sums = weight.dtype if hook is None else hook.sums.dtype
+    kind = given.device.type
+    made = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else given.dtype
+    return sums is made
+
+
 def may_be_put_off() -> bool:
     """Whether `deferrable` is in force."""
     return functional.linear is linear
@@ -284,7 +294,7 @@ def linear(given: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None 
 
 
 def _large_linear(given: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    return (linear if _is_large(weight) else _linear)(given, weight, bias)
+    return (linear if _is_large(weight) and _is_summed_in(weight, given) else _linear)(given, weight, bias)
 
 
 def addmm(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -297,7 +307,8 @@ def addmm(*args: Any, **kwargs: Any) -> torch.Tensor:
 
 
 def _large_addmm(*args: Any, **kwargs: Any) -> torch.Tensor:
-    return (addmm if len(args) == 3 and _is_large(args[2]) else _addmm)(*args, **kwargs)
+    is_ours = len(args) == 3 and _is_large(args[2]) and _is_summed_in(args[2], args[1])
+    return (addmm if is_ours else _addmm)(*args, **kwargs)
 
 
 # Convolutions ------------------------------------------------------------------------------------------------------

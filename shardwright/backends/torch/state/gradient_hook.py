@@ -22,12 +22,13 @@ class GradientSums:
         dtype: the dtype of the sums.
 
     Attributes:
+        dtype: the dtype of the sums.
         gathers_late: whether first gradients stay as autograd made them until the buffer is taken, or another is added
             to them: the buffer of the sums before, which is on its way until then, is gone by that time.
     """
 
     def __init__(self, places: Sequence[Place], entries: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._places, self._entries, self._dtype, self._device = places, entries, dtype, device
+        self._places, self._entries, self.dtype, self._device = places, entries, dtype, device
         self._flat: torch.Tensor | None = None
         self._views: list[torch.Tensor] = []
         self._filled: set[int] = set()
@@ -50,7 +51,7 @@ class GradientSums:
 
     def _gather(self) -> None:
         """Make the buffer, with the gradients that there are in it."""
-        self._flat = torch.empty(self._entries, dtype=self._dtype, device=self._device)
+        self._flat = torch.empty(self._entries, dtype=self.dtype, device=self._device)
         self._views = [self._flat.as_strided(*place) for place in self._places]
         for index in list(self._apart):
             self._add(index, self._apart.pop(index))
@@ -71,7 +72,7 @@ class GradientSums:
             and gradient.numel() == self._entries
             and gradient.layout is torch.strided
             and not (gradient.is_conj() or gradient.is_neg())
-            and gradient.dtype is self._dtype
+            and gradient.dtype is self.dtype
             and gradient.stride() == self._places[0][1]
             and has_memory_of_its_own(gradient)
         )
