@@ -246,6 +246,18 @@ def gpu_steps(plans: Mapping[str, Mapping[str, float]], failed: Sequence[str], *
     return claims
 
 
+def host_time(errors: Mapping[str, float], ratios: Mapping[str, float], constant: float) -> Claims:
+    """Relative errors of fitted host times, within 30%; ratios of an op to a product, within a factor of three of the
+    cost model's constant."""
+    claims = Claims()
+    for which, error in errors.items():
+        claims.at_most(f"{which}: error", abs(error), 0.30)
+    for which, ratio in ratios.items():
+        claims.at_least(f"{which}: an op over a product, over the constant", ratio / constant, 1 / 3)
+        claims.at_most(f"{which}: an op over a product, over the constant", ratio / constant, 3.0)
+    return claims
+
+
 def step_time(rows: Mapping[str, Sequence[float]], medians: Mapping[str, float]) -> Claims:
     """Relative errors of every round of every plan, and their medians: the medians within 10%, and 94 of 100 rounds."""
     claims = Claims()

@@ -188,6 +188,7 @@ JUDGED: dict[str, tuple[Callable[[], Claims], list[Callable[[], Claims]]]] = {
             lambda: claims.gpu({2: GPU | {"overhead": 1.02}}, timed=True),
             lambda: claims.gpu({2: GPU | {"overhead": NAN}}, timed=False),
             lambda: claims.gpu({2: GPU | {"compiled": 0.94}}, timed=True),
+            lambda: claims.gpu({2: dict.fromkeys(GPU)}, timed=True),
             lambda: claims.gpu({2: GPU | {"hidden": {"shard 0": 0.9}}}, timed=True),
             lambda: claims.gpu({2: GPU | {"memory": {"fp32": [1.0]}}}, timed=True),
             lambda: claims.gpu({2: GPU | {"memory": {"fp32": [1.0, 0.99]}}}, timed=False),
@@ -195,6 +196,28 @@ JUDGED: dict[str, tuple[Callable[[], Claims], list[Callable[[], Claims]]]] = {
             lambda: claims.gpu({2: GPU | {"memory": {"fp32": [1.0, 1.3]}}}, timed=False),
             lambda: claims.gpu({2: GPU | {"memory": {}}}, timed=True),
             lambda: claims.gpu({}, timed=True),
+        ],
+    ),
+    "gpu_steps": (
+        lambda: claims.gpu_steps({"gpt2": {"shipped": 0.91, "here": 1.04, "memory": 1.02}}, [], timed=True),
+        [
+            lambda: claims.gpu_steps({"gpt2": {"shipped": 0.89, "here": 1.0, "memory": 1.0}}, [], timed=True),
+            lambda: claims.gpu_steps({"gpt2": {"shipped": 1.0, "here": 0.94, "memory": 1.0}}, [], timed=True),
+            lambda: claims.gpu_steps({"gpt2": {"shipped": 1.0, "here": 1.0, "memory": 0.999}}, [], timed=True),
+            lambda: claims.gpu_steps({"gpt2": {"shipped": 1.0, "here": 1.0, "memory": 1.04}}, [], timed=True),
+            lambda: claims.gpu_steps({"gpt2": {"shipped": NAN, "here": 1.0, "memory": 1.0}}, [], timed=False),
+            lambda: claims.gpu_steps({}, ["gpt2"], timed=False),
+            lambda: claims.gpu_steps({}, [], timed=True),
+        ],
+    ),
+    "host_time": (
+        lambda: claims.host_time({"gpt2": -0.3}, {"forward": 0.5}, 0.25),
+        [
+            lambda: claims.host_time({"gpt2": -0.31}, {"forward": 0.25}, 0.25),
+            lambda: claims.host_time({"gpt2": NAN}, {}, 0.25),
+            lambda: claims.host_time({}, {"forward": 0.76}, 0.25),
+            lambda: claims.host_time({}, {"forward": 0.08}, 0.25),
+            lambda: claims.host_time({}, {}, 0.25),
         ],
     ),
     "step_time": (
