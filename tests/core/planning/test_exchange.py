@@ -134,6 +134,37 @@ def test_a_sender_that_waits_takes_longer() -> None:
     assert sw.simulate(waiting).makespan_s == pytest.approx(waiting.predicted.pipeline_s)
 
 
+def test_traffic_of_interleaved_stages_travels_beside_the_passes_between_them() -> None:
+    """Two ranks of two stages: while one microbatch more passes the first stage forward, and the same back."""
+    cluster = Cluster("a100-80gb", nodes=4, devices_per_node=2, inter_node="ethernet-25g")
+    graph = decoder(layers=8, hidden=512, heads=8, vocabulary=512, sequence=256)
+    tables = CostTables(graph, cluster, "bf16", "adamw", execution=SYSTEMS["megatron-core"])
+    starts = (0, 3, 5, 7)
+    d = Decision(
+        pp=2, dp=4, tp=1, batch=32, microbatch=2, schedule="interleaved-1f1b", virtual_stages=2, stage_starts=starts,
+        shard=1, precision="bf16", placement_order="DPT",
+    )  # fmt: skip
+    scorer = Scorer(tables, cluster, Request(batch=d.batch))
+    ranked = scorer.bounds.ranked(Shape(d.mesh, "DPT", d.microbatch, d.microbatches), "none")
+    exchanges = scorer.step.exchanges
+    table, held = ranked.tables[0], [(0, 3), (5, 7)]
+    stages = [exchanges._units(d, table, ends, 0) for ends in held]
+    together = exchanges._together(d, table, held, stages, 0)
+    (filler,) = together[3:-2]
+    assert [*together[:3], *together[-2:]] == [unit for units in stages for unit in units]
+    first = stages[0]
+    assert filler.forward_s == pytest.approx(sum(unit.forward_s for unit in first))
+    assert filler.backward_s == pytest.approx(sum(unit.backward_s for unit in first))
+    assert (filler.sum_s, filler.gather_s, filler.update_gather_s) == (0.0, 0.0, 0.0)
+    apart, beside = (
+        one_stage_of_several(units, d.microbatches, exchanges.execution, 0.15, sums_each=False).tail_s
+        for units in ([unit for units in stages for unit in units], together)
+    )
+    assert 0 < beside < apart
+    plain = replace(d, schedule="looped-bfs", placement_order="DPT")
+    assert exchanges._together(plain, table, held, stages, 0)[3].backward_s == pytest.approx(3 * filler.backward_s)
+
+
 def test_an_unknown_system_is_refused_with_the_nearest() -> None:
     with pytest.raises(PlanError, match="did you mean 'megatron-core'"):
         sw.plan(GRAPH, Cluster("a100-80gb"), batch=8, like="megatron")
@@ -144,11 +175,13 @@ def test_no_bound_of_what_is_exposed_is_above_it(execution: Execution) -> None:
     cluster = Cluster("t4", nodes=2, devices_per_node=4, inter_node="ethernet-10g")
     exchanges = Exchanges(Links(cluster), "fp16", execution)
     tables = CostTables(GRAPH, cluster, "fp16", "adamw", execution=execution)
-    options = itertools.product((1, 2), (0, 1, 2, 3), (None, 2), (1, 8), (0, 1 << 20))
-    for pp, shard, group, times, below in options:
+    options = itertools.product(((1, 1), (2, 1), (2, 2)), (0, 1, 2, 3), (None, 2), (1, 8), (0, 1 << 20))
+    for (pp, virtual), shard, group, times, below in options:
         d = Decision(
-            pp=pp, dp=8 // pp, tp=1, batch=8 // pp * times, microbatch=1, schedule="1f1b",
-            stage_starts=tuple(range(0, 5 * pp, 5)), shard=shard, shard_group=group if shard else None,
+            pp=pp, dp=8 // pp, tp=1, batch=8 // pp * times, microbatch=1,
+            schedule="1f1b" if virtual == 1 else "interleaved-1f1b", virtual_stages=virtual,
+            stage_starts=tuple(range(0, 10, 5) if virtual == 1 and pp == 2 else range(0, 8, 2) if pp == 2 else (0,)),
+            shard=shard, shard_group=group if shard else None,
             precision="fp16", whole_below_bytes=below if shard == 3 else 0,
         )  # fmt: skip
         scorer = Scorer(tables, cluster, Request(batch=d.batch))
@@ -160,4 +193,4 @@ def test_no_bound_of_what_is_exposed_is_above_it(execution: Execution) -> None:
             busy_s = held.seconds * d.microbatches
             own = Held(held.elements, held.held_elements, busy_s, ranked.units, largest_unit(ranked.tables[0]))
             least_s = exchanges.least_exposed_s(own, d.mesh, d, pipeline_s, rank)
-            assert pipeline_s + least_s <= (found.pipeline_s + found.data_parallel_s) * (1 + 1e-9), (pp, shard, group)
+            assert pipeline_s + least_s <= (found.pipeline_s + found.data_parallel_s) * (1 + 1e-9), (pp, virtual, shard)
