@@ -90,20 +90,39 @@ def test_long_models_and_steps_are_as_if_laid_whole(execution: Execution, monkey
 
 
 @pytest.mark.parametrize("like", [None, *SYSTEMS])
-def test_no_plan_moves_more_through_a_port_than_time_allows(like: str | None) -> None:
+@pytest.mark.parametrize(("nodes", "each"), [(2, 4), (8, 8), (64, 8)])
+def test_no_plan_moves_more_through_a_port_than_time_allows(like: str | None, nodes: int, each: int) -> None:
     """Whatever is hidden: the bytes that leave a node's port, over its rate, are at most the step."""
     for link, (shard, group) in itertools.product(
-        ("ib-hdr200", "ethernet-10g"), ((0, None), (1, None), (2, None), (3, None), (3, 4))
+        ("ib-hdr200", "ethernet-10g"), ((0, None), (1, None), (2, None), (3, None), (3, each))
     ):
-        cluster = Cluster("a100-80gb", nodes=2, devices_per_node=4, inter_node=link)
-        plan = sw.plan(GRAPH, cluster, batch=64, shard=shard, shard_group=group, like=like, **PINS)  # type: ignore[arg-type]
+        cluster = Cluster("a100-80gb", nodes=nodes, devices_per_node=each, inter_node=link)
+        world = cluster.world_size
+        pins = PINS | {"dp": world}
+        plan = sw.plan(GRAPH, cluster, batch=8 * world, shard=shard, shard_group=group, like=like, **pins)  # type: ignore[arg-type]
         size, p = 2.0 * plan.model.parameter_count, plan.predicted
-        # Of two nodes each has to send the other half of what is gathered or scattered once.
-        moved = {0: 2, 1: 2, 2: 1 + 4, 3: 4 * 2}[shard] * size / 2 if group is None else size
-        port = cluster.link_for_group(range(8)).effective_bandwidth_bytes_per_s
+        once = size * (nodes - 1) / nodes  # what a node has to take in of what is gathered or scattered once
+        moved = {0: 2, 1: 2, 2: 1 + 4, 3: 4 * 2}[shard] * once if group is None else 2 * once
+        if shard == 3 and plan.decision.whole_below_bytes:  # what stays whole is summed once
+            moved = 2 * once
+        port = cluster.link_for_group(range(world)).effective_bandwidth_bytes_per_s
         assert moved / port <= p.step_time_s * (1 + 1e-9), (link, shard)
         traffic = p.data_parallel_s + p.passes_wait_s + p.data_parallel_hidden_s
         assert traffic >= moved / port * (1 - 1e-9) or shard == 3, "exposed and hidden are all of it"
+
+
+@pytest.mark.parametrize(("virtual", "schedule"), [(1, "1f1b"), (2, "interleaved-1f1b"), (4, "looped-bfs")])
+def test_no_pipeline_moves_more_through_a_port_than_time_allows(virtual: int, schedule: str) -> None:
+    """Of the stages on one rank, each replica sums the gradients and gathers the updated parameters."""
+    for link, shard in itertools.product(("ib-hdr200", "ethernet-10g"), (0, 1)):
+        cluster = Cluster("a100-80gb", nodes=8, devices_per_node=2, inter_node=link)
+        pins = PINS | {"pp": 2, "dp": 8, "schedule": schedule, "virtual_stages": virtual, "placement_order": "DPT"}
+        plan = sw.plan(GRAPH, cluster, batch=64, shard=shard, like="megatron-core", **pins)  # type: ignore[arg-type]
+        p, port = plan.predicted, cluster.link_for_group(range(0, 16, 2)).effective_bandwidth_bytes_per_s
+        least = 2 * min(use.parameters_bytes for use in p.memory_by_stage_rank) * 7 / 8 / port
+        traffic = p.data_parallel_s + p.passes_wait_s + p.data_parallel_hidden_s
+        assert least <= p.step_time_s, (link, shard)
+        assert least <= traffic * (1 + 1e-9), (link, shard)
 
 
 def test_levels_compared_by_bytes_and_exposure() -> None:
