@@ -280,6 +280,27 @@ def planning(cases: Mapping[str, Mapping[str, float]]) -> Claims:
     return claims
 
 
+def large_runs(rows: Mapping[str, tuple[float, float]]) -> Claims:
+    """By run, how far the published figure is from the predicted one, or from the nearer end of its range: 10%; and how
+    wide the range is: 15%. All nine runs."""
+    claims = Claims()
+    for run, (off, width) in rows.items():
+        claims.at_most(f"{run}: error", abs(off), 0.10)
+        claims.at_most(f"{run}: width of the range", width, 0.15)
+    claims.at_least("runs", len(rows), 9)
+    return claims
+
+
+def sharding_levels(rows: Mapping[str, tuple[float, float]]) -> Claims:
+    """By devices, link and level: the seconds that a port needs for the bytes over those of the step, and computing,
+    exposed traffic and optimizer over the step, which they make up."""
+    claims = Claims()
+    for row, (port, parts) in rows.items():
+        claims.at_most(f"{row}: port over step", port, 1.0 + 1e-9)
+        claims.at_most(f"{row}: parts of the step off its whole", abs(parts - 1), 1e-6)
+    return claims
+
+
 def twins(alike: Mapping[str, bool], is_whole: bool) -> Claims:
     """By model and cluster, whether both frameworks' graphs get one plan: 28 of all 30."""
     claims = Claims()

@@ -238,6 +238,25 @@ JUDGED: dict[str, tuple[Callable[[], Claims], list[Callable[[], Claims]]]] = {
             lambda: claims.planning({}),
         ],
     ),
+    "large_runs": (
+        lambda: claims.large_runs({str(run): (-0.1, 0.15) for run in range(9)}),
+        [
+            lambda: claims.large_runs({str(run): (0.11, 0.0) for run in range(9)}),
+            lambda: claims.large_runs({str(run): (0.0, 0.16) for run in range(9)}),
+            lambda: claims.large_runs({str(run): (NAN, NAN) for run in range(9)}),
+            lambda: claims.large_runs({str(run): (0.0, 0.0) for run in range(8)}),
+            lambda: claims.large_runs({}),
+        ],
+    ),
+    "sharding_levels": (
+        lambda: claims.sharding_levels({"8 devices": (1.0, 1.0)}),
+        [
+            lambda: claims.sharding_levels({"8 devices": (1.01, 1.0)}),
+            lambda: claims.sharding_levels({"8 devices": (0.5, 0.99)}),
+            lambda: claims.sharding_levels({"8 devices": (NAN, 1.0)}),
+            lambda: claims.sharding_levels({}),
+        ],
+    ),
     "twins": (
         lambda: claims.twins({str(i): i > 1 for i in range(30)}, True),
         [

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 
@@ -12,6 +13,9 @@ from shardwright.core.cost.unit_work import PRECISION_BYTES
 from shardwright.core.execution import Execution
 from shardwright.core.layout.mesh import Mesh
 from shardwright.core.plan.decision import Decision
+from shardwright.core.schedule import Schedule
+from shardwright.core.schedule.actions import B, F, I, Kind, W
+from shardwright.core.schedule.passes_between import Between, Passes, passes_between
 from shardwright.core.tables.exchange import (
     NONE,
     Exchange,
@@ -86,7 +90,7 @@ class Exchanges:
         if decision.gathered_stages is not None:
             return self._by_stages(decision, table, held, rank, slowed)
         stages = [self._units(decision, table, ends, rank) for ends in held]
-        together = [unit for units in stages for unit in units]
+        together = self._together(decision, table, held, stages, rank)
         if decision.pp == 1:
             found = self._found(whole_step, together, decision, slowed)
             return RankExchange((*[NONE] * (len(stages) - 1), found), found.tail_s, found.hidden_s)
@@ -95,6 +99,35 @@ class Exchanges:
         traffic = sum(each.hidden_s + each.exposed_s(decision.microbatches) for each in passes)
         waited = sum(replace(each, tail_s=0.0).exposed_s(decision.microbatches) for each in passes) + last.tail_s
         return RankExchange(tuple(passes), last.tail_s, max(0.0, traffic - waited))
+
+    @staticmethod
+    def _together(
+        decision: Decision,
+        table: UnitTable,
+        held: Sequence[tuple[int, int]],
+        stages: Sequence[Sequence[UnitTraffic]],
+        rank: int,
+    ) -> list[UnitTraffic]:
+        """The units of all stages of a rank, and between two stages the passes of other microbatches that the schedule
+        runs there, as a unit without traffic. The idle time there is left out."""
+        between = _between(decision, rank) if len(stages) > 1 else ()
+        if not between:
+            return [unit for units in stages for unit in units]
+        numbers = sorted(stage for stage, at in enumerate(decision.stage_ranks) if at == rank)
+        seconds: dict[tuple[int, Kind], float] = {}
+        for stage, (a, b) in zip(numbers, held, strict=True):
+            weights = sum(unit.weight_grad_s for unit in table.units[a:b])
+            inputs = sum(unit.input_grad_s for unit in table.units[a:b]) + float(table.again_s[a:b].sum())
+            forward = sum(unit.forward_s for unit in table.units[a:b])
+            seconds |= {(stage, F): forward, (stage, I): inputs, (stage, W): weights, (stage, B): inputs + weights}
+
+        def of(passes: Passes) -> float:
+            return sum(many * seconds[stage, kind] for stage, kind, many in passes)
+
+        found = list(stages[0])
+        for each, units in zip(between, stages[1:], strict=True):
+            found += [UnitTraffic(of(each.forwards), of(each.backwards)), *units]
+        return found
 
     def _found(
         self, find: Callable[..., Exchange], units: Sequence[UnitTraffic], decision: Decision, slowed: float
@@ -291,6 +324,22 @@ class _ShardTraffic:
     def across_s(self, size_bytes: float) -> float:
         """Of one rank's share of so many bytes."""
         return self.across.all_reduce_s(size_bytes / self.ways) if self.across is not None and size_bytes else 0.0
+
+
+def _between(decision: Decision, rank: int) -> tuple[Between, ...]:
+    """What a rank runs between its stages, by a schedule of few enough microbatches to be made quickly: those of the
+    first and the last rounds are alike in longer ones."""
+    if decision.generated:
+        return passes_between(decision.compute_schedule(None).table[rank])
+    few = 5 * decision.pp
+    microbatches = decision.microbatches if decision.microbatches <= few else few
+    return _between_of(decision.schedule, decision.pp, microbatches, decision.virtual_stages)[rank]
+
+
+@lru_cache(maxsize=256)
+def _between_of(name: str, ranks: int, microbatches: int, virtual_stages: int) -> tuple[tuple[Between, ...], ...]:
+    schedule = Schedule.build(name, ranks=ranks, microbatches=microbatches, virtual_stages=virtual_stages)
+    return tuple(passes_between(order) for order in schedule.table)
 
 
 def gathers_in_step(decision: Decision) -> float:

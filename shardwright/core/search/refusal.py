@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 from shardwright.core.cluster.cluster import Cluster
 from shardwright.core.errors import PlanError, ScheduleError
@@ -86,12 +87,12 @@ def _closest(scorer: Scorer, space: Space) -> Iterator[Scored]:
 
 
 def _relaxed(tables: CostTables, cluster: Cluster, request: Request, wanted: Decision) -> Decision | None:
-    """The choice nearest in degrees to the wanted one, when only the batch and the kinds of numbers are pinned."""
-    free = request.unpinned()
-    if free == request:
-        return None
-    found = Search(tables, cluster, free, limited=False).run(runners_up=8)
-    if found.best is None:
+    """The plan that fits and keeps most of the wanted one: pins are given up a group at a time until something fits.
+
+    What every runtime carries out is preferred. All is given up last, for plain pipelines before any others, as these
+    settle most of what is left in a fraction of the time.
+    """
+    if request == request.unpinned():
         return None
 
     def distance(scored: Scored) -> tuple[float, float]:
@@ -99,7 +100,30 @@ def _relaxed(tables: CostTables, cluster: Cluster, request: Request, wanted: Dec
         ratios = [(d.pp, wanted.pp), (d.dp, wanted.dp), (d.tp, wanted.tp), (d.microbatch, wanted.microbatch)]
         return sum(abs(math.log2(a / b)) for a, b in ratios), scored.predicted.step_time_s
 
-    return min([found.best, *found.others], key=distance).decision
+    for pins in _given_up(wanted):
+        runners_up = 0 if "pp" in pins else 8
+        for limited in (True,) if pins else (True, False):
+            try:
+                found = Search(tables, cluster, request.unpinned(**pins), limited=limited).run(runners_up=runners_up)
+            except PlanError:
+                continue
+            if found.best is not None:
+                return min([found.best, *found.others], key=distance).decision
+    return None
+
+
+def _given_up(wanted: Decision) -> Iterator[dict[str, Any]]:
+    """The pins that are left of a wanted decision, fewer each time: first the memory policy is given up, then the
+    schedule (for the plain one), the microbatch, and the degrees."""
+    degrees = {"pp": wanted.pp, "dp": wanted.dp, "tp": wanted.tp}
+    plain = {"schedule": "1f1b", "virtual_stages": 1}
+    if wanted.pp > 1:
+        schedule = {"schedule": wanted.schedule, "virtual_stages": wanted.virtual_stages}
+        yield {**degrees, **schedule, "microbatch": wanted.microbatch}
+    yield {**degrees, **plain, "microbatch": wanted.microbatch}
+    yield {**degrees, **plain}
+    yield {**plain, "placement_order": "PDT"}
+    yield {}
 
 
 def smallest_cluster(tables: CostTables, cluster: Cluster, request: Request, most: int = 4096) -> Cluster | None:

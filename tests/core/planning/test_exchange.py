@@ -90,20 +90,39 @@ def test_long_models_and_steps_are_as_if_laid_whole(execution: Execution, monkey
 
 
 @pytest.mark.parametrize("like", [None, *SYSTEMS])
-def test_no_plan_moves_more_through_a_port_than_time_allows(like: str | None) -> None:
+@pytest.mark.parametrize(("nodes", "each"), [(2, 4), (8, 8), (64, 8)])
+def test_no_plan_moves_more_through_a_port_than_time_allows(like: str | None, nodes: int, each: int) -> None:
     """Whatever is hidden: the bytes that leave a node's port, over its rate, are at most the step."""
     for link, (shard, group) in itertools.product(
-        ("ib-hdr200", "ethernet-10g"), ((0, None), (1, None), (2, None), (3, None), (3, 4))
+        ("ib-hdr200", "ethernet-10g"), ((0, None), (1, None), (2, None), (3, None), (3, each))
     ):
-        cluster = Cluster("a100-80gb", nodes=2, devices_per_node=4, inter_node=link)
-        plan = sw.plan(GRAPH, cluster, batch=64, shard=shard, shard_group=group, like=like, **PINS)  # type: ignore[arg-type]
+        cluster = Cluster("a100-80gb", nodes=nodes, devices_per_node=each, inter_node=link)
+        world = cluster.world_size
+        pins = PINS | {"dp": world}
+        plan = sw.plan(GRAPH, cluster, batch=8 * world, shard=shard, shard_group=group, like=like, **pins)  # type: ignore[arg-type]
         size, p = 2.0 * plan.model.parameter_count, plan.predicted
-        # Of two nodes each has to send the other half of what is gathered or scattered once.
-        moved = {0: 2, 1: 2, 2: 1 + 4, 3: 4 * 2}[shard] * size / 2 if group is None else size
-        port = cluster.link_for_group(range(8)).effective_bandwidth_bytes_per_s
+        once = size * (nodes - 1) / nodes  # what a node has to take in of what is gathered or scattered once
+        moved = {0: 2, 1: 2, 2: 1 + 4, 3: 4 * 2}[shard] * once if group is None else 2 * once
+        if shard == 3 and plan.decision.whole_below_bytes:  # what stays whole is summed once
+            moved = 2 * once
+        port = cluster.link_for_group(range(world)).effective_bandwidth_bytes_per_s
         assert moved / port <= p.step_time_s * (1 + 1e-9), (link, shard)
         traffic = p.data_parallel_s + p.passes_wait_s + p.data_parallel_hidden_s
         assert traffic >= moved / port * (1 - 1e-9) or shard == 3, "exposed and hidden are all of it"
+
+
+@pytest.mark.parametrize(("virtual", "schedule"), [(1, "1f1b"), (2, "interleaved-1f1b"), (4, "looped-bfs")])
+def test_no_pipeline_moves_more_through_a_port_than_time_allows(virtual: int, schedule: str) -> None:
+    """Of the stages on one rank, each replica sums the gradients and gathers the updated parameters."""
+    for link, shard in itertools.product(("ib-hdr200", "ethernet-10g"), (0, 1)):
+        cluster = Cluster("a100-80gb", nodes=8, devices_per_node=2, inter_node=link)
+        pins = PINS | {"pp": 2, "dp": 8, "schedule": schedule, "virtual_stages": virtual, "placement_order": "DPT"}
+        plan = sw.plan(GRAPH, cluster, batch=64, shard=shard, like="megatron-core", **pins)  # type: ignore[arg-type]
+        p, port = plan.predicted, cluster.link_for_group(range(0, 16, 2)).effective_bandwidth_bytes_per_s
+        least = 2 * min(use.parameters_bytes for use in p.memory_by_stage_rank) * 7 / 8 / port
+        traffic = p.data_parallel_s + p.passes_wait_s + p.data_parallel_hidden_s
+        assert least <= p.step_time_s, (link, shard)
+        assert least <= traffic * (1 + 1e-9), (link, shard)
 
 
 def test_levels_compared_by_bytes_and_exposure() -> None:
@@ -134,6 +153,37 @@ def test_a_sender_that_waits_takes_longer() -> None:
     assert sw.simulate(waiting).makespan_s == pytest.approx(waiting.predicted.pipeline_s)
 
 
+def test_traffic_of_interleaved_stages_travels_beside_the_passes_between_them() -> None:
+    """Two ranks of two stages: while one microbatch more passes the first stage forward, and the same back."""
+    cluster = Cluster("a100-80gb", nodes=4, devices_per_node=2, inter_node="ethernet-25g")
+    graph = decoder(layers=8, hidden=512, heads=8, vocabulary=512, sequence=256)
+    tables = CostTables(graph, cluster, "bf16", "adamw", execution=SYSTEMS["megatron-core"])
+    starts = (0, 3, 5, 7)
+    d = Decision(
+        pp=2, dp=4, tp=1, batch=32, microbatch=2, schedule="interleaved-1f1b", virtual_stages=2, stage_starts=starts,
+        shard=1, precision="bf16", placement_order="DPT",
+    )  # fmt: skip
+    scorer = Scorer(tables, cluster, Request(batch=d.batch))
+    ranked = scorer.bounds.ranked(Shape(d.mesh, "DPT", d.microbatch, d.microbatches), "none")
+    exchanges = scorer.step.exchanges
+    table, held = ranked.tables[0], [(0, 3), (5, 7)]
+    stages = [exchanges._units(d, table, ends, 0) for ends in held]
+    together = exchanges._together(d, table, held, stages, 0)
+    (filler,) = together[3:-2]
+    assert [*together[:3], *together[-2:]] == [unit for units in stages for unit in units]
+    first = stages[0]
+    assert filler.forward_s == pytest.approx(sum(unit.forward_s for unit in first))
+    assert filler.backward_s == pytest.approx(sum(unit.backward_s for unit in first))
+    assert (filler.sum_s, filler.gather_s, filler.update_gather_s) == (0.0, 0.0, 0.0)
+    apart, beside = (
+        one_stage_of_several(units, d.microbatches, exchanges.execution, 0.15, sums_each=False).tail_s
+        for units in ([unit for units in stages for unit in units], together)
+    )
+    assert 0 < beside < apart
+    plain = replace(d, schedule="looped-bfs", placement_order="DPT")
+    assert exchanges._together(plain, table, held, stages, 0)[3].backward_s == pytest.approx(3 * filler.backward_s)
+
+
 def test_an_unknown_system_is_refused_with_the_nearest() -> None:
     with pytest.raises(PlanError, match="did you mean 'megatron-core'"):
         sw.plan(GRAPH, Cluster("a100-80gb"), batch=8, like="megatron")
@@ -144,11 +194,13 @@ def test_no_bound_of_what_is_exposed_is_above_it(execution: Execution) -> None:
     cluster = Cluster("t4", nodes=2, devices_per_node=4, inter_node="ethernet-10g")
     exchanges = Exchanges(Links(cluster), "fp16", execution)
     tables = CostTables(GRAPH, cluster, "fp16", "adamw", execution=execution)
-    options = itertools.product((1, 2), (0, 1, 2, 3), (None, 2), (1, 8), (0, 1 << 20))
-    for pp, shard, group, times, below in options:
+    options = itertools.product(((1, 1), (2, 1), (2, 2)), (0, 1, 2, 3), (None, 2), (1, 8), (0, 1 << 20))
+    for (pp, virtual), shard, group, times, below in options:
         d = Decision(
-            pp=pp, dp=8 // pp, tp=1, batch=8 // pp * times, microbatch=1, schedule="1f1b",
-            stage_starts=tuple(range(0, 5 * pp, 5)), shard=shard, shard_group=group if shard else None,
+            pp=pp, dp=8 // pp, tp=1, batch=8 // pp * times, microbatch=1,
+            schedule="1f1b" if virtual == 1 else "interleaved-1f1b", virtual_stages=virtual,
+            stage_starts=tuple(range(0, 10, 5) if virtual == 1 and pp == 2 else range(0, 8, 2) if pp == 2 else (0,)),
+            shard=shard, shard_group=group if shard else None,
             precision="fp16", whole_below_bytes=below if shard == 3 else 0,
         )  # fmt: skip
         scorer = Scorer(tables, cluster, Request(batch=d.batch))
@@ -160,4 +212,4 @@ def test_no_bound_of_what_is_exposed_is_above_it(execution: Execution) -> None:
             busy_s = held.seconds * d.microbatches
             own = Held(held.elements, held.held_elements, busy_s, ranked.units, largest_unit(ranked.tables[0]))
             least_s = exchanges.least_exposed_s(own, d.mesh, d, pipeline_s, rank)
-            assert pipeline_s + least_s <= (found.pipeline_s + found.data_parallel_s) * (1 + 1e-9), (pp, shard, group)
+            assert pipeline_s + least_s <= (found.pipeline_s + found.data_parallel_s) * (1 + 1e-9), (pp, virtual, shard)

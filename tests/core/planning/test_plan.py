@@ -159,6 +159,25 @@ def test_a_model_that_does_not_fit_says_by_how_much_and_what_would() -> None:
     assert "shard 1" not in fitting
 
 
+def test_the_nearest_plan_that_fits_keeps_degrees_and_microbatch_where_it_can() -> None:
+    """Only the memory policy is given up, and what is named fits when it is asked for."""
+    graph = decoder(layers=24, hidden=8192, heads=64, vocabulary=32000, sequence=2048)
+    cluster = Cluster("a100-80gb", nodes=2, devices_per_node=8)
+    pins = {"pp": 2, "dp": 4, "tp": 2, "microbatch": 4, "schedule": "interleaved-1f1b", "virtual_stages": 2}
+    with pytest.raises(PlanError, match="does not fit") as said:
+        sw.plan(graph, cluster, batch=64, recompute="none", shard=0, **pins)
+    fitting = str(said.value).rsplit("fits: ", 1)[1]
+    assert fitting.startswith("pp 2 × dp 4 × tp 2, microbatch 4 × 4, interleaved-1f1b, 2 virtual stages")
+    assert sw.plan(graph, cluster, batch=64, headroom=0, answer="fastest", **pins).summary() == fitting  # type: ignore[arg-type]
+
+
+def test_the_nearest_plan_that_fits_has_other_degrees_where_no_policy_helps() -> None:
+    """The logits of one sample are larger than a device."""
+    graph = decoder(layers=2, hidden=1024, heads=8, vocabulary=131072, sequence=32768)
+    with pytest.raises(PlanError, match=r"the nearest plan that fits: pp \d+ × dp \d+ × tp (?!1,)"):
+        sw.plan(graph, Cluster("t4", devices_per_node=8), batch=8, pp=1, dp=8, tp=1)
+
+
 def test_a_model_that_fits_nowhere_asks_for_more_devices() -> None:
     graph = decoder(layers=24, hidden=8192, heads=64, vocabulary=32000, sequence=2048)
     with pytest.raises(PlanError, match="no plan over 1 devices fits"):
