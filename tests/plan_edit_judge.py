@@ -239,6 +239,10 @@ OLD = ("before the edit", "before it was edited", "are old", "do not belong toge
 """The words by which a command says that figures are of another plan."""
 
 
+LISTS = ("stage_starts", "kept_units", "offloaded_units")
+"""The parts of a decision that are lists of numbers."""
+
+
 def judge_commands(original: Original, edit: Edit, folder: Path) -> str:
     """What is wrong with what the commands say of an edited file; empty where it is right: they refuse it as one
     message, or say that its figures are old, unless they are not."""
@@ -293,7 +297,7 @@ def _sets(changes: dict[str, Any]) -> list[str] | None:
                     return None
         elif value is None or isinstance(value, bool | int):
             words += ["--set", f"{name}={'null' if value is None else str(value).lower()}"]
-        elif isinstance(value, list | tuple) and all(isinstance(unit, int) for unit in value):
+        elif name in LISTS and isinstance(value, list | tuple) and all(isinstance(unit, int) for unit in value):
             words += ["--set", f"{name}={','.join(map(str, value))}"]
         elif isinstance(value, str) and not value.isdecimal():
             words += ["--set", f"{name}={value}"]

@@ -280,7 +280,7 @@ def _keys(rng: random.Random, original: Original) -> Edit:
     document = copy.deepcopy(original.document)
     where = rng.choice(["", *(name for name, section in document.items() if isinstance(section, dict))])
     section = document[where] if where else document
-    if rng.random() < 0.5:
+    if section and rng.random() < 0.5:
         key = rng.choice(list(section))
         del section[key]
         return Edit(f"{where}.{key} removed", (key, where or key), document, {})
