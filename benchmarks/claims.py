@@ -395,10 +395,12 @@ def real_models_jax(outcomes: Mapping[tuple[str, str], str], is_whole: bool) -> 
 
 
 def edited_plans(counts: Mapping[tuple[str, str], Mapping[str, int]]) -> Claims:
-    """1,000 random edits over models in both frameworks: none is wrong, and of every model some are refused and some
-    are counted anew."""
+    """1,000 random edits over models in both frameworks: none is wrong, of every model some are refused and some are
+    counted anew, and some of all went through the command line."""
     claims = Claims()
-    claims.at_least("edits", sum(sum(count.values()) for count in counts.values()), 1000)
+    outcomes = ("refused", "rescored", "wrong")
+    claims.at_least("edits", sum(count.get(kind, 0) for count in counts.values() for kind in outcomes), 1000)
+    claims.at_least("of them by command line", sum(count.get("commands", 0) for count in counts.values()), 200)
     claims.at_most("edits that are wrong", sum(count.get("wrong", 0) for count in counts.values()), 0)
     for (name, framework), count in counts.items():
         for kind in ("refused", "rescored"):

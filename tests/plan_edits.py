@@ -1,133 +1,22 @@
-"""Random edits of plan files, and what must become of each: a refusal that names it, or the plan that `plan()` makes
-with the edited decision pinned."""
+"""Random edits of plan files, valid or not (`tests/plan_edit_judge.py` says what must become of each)."""
 
 import copy
-import json
 import math
 import random
-import re
-import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import shardwright as sw
+from shardwright.core.execution import SYSTEMS
 from shardwright.core.layout.placements import Layout
-from shardwright.core.plan.decision import Decision
-from shardwright.core.plan.file import to_document
-from shardwright.core.plan.plan import Plan
 from shardwright.core.schedule import schedule_names
-from shardwright.core.search.request import Options
-
-Document = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What became of one edit: "refused", "rescored" or "wrong", with the reason."""
-
-    kind: str
-    edit: str
-    said: str
-
-
-@dataclass(frozen=True)
-class Original:
-    """A plan whose file is edited."""
-
-    graph: sw.Graph
-    plan: Plan
-    document: Document
-
-    @classmethod
-    def of(cls, graph: sw.Graph, cluster: sw.Cluster, batch: int, **pins: Any) -> "Original":
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return cls.given(graph, sw.plan(graph, cluster, batch=batch, **pins))
-
-    @classmethod
-    def given(cls, graph: sw.Graph, plan: Plan) -> "Original":
-        return cls(graph, plan, json.loads(json.dumps(to_document(plan))))
-
-
-@dataclass
-class Edit:
-    """An edit: of the file's document, or changes by name for `rescore`. ``names`` are the words of which a refusal has
-    one or more."""
-
-    text: str
-    names: tuple[str, ...]
-    document: Document
-    changes: dict[str, Any]
-
-
-# The oracle -------------------------------------------------------------------------------------------------------
-
-
-def planned_with_pins(graph: sw.Graph, plan: Plan) -> Plan:
-    """What `plan()` makes of a plan's decision, all of it pinned by public options."""
-    decision = plan.decision
-    options = {field.name for field in fields(Options)}
-    pins = {f.name: getattr(decision, f.name) for f in fields(Decision) if f.name in options and f.name != "layouts"}
-    pins["gathered_stages"] = decision.gathered_stages or 0
-    pins |= {name: list(pins[name]) or None for name in ("kept_units", "offloaded_units")}
-    if decision.shard >= 2 and decision.reduce_after is None:
-        pins["reduce_after"] = "each"  # what None means there, and says in a decision
-    if decision.tp > 1:
-        names = plan.parameter_layouts(graph.framework)
-        pins["layouts"] = [(f"^{re.escape(name)}$", layout) for name, layout in names.items()]
-    given = {name: value for name, value in plan.input.options if name not in pins and name != "partitioner"}
-    found = sw.plan(graph, plan.input.cluster, **pins, **given, devices="all")
-    return replace(found, decision=replace(found.decision, reduce_after=decision.reduce_after))
-
-
-def judge(original: Original, edit: Edit) -> Outcome:
-    """What becomes of an edit."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            edited = Plan.from_text(json.dumps(edit.document))
-            rescored = sw.rescore(edited, **edit.changes)
-        except sw.ShardwrightError as error:
-            said = str(error)
-            named = any(name in said for name in edit.names)
-            return Outcome("refused" if named else "wrong", edit.text, said if named else f"not named: {said}")
-        except Exception as error:  # what is no refusal is a bug
-            return Outcome("wrong", edit.text, f"{type(error).__name__}: {error}")
-        wrong = _difference(original, edited, edit, rescored)
-    return Outcome("wrong" if wrong else "rescored", edit.text, wrong or rescored.summary())
-
-
-def _difference(original: Original, edited: Plan, edit: Edit, rescored: Plan) -> str:
-    """How a rescored plan differs from the plan that its decision is planned to; empty where it does not."""
-    if rescored.is_stale or Plan.from_text(json.dumps(to_document(rescored))) != rescored:
-        return "it is stale, or another plan once it is saved"
-    before = edited.counted
-    for field in fields(Decision):
-        was, is_now = getattr(before, field.name), getattr(edited.decision, field.name)
-        asked = edit.changes.get(field.name, is_now)
-        if field.name == "layouts" or (asked == was and field.name not in edit.changes):
-            continue
-        got = getattr(rescored.decision, field.name)
-        if got != asked and sorted(got) != sorted(asked):
-            return f"{field.name} was edited to {asked} and is {got}"
-    try:
-        oracle = planned_with_pins(original.graph, rescored)
-    except sw.ShardwrightError as error:
-        return f"plan() refuses it: {error}"
-    parts = ["decision", "predicted", "costs", "work", "model", "programs"]
-    unlike = [name for name in parts if getattr(oracle, name) != getattr(rescored, name)]
-    return f"plan() differs in {', '.join(unlike)}" if unlike else ""
-
-
-# Edits ------------------------------------------------------------------------------------------------------------
+from tests.plan_edit_judge import Document, Edit, Original
 
 
 def random_edit(rng: random.Random, original: Original) -> Edit:
     """One edit of a plan, valid or not."""
-    makers = (_value, _value, _value, _degrees, _degrees, _cut, _layout, _units, _sharing, _figure, _leaf, _leaf, _name)
-    edit = rng.choice(makers)(rng, original)
-    if edit.changes or rng.random() < 0.5 or not set(edit.document["decision"]) >= set(_changed(original, edit)):
+    edit = rng.choice(MAKERS)(rng, original)
+    if edit.changes or rng.random() < 0.5 or not isinstance(edit.document.get("decision"), dict):
         return edit
     changed = _changed(original, edit)
     if not changed or any(isinstance(v, float) for v in changed.values()):
@@ -203,7 +92,12 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "reduce_after": ("each", "last", None, "first"),
     "generated": ([], ["0F0,0B0"], ["0F0"]),
     "fp8_weights": ([], ["0/w0"], ["9/w9"]),
+    "like": (*SYSTEMS, None, "megatron", "torch compiled"),
 }
+TYPES: tuple[Any, ...] = (
+    {}, [], "", "x", -1, 0.5, 1e300, math.nan, math.inf, -math.inf, None, True, [[]], [None], {"a": 1}, 1 << 70,
+    "9" * 400, [-1], [1 << 62], ["\x00"],
+)  # fmt: skip
 
 
 def _value(rng: random.Random, original: Original) -> Edit:
@@ -369,6 +263,95 @@ def _other(rng: random.Random, value: Any) -> Any:
     return rng.choice((None, 1, "x", [], {}, [value]))
 
 
+def _types(rng: random.Random, original: Original) -> Edit:
+    """A value of a type or a size that a part of the decision never has."""
+    name = rng.choice(list(original.document["decision"]))
+    return _decision(original, **{name: rng.choice(TYPES)})
+
+
+def _several(rng: random.Random, original: Original) -> Edit:
+    """Two or three parts of the decision at once."""
+    values = {name: rng.choice(VALUES[name]) for name in rng.sample(list(VALUES), rng.choice((2, 2, 3)))}
+    return _decision(original, **values)
+
+
+def _keys(rng: random.Random, original: Original) -> Edit:
+    """A key that is gone, or one too many, in a section of the file or in the file."""
+    document = copy.deepcopy(original.document)
+    where = rng.choice(["", *(name for name, section in document.items() if isinstance(section, dict))])
+    section = document[where] if where else document
+    if section and rng.random() < 0.5:
+        key = rng.choice(list(section))
+        del section[key]
+        return Edit(f"{where}.{key} removed", (key, where or key), document, {})
+    key = rng.choice(("extra", "micro_batch", "", "stages", "w0", "*", "decision"))
+    section[key] = rng.choice((1, None, {}, [], "x"))
+    return Edit(f"{where}.{key!r} added", (key or where, where or key), document, {})
+
+
+CLUSTERS: tuple[tuple[str, Any], ...] = (
+    ("device", "h100"), ("device", "a100-40gb"), ("device", "v100-32gb"), ("device", "h1000"), ("device", 3),
+    ("intra_node", "nvlink4"), ("intra_node", "pcie4"), ("intra_node", "nvlink9"), ("intra_node", None),
+    ("inter_node", "ib-hdr200"), ("inter_node", "ethernet"), ("nodes", 2), ("nodes", 0), ("nodes", "1"),
+    ("devices_per_node", 4), ("devices_per_node", 1.5), ("groups", []), ("color", "red"),
+)  # fmt: skip
+
+
+def _cluster(rng: random.Random, original: Original) -> Edit:
+    """Other devices: another kind, other links, as many in other nodes, or another number."""
+    document = copy.deepcopy(original.document)
+    cluster = document["input"]["cluster"]
+    groups = [group for group in cluster.get("groups", [cluster]) if isinstance(group, dict)]
+    held = rng.choice(groups)
+    choice = rng.randrange(4)
+    if choice == 0 and held.get("nodes", 1) * held.get("devices_per_node", 1) % 2 == 0:
+        whole = held.get("nodes", 1) * held.get("devices_per_node", 1)
+        nodes = rng.choice([n for n in range(1, whole + 1) if whole % n == 0])
+        held.update(nodes=nodes, devices_per_node=whole // nodes)
+        cluster.setdefault("inter_node", "ib-hdr200")
+        text = f"{nodes} nodes of {whole // nodes}"
+    elif choice == 1:
+        held["device"] = rng.choice(("h100", "a100-80gb", "a100-40gb", "h200"))
+        held["intra_node"] = rng.choice(("nvlink3", "nvlink4"))
+        text = f"device {held['device']}, {held['intra_node']}"
+    else:
+        key, value = rng.choice(CLUSTERS)
+        held[key] = value
+        text = f"{key}={value!r}"
+    names = ("cluster", "device", "nodes", "node", "link", "memory", "does not fit", *map(str, held))
+    return Edit(f"input.cluster: {text}", names, document, {})
+
+
+def _pins(rng: random.Random, original: Original) -> Edit:
+    """Other pins, options and abilities of runtimes."""
+    document = copy.deepcopy(original.document)
+    given = document["input"]
+    choice = rng.randrange(4)
+    if choice == 0:
+        parameter = next(iter(document["bindings"].values()))["units"][0]["parameters"]
+        name = next(iter(parameter.values()), ["none"])[0] if isinstance(parameter, dict) else parameter[0][1]
+        given["pins"] = [*given["pins"], {"parameter": name, "layout": {}, "source": "hand", "axes": ["tp"]}]
+        text = f"a pin of {name}"
+    elif choice == 1:
+        name, value = rng.choice(
+            (("headroom", 0.3), ("headroom", 0.999), ("headroom", 2), ("offload", False), ("price", 2.0),
+             ("tokens", 1e9), ("tokens", -1), ("deadline", "10d"), ("answer", "fastest"), ("answer", "slowest"),
+             ("devices", 3), ("pp", 1), ("budget", 1.0), ("frameworks", "torch"), ("progress", 1))
+        )  # fmt: skip
+        given["options"] = {**given["options"], name: value}
+        text = f"options.{name}={value!r}"
+    elif choice == 2 and given["runtimes"]:
+        runtime = given["runtimes"][0]
+        key = rng.choice(list(runtime))
+        runtime[key] = rng.choice(([], False, "x", None, 0))
+        text = f"runtimes.0.{key}={runtime[key]!r}"
+    else:
+        given["pins"] = []
+        text = "no pins"
+    names = ("pins", "options", "runtime", "headroom", "input", text.partition("=")[0].partition(".")[2], "memory")
+    return Edit(f"input: {text}", names, document, {})
+
+
 def _name(rng: random.Random, original: Original) -> Edit:
     """A change by name that no decision has, or of a slot that no model has."""
     name, value = rng.choice(
@@ -380,3 +363,9 @@ def _name(rng: random.Random, original: Original) -> Edit:
         )
     )  # fmt: skip
     return Edit(f"rescore({name}={value!r})", (name, "0/w0", "77/w0"), original.document, {name: value})
+
+
+MAKERS: tuple[Callable[[random.Random, Original], Edit], ...] = (
+    _value, _value, _value, _degrees, _degrees, _cut, _layout, _layout, _units, _sharing, _figure, _leaf, _leaf, _name,
+    _types, _several, _keys, _cluster, _pins,
+)  # fmt: skip

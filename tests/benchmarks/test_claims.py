@@ -29,14 +29,16 @@ WHOLE = {"time": 0.9, "sent": 1.0, "memory": 0.9}
 BF16 = {"peer in float32": 1e-7, "apart": 1e-6, "ours": 1e-3, "fsdp2": 1e-3, "farther": 5e-5, "error": 1e-4}
 GPU = {"overhead": 1.01, "compiled": 0.95, "hidden": {"shard 0": 1.0, "shard 3": 0.5}, "memory": {"fp32": [1.0, 1.03]}}
 MODELS = {(f"a:{number}", case): "equal" for number in range(45) for case in ("pp 2", "tp 2")}
-EDITS = {(name, framework): {"refused": 100, "rescored": 25} for name in "abcd" for framework in ("torch", "jax")}
+EDITED = {"refused": 100, "rescored": 25, "commands": 31}
+EDITS = {(name, framework): EDITED for name in "abcd" for framework in ("torch", "jax")}
 JUDGED: dict[str, tuple[Callable[[], Claims], list[Callable[[], Claims]]]] = {
     "edited_plans": (
         lambda: claims.edited_plans(EDITS),
         [
-            lambda: claims.edited_plans(EDITS | {("a", "jax"): {"refused": 100, "rescored": 25, "wrong": 1}}),
-            lambda: claims.edited_plans(EDITS | {("a", "jax"): {"refused": 125}}),
-            lambda: claims.edited_plans({("a", "jax"): {"refused": 100, "rescored": 25}}),
+            lambda: claims.edited_plans(EDITS | {("a", "jax"): EDITED | {"wrong": 1}}),
+            lambda: claims.edited_plans(EDITS | {("a", "jax"): {"refused": 125, "commands": 31}}),
+            lambda: claims.edited_plans({("a", "jax"): EDITED}),
+            lambda: claims.edited_plans({models: {"refused": 100, "rescored": 25} for models in EDITS}),
             lambda: claims.edited_plans({}),
         ],
     ),

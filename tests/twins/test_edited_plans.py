@@ -5,7 +5,8 @@ import random
 import pytest
 
 import shardwright as sw
-from tests.plan_edits import Original, judge, random_edit
+from tests.plan_edit_judge import Original, judge
+from tests.plan_edits import random_edit
 from tests.twins.models import Graphs, ncf
 
 

@@ -52,7 +52,8 @@ class Comparison:
     @property
     def faster(self) -> str:
         """Which plan is the faster by a sample, and whether predictions can tell; empty where they are equal."""
-        a, b = (plan.predicted.step_time_s / plan.decision.batch for plan in (self.first, self.second))
+        plans = (self.first, self.second)
+        a, b = (plan.predicted.step_time_s / (plan.counted or plan.decision).batch for plan in plans)
         if a == b or not min(a, b) > 0:
             return ""
         lead = max(a, b) / min(a, b) - 1

@@ -146,6 +146,7 @@ def _require_consistent(file: PlanDocument) -> None:
     units = len(structure.unit_classes)
     checks = [
         (units > 0, "model.unit_classes: expected at least one unit"),
+        (file.predicted.step_time_s > 0, "predicted.step_time_s: 0 seconds, and rates are of a step that takes time"),
         (
             all(c < len(file.model.classes) for c in file.model.unit_classes),
             f"model.unit_classes: names a class that the {len(file.model.classes)} in model.classes lack",

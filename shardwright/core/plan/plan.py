@@ -79,9 +79,15 @@ class Plan(PlanRecord):
         return self if self.counted in (None, self.decision) else replace(self, decision=self.counted)
 
     def _basis(self) -> str:
-        beside = () if self.input is None else (self.input.digest, self.input.cluster_text, self.input.options)
-        figures = self.model.digest, _plain(self.costs), _plain(self.predicted), _plain(self.work)
-        return hashlib.sha256(repr((self.counted, *figures, *beside)).encode()).hexdigest()[:16]
+        given, said, where = self.input, self.alternatives, self.provenance
+        asked = () if given is None else (given.digest, given.cluster_text, given.options, given.pins, given.runtimes)
+        counted = self.costs, self.predicted, self.work, self.run, said, self.layout_alternatives
+        origin = (
+            where.captured_from, where.cluster, where.device_memory_bytes, where.peak_flops_per_s, where.left_out,
+            where.headroom,
+        )  # fmt: skip
+        figures = self.model.digest, self.unsplit, self.not_in_fp8, *map(_plain, (*counted, *origin))
+        return hashlib.sha256(repr((self.counted, *figures, *asked)).encode()).hexdigest()[:16]
 
     # What runtimes ask -------------------------------------------------------------------------------------------
 
@@ -286,7 +292,8 @@ class Plan(PlanRecord):
     @property
     def training(self) -> Training | None:
         """The length and the price of the training that the plan is for; None where its length was not said."""
-        return self.run.taking(self.predicted.step_time_s, self.decision.batch, self.work.tokens)
+        counted = self.counted or self.decision
+        return self.run.taking(self.predicted.step_time_s, counted.batch, self.work.tokens)
 
     def summary(self) -> str:
         """The degrees in one line."""

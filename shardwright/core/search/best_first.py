@@ -164,6 +164,11 @@ class Search:
         if isinstance(first, Timed):
             return self.scorer.finished(first)
         if isinstance(first, Cut):
+            if not first.has_room:
+                first = self.scorer.with_room(first)
+                if first.bound_s > entry.bound_s:
+                    self._push(first.bound_s, first)
+                    return None
             draft = self.scorer.draft(first)
             if draft is not None:
                 self._push(max(draft.bound_s, entry.bound_s), draft)

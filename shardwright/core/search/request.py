@@ -418,13 +418,18 @@ class Request(Options):
     def beside_decision(self) -> dict[str, Any]:
         """The options that were given, are no part of a decision and are not kept in another form, for counting a plan
         anew."""
-        decided = {each.name for each in fields(Decision)}
-        return {name: value for name, value in self.given.items() if name not in decided | KEPT_OTHERWISE}
+        return {name: value for name, value in self.given.items() if name in beside_decision()}
 
     def unpinned(self, **pins: Any) -> Self:
         """The same batch, optimizer, layouts and kinds of numbers, for the same runtimes, with no other pins than
         ``pins``."""
         return type(self)(**{name: getattr(self, name) for name in NUMBERS}, **pins)
+
+
+def beside_decision() -> list[str]:
+    """The options of `plan()` that are no part of a decision and are not kept in another form."""
+    elsewhere = {each.name for each in fields(Decision)} | KEPT_OTHERWISE
+    return [each.name for each in fields_of(Options) if each.option is not None and each.name not in elsewhere]
 
 
 def request_for(options: Options, pins: tuple[Pin, ...], runtimes: tuple[Capabilities, ...]) -> Request:

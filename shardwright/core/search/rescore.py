@@ -19,7 +19,7 @@ from shardwright.core.model.structure import Structure, in_own_dims, layout_of
 from shardwright.core.plan.decision import Decision
 from shardwright.core.plan.plan import Plan, require_slot_layout
 from shardwright.core.plan.plan_input import PlanInput
-from shardwright.core.search.request import Options, Request, request_for
+from shardwright.core.search.request import Options, Request, beside_decision, request_for
 from shardwright.core.search.search import make_plan, tables_of
 from shardwright.core.solver.op_layouts import AXIS
 from shardwright.core.tables.graph_reading import read, unknown_memory_of, unpriced_of
@@ -139,6 +139,11 @@ def _request(given: PlanInput, decided: Mapping[str, Any]) -> Request:
     for name, _ in given.options:
         if name not in options:
             raise PlanError(f"input.options: {name!r} is no option of plan(): {nearest(name, options)}")
+        if name not in beside_decision():
+            raise PlanError(
+                f"input.options: {name!r} stands elsewhere in the file, in decision, input.cluster, input.pins or "
+                f"input.runtimes: edit it there, and leave it out here"
+            )
     pins = {name: value for name, value in decided.items() if name in options and name != "layouts"}
     # What a request says with another value than a decision, in which None means what is usual.
     if "gathered_stages" in pins:

@@ -46,7 +46,9 @@ class Cut:
     policies: tuple[Policy, ...]
     starts: tuple[int, ...]
     bound_s: float
-    """Seconds below which none of the policies gets, whichever units it keeps."""
+    """Seconds below which none of the policies gets: whichever units it keeps, or no more than memory has room for."""
+    has_room: bool = False
+    """Whether the bound is of no more kept units than memory has room for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +161,19 @@ class Scorer:
         if policy.gathered_stages is None:
             return self.bounds.undivided(shape, policy)
         return self.bounds.decision(shape, policy, pipelining, ())
+
+    def with_room(self, cut: Cut) -> Cut:
+        """The cut, with the bound of keeping no more units than its memory has room for. A draft keeps these or fewer,
+        and takes many times as long to count."""
+        (policy, *others), shape, pipelining, starts = cut.policies, cut.shape, cut.pipelining, cut.starts
+        if policy.recompute != "full" or self.request.recompute != "auto" or others or self._may_offload:
+            return replace(cut, has_room=True)
+        ranked = self.bounds.ranked(shape, policy.recompute)
+        decision = self.bounds.decision(shape, policy, pipelining, starts)
+        live = live_microbatches(pipelining.schedule, ranked.ranks, shape.microbatches, pipelining.virtual_stages)
+        kept = ranked.kept_units(starts, decision.stage_ranks, live, self._request_of(decision))
+        least = self._least_s(shape, [policy], pipelining, starts, ranked.keeping(kept) if kept else ranked)
+        return replace(cut, bound_s=max(cut.bound_s, least), has_room=True)
 
     def draft(self, cut: Cut) -> Draft | None:
         """A cut with those of its policies under which it fits; None where none does, or where no unit needs

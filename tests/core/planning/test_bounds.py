@@ -71,7 +71,7 @@ def test_no_bound_is_above_what_it_bounds(cluster: Cluster, frozen: bool) -> Non
     request = Request(batch=8, precision="fp32")
     search = Search(tables_of(graph, cluster, request), cluster, request)
     scorer, space = search.scorer, search.space
-    simulated = unfit = unlimited = lent = 0
+    simulated = unfit = unlimited = lent = closer = 0
     for shape in space.shapes():
         pp, dp, _ = shape.degrees
         of_shape = scorer.bounds.shape_bound_s(shape)
@@ -86,10 +86,13 @@ def test_no_bound_is_above_what_it_bounds(cluster: Cluster, frozen: bool) -> Non
                 of_kind = scorer.bounds.bound_s(shape, policies, pipelining.virtual_stages, split=split)
                 assert of_shape <= of_kind
                 for cut in scorer.cuts(shape, policies, pipelining):
+                    with_room = scorer.with_room(cut)
                     draft = scorer.draft(cut)
                     if draft is None:
                         unfit += 1
                         continue
+                    assert cut.bound_s <= with_room.bound_s <= draft.bound_s * (1 + 1e-9), cut
+                    closer += with_room.bound_s > cut.bound_s * (1 + 1e-9)
                     choices = [scorer.timed(one) for one in scorer.by_policy(draft)]
                     for each in choices:
                         assert scorer.finished(each).predicted.step_time_s == each.predicted.step_time_s
@@ -108,6 +111,7 @@ def test_no_bound_is_above_what_it_bounds(cluster: Cluster, frozen: bool) -> Non
     assert (lent > 50) == bool(cluster.device(0).measured_units)
     assert unlimited > 50
     assert unfit or cluster.memory_bytes(0) > TIGHT.memory_bytes
+    assert closer or cluster.memory_bytes(0) > TIGHT.memory_bytes
 
 
 def test_no_more_than_all_gradients_is_ever_apart() -> None:

@@ -18,7 +18,7 @@ from shardwright.core.plan.file import to_document, to_text
 from shardwright.core.plan.memory_over_time import memory_over_time
 from shardwright.core.plan.plan import Plan
 from tests.core.toy import decoder
-from tests.plan_edits import planned_with_pins
+from tests.plan_edit_judge import planned_with_pins
 
 EIGHT = sw.Cluster("a100-80gb", devices_per_node=8)
 MIXED = sw.Cluster.of_groups(
@@ -102,7 +102,7 @@ def test_a_plan_that_was_not_edited_is_rescored_to_itself(plans: dict[str, Plan]
     assert not loaded.is_stale
     rescored = sw.rescore(loaded)
     assert rescored.alternatives == ()
-    assert replace(rescored, alternatives=plan.alternatives) == plan
+    assert replace(rescored, alternatives=plan.alternatives, counted_for="") == plan
 
 
 CHANGES: dict[str, dict[str, Any]] = {
@@ -202,6 +202,41 @@ def test_edited_devices_are_planned_for(graph: sw.Graph, plans: dict[str, Plan])
     assert rescored.predicted != plans["all axes"].predicted
 
 
+EDITS: dict[str, Callable[[Any], object]] = {
+    "the peaks that MFU is of": lambda d: d["provenance"]["peak_flops_per_s"].pop("bf16"),
+    "the memory of a device": lambda d: d["provenance"].update(device_memory_bytes=[1 << 40, 1 << 40]),
+    "the headroom": lambda d: d["provenance"].update(headroom=0.5),
+    "the framework": lambda d: d["provenance"].update(captured_from="torch"),
+    "the name of the devices": lambda d: d["provenance"].update(cluster="1 × 8 h100"),
+    "the length of the training": lambda d: d["run"].update(tokens=1e9),
+    "the price": lambda d: d["run"].update(usd_per_hour=0.01),
+    "layouts not chosen": lambda d: d["alternatives"].update(layouts={}),
+    "pins": lambda d: d["input"].update(pins=[]),
+    "runtimes": lambda d: d["input"]["runtimes"][0].update(offload=not d["input"]["runtimes"][0]["offload"]),
+    "options": lambda d: d["input"]["options"].update(headroom=0.2),
+}
+
+
+@pytest.mark.parametrize("what", EDITS)
+def test_edited_figures_and_what_they_were_counted_from_are_said_to_be_old(plans: dict[str, Plan], what: str) -> None:
+    plan = plans["pinned layouts"]
+    other = edited(plan, EDITS[what])
+    assert other.is_stale
+    if what not in ("pins", "runtimes", "options"):
+        assert sw.rescore(other).predicted == plan.predicted
+        assert sw.rescore(other).provenance == replace(plan.provenance, pinned=sw.rescore(other).provenance.pinned)
+
+
+def test_rates_of_an_edited_plan_are_of_the_batch_that_they_were_counted_for(graph: sw.Graph) -> None:
+    pins = {"pp": 2, "tp": 1, "dp": 4, "microbatch": 2, **PLAIN}
+    plan = sw.plan(graph, EIGHT, batch=32, samples=3200, **pins)
+    twice = edited(plan, lambda d: d["decision"].update(batch=64))
+    assert twice.throughput == plan.throughput
+    assert twice.training == plan.training
+    assert sw.compare(plan, twice).faster == ""
+    assert sw.compare(plan, sw.rescore(twice)).faster.startswith("The second")
+
+
 # Refusals ---------------------------------------------------------------------------------------------------------
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -256,6 +291,7 @@ FILES: dict[str, tuple[Callable[[Any], object], str]] = {
     "fewer devices": (lambda d: d["input"]["cluster"].update(devices_per_node=4), "4 devices, .*world_size is 8"),
     "a path for a device": (lambda d: d["input"]["cluster"].update(device="own.toml"), "device 'own.toml'"),
     "a link": (lambda d: d["input"]["cluster"].update(intra_node="nvlink33"), "nvlink33.*did you mean"),
+    "a step of no time": (lambda d: d["predicted"].update(step_time_s=0), "predicted.step_time_s: 0 seconds"),
     "memory of other ranks": (
         lambda d: d["predicted"]["decision"].update(pp=4, dp=1, stage_starts=[0, 1, 2, 3]),
         "memory_by_stage_rank: 2",
@@ -279,6 +315,9 @@ def test_names_and_options_that_are_not_the_graphs_are_refused(plans: dict[str, 
         sw.rescore(edited(plans["all axes"], rename))
     with pytest.raises(PlanError, match=r"input.options: 'partitoner' is no option .*did you mean 'partitioner'"):
         sw.rescore(edited(plans["all axes"], lambda d: d["input"]["options"].update(partitoner="tree")))
+    for name in ("pp", "devices", "offload"):
+        with pytest.raises(PlanError, match=rf"input.options: '{name}' stands elsewhere"):
+            sw.rescore(edited(plans["all axes"], lambda d, name=name: d["input"]["options"].update({name: 2})))
     other = sw.plan(decoder(layers=5), EIGHT, batch=32, pp=1, tp=1, dp=8, microbatch=4)
     exchanged = replace(plans["all axes"], input=other.input)
     with pytest.raises(PlanError, match=r"input.graphs hold another model"):
