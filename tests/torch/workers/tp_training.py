@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +175,7 @@ def train(name: str, keys: dict[str, Any], replicas: int, is_meta: bool = False)
         "state": {key: value.clone() for key, value in state.items()},
         "bytes": sizes,
         "held": max(held, sum(p.numel() for p in model.local_parameters())),
+        "share": largest_share(model),
         "traffic": {kind: max(of_kind.values(), default=0) for kind, of_kind in counts.items()},
         "whole_because": "" if tensor is None else tensor.by_calls_because,
     }
@@ -206,6 +208,20 @@ def held_bytes(model: sw.DistributedModel, optimizer: Any) -> dict[str, tuple[in
     }
 
 
+def largest_share(model: sw.DistributedModel) -> float:
+    """The part of all parameters that the plan puts on the fullest pipeline rank."""
+    plan = model.session.plan
+    if plan is None:
+        return 1 / sw.pp_size()
+    entries = [plan.costs.classes[kind].parameter_elements for kind in plan.costs.unit_classes]
+    ranks = Counter[int]()
+    for rank, (first, end) in zip(
+        plan.decision.stage_ranks, pairwise((*plan.decision.stage_starts, len(entries))), strict=True
+    ):
+        ranks[rank] += sum(entries[first:end])
+    return max(ranks.values()) / sum(entries)
+
+
 def compare(case: str, found: dict[str, Any], expected: dict[str, Any]) -> dict[str, Any]:
     name, pp, _, tp, *kind = case.split(":")
     # A tied table's gradients are summed in bf16 on one rank, and in float32 between two stages.
@@ -221,6 +237,7 @@ def compare(case: str, found: dict[str, Any], expected: dict[str, Any]) -> dict[
         "names": list(found["state"]) == list(expected["state"]),
         "bytes": found["bytes"],
         "held": found["held"],
+        "share": found["share"],
         "traffic": found["traffic"],
         "whole": sum(v.numel() for v in expected["state"].values()),
         "whole_because": found["whole_because"],
