@@ -63,7 +63,10 @@ def main() -> None:
             if seed not in done:
                 rows.append(measured(seed))
                 print(json.dumps(rows[-1]), file=file, flush=True)
-    print(table([row for row in rows if row["seed"] < given.cases]))
+    rows = [row for row in rows if row["seed"] < given.cases]
+    print(table(rows))
+    if any(not row["found_s"] <= row["best_s"] * (1 + LIMIT) for row in rows):
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@ A queue holds choices in the order of the time that they cannot get below. A cho
 recompute, a number of stages per rank and a schedule. It is then cut, and then simulated under all memory policies that
 the cut fits in. The first simulated choice that leaves the queue is as fast as any in the space, because all that is
 left has a larger bound. No choice is discarded by a guess, so the fastest is that of an exhaustive enumeration in the
-same simulator.
+same simulator, for cuts by the slowest stage. Of few microbatches the fastest choices are then cut anew
+(`core.search.polish`).
 
 Where a margin is given, what is left of the queue within it is put in the order of simplicity instead, and opened until
 the simplest is settled: again nothing that could be simpler is left. So only choices that may be simpler than the
