@@ -12,13 +12,12 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from launched import leave
+from launched import largest_share, leave
 from tp_models import batch, build
 
 import shardwright.torch as sw
@@ -206,20 +205,6 @@ def held_bytes(model: sw.DistributedModel, optimizer: Any) -> dict[str, tuple[in
         "gradients": (size([p.grad for p in own if p.grad is not None]), predicted.gradients_bytes),
         "optimizer": (size(states), predicted.optimizer_bytes),
     }
-
-
-def largest_share(model: sw.DistributedModel) -> float:
-    """The part of all parameters that the plan puts on the fullest pipeline rank."""
-    plan = model.session.plan
-    if plan is None:
-        return 1 / sw.pp_size()
-    entries = [plan.costs.classes[kind].parameter_elements for kind in plan.costs.unit_classes]
-    ranks = Counter[int]()
-    for rank, (first, end) in zip(
-        plan.decision.stage_ranks, pairwise((*plan.decision.stage_starts, len(entries))), strict=True
-    ):
-        ranks[rank] += sum(entries[first:end])
-    return max(ranks.values()) / sum(entries)
 
 
 def compare(case: str, found: dict[str, Any], expected: dict[str, Any]) -> dict[str, Any]:
