@@ -18,7 +18,7 @@ Figure = Callable[[Starts], NDArray[np.float64]]
 MOST_LISTED = 5_000
 """The number of cuts up to which all are looked at: a few milliseconds for each hundred actions of a schedule."""
 BEAM = 6
-"""The number of cuts whose neighbours are looked at next."""
+"""The number of cuts whose neighbours are looked at next, unless another is given."""
 MOST_BESIDE = 6
 """The number of borders beside each other that move together: more would make a round of deep pipelines long."""
 MOST_ROUNDS = 32
@@ -27,7 +27,9 @@ STEPS = (-4, -2, -1, 1, 2, 4)
 """The numbers of units by which a single border moves in a round."""
 
 
-def searched_cuts(figure: Figure, units: int, stages: int, start: Sequence[int]) -> tuple[Starts, NDArray[np.float64]]:
+def searched_cuts(
+    figure: Figure, units: int, stages: int, start: Sequence[int], beam: int = BEAM
+) -> tuple[Starts, NDArray[np.float64]]:
     """Cuts of ``units`` into ``stages`` runs of at least one unit each, and their figures.
 
     Where there are at most `MOST_LISTED`, these are all cuts. Else a beam search begins at the cut ``start`` and moves
@@ -43,7 +45,7 @@ def searched_cuts(figure: Figure, units: int, stages: int, start: Sequence[int])
     figures, opened = figure(cuts), set[tuple[int, ...]]()
     for _ in range(MOST_ROUNDS):
         best = [
-            cut for cut in map(tuple, cuts[np.argsort(figures, kind="stable")[:BEAM]].tolist()) if cut not in opened
+            cut for cut in map(tuple, cuts[np.argsort(figures, kind="stable")[:beam]].tolist()) if cut not in opened
         ]
         if not best:
             break

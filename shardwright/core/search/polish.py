@@ -18,10 +18,13 @@ from cut to cut."""
 WINDOW = 0.3
 """The share of the best time by which a choice may be slower before it is cut anew, and then be the best. An even cut
 may be slower by a quarter (`PRICE_OF_EVENNESS`)."""
-MOST_POLISHED = 16
+MOST_POLISHED = 48
 """The number of pipelines whose cuts are looked at for the answer of one search, those of the least time first: each
-takes some hundredths of a second where there are many units. Those of runners-up are looked at whatever their
+takes about a hundredth of a second. Those of runners-up are looked at whatever their
 number."""
+MISSED = 0.005
+"""The share of a step by which the quick look at a pipeline's cuts may miss the fastest: more are looked at where that
+could decide."""
 LEAST_GAIN = 2e-3
 """The share of its time by which a choice must be faster under a new cut. A smaller lead is not worth less even
 stages."""
@@ -71,7 +74,11 @@ class Polisher:
     def _faster(self, cut: Cut, recut: Recut, seconds: float, below_s: float) -> Scored | None:
         """A choice under the fastest cut that fits, if that takes less than ``below_s``; ``seconds``: a time of the
         choice as it is cut, or one that it does not get below."""
-        if seconds - (recut.priced_s(cut.starts) - float(recut.pipeline_s.min())) >= below_s:
+        before_s = seconds - recut.priced_s(cut.starts)
+        if before_s + float(recut.pipeline_s.min()) >= below_s * (1 + MISSED):
+            return None
+        recut.deepen()
+        if before_s + float(recut.pipeline_s.min()) >= below_s:
             return None
         fastest = None
         for policy in cut.policies:

@@ -8,12 +8,13 @@ fullest rank. What is found is an order to try cuts in: each is then scored as a
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
+from math import comb
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwright.core.partition.cut_search import Starts, searched_cuts
+from shardwright.core.partition.cut_search import BEAM, MOST_LISTED, Starts, searched_cuts
 from shardwright.core.partition.exact import Matrix, range_sums
 from shardwright.core.plan.decision import placement_of
 from shardwright.core.schedule.makespans import Makespans, StageSeconds
@@ -52,7 +53,20 @@ class Recut:
         self._of_rank = np.equal.outer(np.arange(ranked.ranks), self._placement).astype(float)
         self._sums: dict[tuple[str, int], Matrix] = {}
         self._makespans = Makespans.of(self._schedule(known))
-        self.cuts, self.pipeline_s = searched_cuts(self._priced_s, ranked.units, len(self._placement), known)
+        self._is_deep = comb(ranked.units - 1, len(self._placement) - 1) <= MOST_LISTED
+        self._search(known, beam=1)
+
+    def deepen(self) -> None:
+        """Look at more cuts than those on the way from the first one to the best of its neighbours, and so on."""
+        if not self._is_deep:
+            self._is_deep = True
+            self._search(tuple(self.cuts[np.argmin(self.pipeline_s)].tolist()), beam=BEAM)
+
+    def _search(self, known: Sequence[int], beam: int) -> None:
+        found = searched_cuts(self._priced_s, self.ranked.units, len(self._placement), known, beam)
+        self.cuts, self.pipeline_s = found
+        for name in ("_fullest_trained", "_passing_bytes"):
+            self.__dict__.pop(name, None)
 
     def priced_s(self, starts: Sequence[int]) -> float:
         """The makespan under one cut, with the price of its unevenness."""
