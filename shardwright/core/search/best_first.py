@@ -4,7 +4,8 @@ A queue holds choices in the order of the time that they cannot get below. A cho
 recompute, a number of stages per rank and a schedule. It is then cut, and then simulated under all memory policies that
 the cut fits in. The first simulated choice that leaves the queue is as fast as any in the space, because all that is
 left has a larger bound. No choice is discarded by a guess, so the fastest is that of an exhaustive enumeration in the
-same simulator.
+same simulator, for cuts by the slowest stage. Of few microbatches the fastest choices are then cut anew
+(`core.search.polish`).
 
 Where a margin is given, what is left of the queue within it is put in the order of simplicity instead, and opened until
 the simplest is settled: again nothing that could be simpler is left. So only choices that may be simpler than the
@@ -18,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardwright.core.cluster.cluster import Cluster
+from shardwright.core.search.polish import Polisher
 from shardwright.core.search.request import Progress, Request
 from shardwright.core.search.scoring import Cut, Draft, Scored, Scorer, Timed
 from shardwright.core.search.simplicity import Simplicity, least_simplicity, simplicity
@@ -67,7 +69,10 @@ class Search:
         runtimes = request.runtimes or (tables.graph.capabilities,)
         self.space = Space(request, cluster, len(tables.folded.units), runtimes, limited=limited)
         self.scorer = Scorer(tables, cluster, request)
+        self._polisher = Polisher(self.scorer)
         self._queue: list[_Entry] = []
+        self._unfit: list[tuple[float, Cut]] = []
+        """Cuts that do not fit, with the seconds that they do not get below; another cut of the same choice may."""
         self._numbers = itertools.count()
 
     def run(
@@ -106,22 +111,31 @@ class Search:
                     progress(opened, len(shapes))
         if progress is not None:
             progress(len(shapes), len(shapes))
-        if not best:
-            return Found(None, None, [])
         best.sort(key=preference)
-        fastest = best[0]
+        fastest = self._polished(best, min(below_s, within_s))
+        if fastest is None:
+            return Found(None, None, [])
+        if not best or fastest is not best[0]:
+            best.insert(0, fastest)
         limit_s = min(fastest.predicted.step_time_s * (1 + margin), within_s)
-        answer = self._simplest(best, limit_s) if margin else fastest
+        answer = self._polisher.polished(self._simplest(best, limit_s)) if margin else fastest
+        fastest = min(fastest, answer, key=preference)
         others = {_degrees(equal): equal for equal in reversed(best)}
         others.setdefault(_degrees(answer), answer)
         if runners_up:
             self._add_runners_up(others, runners_up)
         for named in (fastest, answer):
             others.pop(_degrees(named), None)
-        next_best = sorted(others.values(), key=preference)[:runners_up]
+        next_best = sorted(map(self._polisher.polished, others.values()), key=preference)[:runners_up]
         with_peaks = self.scorer.with_peaks
         peaked = with_peaks(answer)
         return Found(peaked, peaked if answer is fastest else with_peaks(fastest), [*map(with_peaks, next_best)])
+
+    def _polished(self, best: list[Scored], within_s: float) -> Scored | None:
+        """The fastest choice of those that left the queue, are in it, or did not fit, once they are cut anew."""
+        stays = [(scored.predicted.step_time_s, scored) for scored in best[1:]]
+        queued = [(e.bound_s, e.choice[0]) for e in self._queue if isinstance(e.choice[0], Cut | Draft | Timed)]
+        return self._polisher.fastest(best[0] if best else None, [*stays, *queued, *self._unfit], within_s)
 
     def _simplest(self, fastest: list[Scored], limit_s: float) -> Scored:
         """The simplest choice of those that take at most ``limit_s``, the fastest of equally simple ones; ``fastest``:
@@ -172,6 +186,8 @@ class Search:
             draft = self.scorer.draft(first)
             if draft is not None:
                 self._push(max(draft.bound_s, entry.bound_s), draft)
+            else:
+                self._unfit.append((entry.bound_s, first))
         elif isinstance(first, Draft):
             if len(first.policies) > 1:
                 for draft in self.scorer.by_policy(first):

@@ -84,10 +84,7 @@ class Scorer:
         self._pipelines: dict[object, Pipeline] = {}
 
     def _request_of(self, decision: Decision) -> MemoryRequest:
-        policy = Policy(
-            decision.recompute, decision.shard, decision.shard_group, decision.gathered_stages, decision.look_ahead,
-            decision.reduce_after,
-        )  # fmt: skip
+        policy = _policy_of(decision)
         shape = decision.stages, decision.dp, decision.microbatches
         return self.bounds.memory_request(policy, *shape, decision.whole_below_bytes, decision.bucket_bytes)
 
@@ -256,6 +253,22 @@ class Scorer:
         memory = by_stage(decision, timed.tables, predicted.memory_by_stage_rank, self._request_of(decision))
         return Scored(decision, timed.tables, replace(predicted, memory_by_stage_rank=memory), 0)
 
+    def scored(self, cut: Cut) -> Scored | None:
+        """A cut under its only policy; None where it does not fit, or needs no recomputing after all."""
+        draft = self.draft(cut)
+        return None if draft is None else self.finished(self.timed(draft))
+
+    def as_cut(self, choice: Cut | Draft | Timed | Scored) -> Cut:
+        """What a choice is of, with its cut, before there is a bound of its time."""
+        if isinstance(choice, Cut):
+            return choice
+        if isinstance(choice, Draft):
+            policies = tuple(policy for policy, _ in choice.policies)
+            return Cut(choice.shape, choice.pipelining, policies, choice.starts, choice.bound_s)
+        d = choice.decision
+        shape = Shape(d.mesh, d.placement_order, d.microbatch, d.microbatches)
+        return Cut(shape, Pipelining(d.schedule, d.virtual_stages), (_policy_of(d),), d.stage_starts, 0.0)
+
     def without_limit(self, shape: Shape, policy: Policy, pipelining: Pipelining) -> Scored | None:
         """The choice with the cut that memory does not bind, with the bytes that it lacks and a bound of its time; None
         where there are fewer units than stages."""
@@ -351,6 +364,11 @@ class Scorer:
         predicted = self.step.predicted(made, ranked, memory, schedule.placement)
         found = self.with_peaks(Scored(made, ranked, predicted, 0))
         return None if ranked.over_bytes(found.predicted.memory_by_stage_rank) else found
+
+
+def _policy_of(decision: Decision) -> Policy:
+    d = decision
+    return Policy(d.recompute, d.shard, d.shard_group, d.gathered_stages, d.look_ahead, d.reduce_after)
 
 
 def _least_pipeline_s(shape: Shape, pipelining: Pipelining, starts: Sequence[int], ranked: RankTables) -> float | None:

@@ -7,7 +7,7 @@ import sys
 
 import torch
 import torch.distributed as dist
-from launched import leave
+from launched import largest_share, leave
 from models import batch, build
 
 import shardwright.torch as sw
@@ -95,6 +95,7 @@ def run(case: str, reference: Reference) -> dict[str, object]:
         "same": [report for report, _ in every],
         "same_order": list(state) == list(final),
         "held": [size for _, size in every],
+        "share": largest_share(model),
         "whole": sum(p.numel() for p in reference.model.parameters()),
         "largest": max(p.numel() for p in reference.model.parameters()),
     }

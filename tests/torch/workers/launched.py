@@ -5,7 +5,9 @@ import json
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,20 @@ def leave(results: Any, out: str | Path) -> None:
     dist.barrier()  # no rank closes its connections while another still talks
     dist.destroy_process_group()
     gc.collect()  # a group that something still refers to keeps threads, which can abort an interpreter that ends
+
+
+def largest_share(model: Any) -> float:
+    """The part of all parameters that the plan puts on the fullest pipeline rank."""
+    plan = model.session.plan
+    if plan is None:
+        return 1.0
+    entries = [plan.costs.classes[kind].parameter_elements for kind in plan.costs.unit_classes]
+    ranks = Counter[int]()
+    for rank, (first, end) in zip(
+        plan.decision.stage_ranks, pairwise((*plan.decision.stage_starts, len(entries))), strict=True
+    ):
+        ranks[rank] += sum(entries[first:end])
+    return max(ranks.values()) / sum(entries)
 
 
 def dying(how: str) -> Callable[..., None]:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from launched import leave
+from launched import largest_share, leave
 from tp_models import batch, build
 
 import shardwright.torch as sw
@@ -174,6 +174,7 @@ def train(name: str, keys: dict[str, Any], replicas: int, is_meta: bool = False)
         "state": {key: value.clone() for key, value in state.items()},
         "bytes": sizes,
         "held": max(held, sum(p.numel() for p in model.local_parameters())),
+        "share": largest_share(model),
         "traffic": {kind: max(of_kind.values(), default=0) for kind, of_kind in counts.items()},
         "whole_because": "" if tensor is None else tensor.by_calls_because,
     }
@@ -221,6 +222,7 @@ def compare(case: str, found: dict[str, Any], expected: dict[str, Any]) -> dict[
         "names": list(found["state"]) == list(expected["state"]),
         "bytes": found["bytes"],
         "held": found["held"],
+        "share": found["share"],
         "traffic": found["traffic"],
         "whole": sum(v.numel() for v in expected["state"].values()),
         "whole_because": found["whole_because"],
