@@ -246,7 +246,8 @@ class Search:
                 split = splits_backward(pipelining.schedule, pipelining.virtual_stages)
                 ways.setdefault((pipelining.virtual_stages, split), []).append(pipelining)
             for (virtual_stages, split), members in ways.items():
-                bound = scorer.bounds.bound_s(shape, policies, virtual_stages, split=split)
+                live = scorer.least_live(shape, members) if policies[0].recompute == "full" else None
+                bound = scorer.bounds.bound_s(shape, policies, virtual_stages, split=split, live=live)
                 yield bound, (shape, policies, tuple(members))
             return
         for pipelining in choice[2]:

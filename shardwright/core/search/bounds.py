@@ -11,6 +11,7 @@ from shardwright.core.cost.unit_work import PRECISION_BYTES
 from shardwright.core.errors import PlanError
 from shardwright.core.plan.decision import Decision
 from shardwright.core.search.exchanges import Held
+from shardwright.core.search.forced_recompute import forced
 from shardwright.core.search.predict import StepModel, largest_unit
 from shardwright.core.search.request import VIRTUAL_STAGES, Request
 from shardwright.core.search.space import RECOMPUTES, Pipelining, Policy, Shape
@@ -215,13 +216,20 @@ class Bounds:
         return self._lending_s(shape, recompute, pipeline) * SAFE
 
     def bound_s(
-        self, shape: Shape, policies: Sequence[Policy], virtual_stages: int = 0, *, split: bool = True
+        self,
+        shape: Shape,
+        policies: Sequence[Policy],
+        virtual_stages: int = 0,
+        *,
+        split: bool = True,
+        live: Sequence[int] | None = None,
     ) -> float:
         """Seconds below which no step gets under some policies of one recompute mode; infinity where none has room.
 
         With ``virtual_stages`` of 1, the first microbatch must pass the ranks before a rank, and the last one must pass
         back. The least time of the slowest rank over all cuts then has a closed form. With 0, any number of stages is
-        allowed.
+        allowed. ``live``: the least number of live microbatches of one stage on every rank, None: not known yet. Where
+        units are recomputed as memory asks for, no more of them are kept than it has room for.
         """
         recompute = policies[0].recompute
         if recompute == "full" and (self.request.recompute == "auto" or self.request.names_units):
@@ -230,6 +238,8 @@ class Bounds:
         pipeline = max(pipeline, self._passing_s(shape, recompute, split=split))
         if virtual_stages == 1:
             pipeline = max(pipeline, self._filled_s(shape, recompute, split=split))
+        if live is not None and recompute != policies[0].recompute:
+            pipeline = max(pipeline, self._forced_s(shape, policies[0], virtual_stages, live, split=split))
         pipeline = self._lending_s(shape, recompute, pipeline)
         pp = shape.mesh.axis_size("pp")
         first = self._first(shape, recompute)
@@ -242,6 +252,21 @@ class Bounds:
                 decision = self.undivided(shape, policy)
                 least = min(least, self.step.least_tail_s(shape.mesh, decision, mean, pipeline))
         return (pipeline + least) * SAFE
+
+    def _forced_s(
+        self, shape: Shape, policy: Policy, virtual_stages: int, live: Sequence[int], *, split: bool
+    ) -> float:
+        """Seconds below which no pipeline gets that recomputes what memory asks for."""
+        if not self.cluster.is_uniform or self.request.names_units:
+            return 0.0
+        whole, ranked = self._first(shape, "none"), self.ranked(shape, policy.recompute)
+        found = forced(whole, ranked, live, virtual_stages, *self.least_state(shape, policy, virtual_stages))
+        m = shape.microbatches
+        one_pass = self._passing_s(shape, "none", split=split) + found.again_s
+        if shape.mesh.axis_size("pp") > 1 and virtual_stages == 1 and not split:
+            # The last microbatch passes all units, and waits at the slowest rank for all others.
+            one_pass = float(whole.seconds.sum()) + found.again_s + (m - 1) * found.rank_s
+        return max(m * found.rank_s, one_pass)
 
     def _may_fit(self, shape: Shape, policy: Policy) -> bool:
         """Whether all ranks together have room for the parameters and one microbatch's activations."""

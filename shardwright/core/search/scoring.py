@@ -104,6 +104,15 @@ class Scorer:
             return memory
         return less_apart(decision, ranked, memory, request)
 
+    def least_live(self, shape: Shape, pipelinings: Sequence[Pipelining]) -> tuple[int, ...] | None:
+        """The least number of live microbatches of one stage on every rank under any of some pipelines, all of as many
+        stages; None where units may be offloaded, which is no recomputation."""
+        if self._may_offload:
+            return None
+        pp, m = shape.mesh.axis_size("pp"), shape.microbatches
+        every = [live_microbatches(each.schedule, pp, m, each.virtual_stages) for each in pipelinings]
+        return tuple(map(min, zip(*every, strict=True)))
+
     # Cuts --------------------------------------------------------------------------------------------------------
 
     def cuts(self, shape: Shape, policies: Sequence[Policy], pipelining: Pipelining) -> list[Cut]:

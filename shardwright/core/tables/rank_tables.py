@@ -106,8 +106,8 @@ class RankTables:
     # Bounds ------------------------------------------------------------------------------------------------------
 
     @cached_property
-    def alike(self) -> tuple[tuple[int, tuple[float, ...]], ...]:
-        """The number of units of every kind that occurs more than once, and the least that one of them adds to all
+    def kinds(self) -> tuple[tuple[tuple[int, ...], tuple[float, ...]], ...]:
+        """The units of every kind that occurs more than once, and the least that one of them adds to all
         before it: parameter entries, trained entries, kept bytes (without what the units before it share with it), and
         the bytes of its passes."""
         counts: dict[int, list[int]] = {}
@@ -117,7 +117,7 @@ class RankTables:
         added = [np.diff(held[0]) for held in (table.range_elements, table.range_trained, table.range_kept)]
         added.append(table.range_working[np.arange(self.units), np.arange(self.units) + 1])
         return tuple(
-            (len(members), tuple(float(each[members].min()) for each in added))
+            (tuple(members), tuple(float(each[members].min()) for each in added))
             for members in counts.values()
             if len(members) > 1
         )
@@ -125,7 +125,8 @@ class RankTables:
     def has_room(self, live: Sequence[int], held: int, held_bytes: float, trained_bytes: float) -> bool:
         """Whether the ranks have room for the units that are alike, leaving the others out; False means that no cut
         fits. ``held`` is the number of stages on each rank."""
-        for count, (elements, trained, kept, working) in self.alike:
+        for units, (elements, trained, kept, working) in self.kinds:
+            count = len(units)
             state, room = held_bytes * elements + trained_bytes * trained, 0
             for limit, alive in zip(self.limits_bytes, live, strict=True):
                 # With n units in ``held`` stages, one stage has at least n / held, whose activations count.
