@@ -123,7 +123,9 @@ def main() -> None:
             continue
         expected = plain_run(copy.deepcopy(model), half, device, in_fp8)
         found = own_run(model, config, device)
-        same, rough = Comparison(case), {} if half is None else {"relative": 5e-2 if in_fp8 else 1e-2}
+        # cuBLAS keeps sums in fewer bits, and what then rounds otherwise takes an 8-bit neighbour, up to an eighth off.
+        narrow = 1e-1 if kind == "cuda" else 5e-2
+        same, rough = Comparison(case), {} if half is None else {"relative": narrow if in_fp8 else 1e-2}
         same.losses(found["losses"], expected["losses"], **({} if half is None else {"relative": 2e-3}))
         same.gradients(found["gradients"], expected["gradients"], **rough)
         reports.append(same.report())
