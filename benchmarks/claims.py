@@ -258,6 +258,16 @@ def host_time(errors: Mapping[str, float], ratios: Mapping[str, float], constant
     return claims
 
 
+def few_microbatches(slower: Sequence[float], cases: int, limit: float) -> Claims:
+    """By how much the plan of each case is slower than the best, at most the limit; every case was measured."""
+    claims = Claims()
+    claims.at_least("cases measured", len(slower), max(1, cases))
+    for number, share in enumerate(slower):
+        if not share <= limit:
+            claims.at_most(f"case {number}: slower than exhaustive search by", share, limit)
+    return claims
+
+
 def step_time(rows: Mapping[str, Sequence[float]], medians: Mapping[str, float]) -> Claims:
     """Relative errors of every round of every plan, and their medians: the medians within 10%, and 94 of 100 rounds."""
     claims = Claims()

@@ -212,6 +212,15 @@ JUDGED: dict[str, tuple[Callable[[], Claims], list[Callable[[], Claims]]]] = {
             lambda: claims.gpu_steps({}, [], timed=True),
         ],
     ),
+    "few_microbatches": (
+        lambda: claims.few_microbatches([0.0, 0.005], 2, 0.005),
+        [
+            lambda: claims.few_microbatches([0.0, 0.0051], 2, 0.005),
+            lambda: claims.few_microbatches([0.0, NAN], 2, 0.005),
+            lambda: claims.few_microbatches([0.0], 2, 0.005),
+            lambda: claims.few_microbatches([], 0, 0.005),
+        ],
+    ),
     "host_time": (
         lambda: claims.host_time({"gpt2": -0.3}, {"forward": 0.5}, 0.25),
         [
