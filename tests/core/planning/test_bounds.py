@@ -1,6 +1,7 @@
 """Nothing that the search leaves out could have been better: every bound is below what it bounds."""
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -71,7 +72,7 @@ def test_no_bound_is_above_what_it_bounds(cluster: Cluster, frozen: bool) -> Non
     request = Request(batch=8, precision="fp32")
     search = Search(tables_of(graph, cluster, request), cluster, request)
     scorer, space = search.scorer, search.space
-    simulated = unfit = unlimited = lent = closer = 0
+    simulated = unfit = unlimited = lent = closer = forced = 0
     for shape in space.shapes():
         pp, dp, _ = shape.degrees
         of_shape = scorer.bounds.shape_bound_s(shape)
@@ -83,8 +84,12 @@ def test_no_bound_is_above_what_it_bounds(cluster: Cluster, frozen: bool) -> Non
                 if not space.go_together(policies[0].recompute, pipelining):
                     continue
                 split = splits_backward(pipelining.schedule, pipelining.virtual_stages)
-                of_kind = scorer.bounds.bound_s(shape, policies, pipelining.virtual_stages, split=split)
-                assert of_shape <= of_kind
+                virtual = pipelining.virtual_stages
+                live = scorer.least_live(shape, [pipelining]) if policies[0].recompute == "full" else None
+                of_kind = scorer.bounds.bound_s(shape, policies, virtual, split=split, live=live)
+                roomy = scorer.bounds.bound_s(shape, policies, virtual, split=split)
+                forced += of_kind > roomy * (1 + 1e-9)
+                assert of_shape <= roomy <= of_kind
                 for cut in scorer.cuts(shape, policies, pipelining):
                     with_room = scorer.with_room(cut)
                     draft = scorer.draft(cut)
@@ -112,6 +117,37 @@ def test_no_bound_is_above_what_it_bounds(cluster: Cluster, frozen: bool) -> Non
     assert unlimited > 50
     assert unfit or cluster.memory_bytes(0) > TIGHT.memory_bytes
     assert closer or cluster.memory_bytes(0) > TIGHT.memory_bytes
+    assert forced or frozen or cluster.memory_bytes(0) > TIGHT.memory_bytes
+
+
+@pytest.mark.parametrize("mib", [44, 60, 80, 110])
+def test_what_memory_forces_to_be_recomputed_is_never_too_much(mib: int) -> None:
+    """Of many alike layers; a draft keeps no more of them, and takes no less."""
+    graph = decoder(layers=9, hidden=256, heads=8, vocabulary=1024, sequence=128)
+    cluster = Cluster(replace(TIGHT, memory_bytes=mib * 2**20), devices_per_node=4)
+    request = Request(batch=16, precision="fp32", tp=1)
+    search = Search(tables_of(graph, cluster, request), cluster, request)
+    scorer, space = search.scorer, search.space
+    drafts = forced = near = 0
+    for shape in space.shapes():
+        pp, dp, _ = shape.degrees
+        for policy in (p for p in space.policies(dp) if p.recompute == "full"):
+            for pipelining in space.pipelinings(pp, shape.microbatches):
+                split = splits_backward(pipelining.schedule, pipelining.virtual_stages)
+                bound = partial(scorer.bounds.bound_s, shape, [policy], pipelining.virtual_stages, split=split)
+                least = bound(live=scorer.least_live(shape, [pipelining]))
+                if least == float("inf") or not space.go_together("full", pipelining):
+                    continue
+                for cut in scorer.cuts(shape, [policy], pipelining):
+                    if (draft := scorer.draft(cut)) is None:
+                        continue
+                    assert least <= draft.bound_s * (1 + 1e-9), (cut, draft.kept_units)
+                    drafts += 1
+                    forced += least > bound() * (1 + 1e-9)
+                    near += least > 0.9 * draft.bound_s
+    assert drafts > 30
+    assert forced > drafts / 4
+    assert near
 
 
 def test_no_more_than_all_gradients_is_ever_apart() -> None:
