@@ -118,7 +118,8 @@ class Search:
         if not best or fastest is not best[0]:
             best.insert(0, fastest)
         limit_s = min(fastest.predicted.step_time_s * (1 + margin), within_s)
-        answer = self._polisher.polished(self._simplest(best, limit_s)) if margin else fastest
+        within = [scored for scored in best if scored.predicted.step_time_s <= limit_s * (1 + SAME)]
+        answer = self._polisher.polished(self._simplest(within, limit_s)) if margin else fastest
         fastest = min(fastest, answer, key=preference)
         others = {_degrees(equal): equal for equal in reversed(best)}
         others.setdefault(_degrees(answer), answer)
@@ -126,7 +127,13 @@ class Search:
             self._add_runners_up(others, runners_up)
         for named in (fastest, answer):
             others.pop(_degrees(named), None)
-        next_best = sorted(map(self._polisher.polished, others.values()), key=preference)[:runners_up]
+        next_best = sorted(map(self._polisher.polished, others.values()), key=preference)
+        if next_best and preference(next_best[0]) < preference(fastest):  # only its new cut is that fast
+            fastest, next_best[0] = next_best[0], fastest
+            limit_s = min(fastest.predicted.step_time_s * (1 + margin), within_s)
+            if answer.predicted.step_time_s > limit_s:
+                answer, next_best[0] = fastest, answer
+        next_best = next_best[:runners_up]
         with_peaks = self.scorer.with_peaks
         peaked = with_peaks(answer)
         return Found(peaked, peaked if answer is fastest else with_peaks(fastest), [*map(with_peaks, next_best)])
@@ -186,7 +193,7 @@ class Search:
             draft = self.scorer.draft(first)
             if draft is not None:
                 self._push(max(draft.bound_s, entry.bound_s), draft)
-            else:
+            elif not self.scorer.is_needless(first):
                 self._unfit.append((entry.bound_s, first))
         elif isinstance(first, Draft):
             if len(first.policies) > 1:

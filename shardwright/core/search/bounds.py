@@ -261,11 +261,10 @@ class Bounds:
             return 0.0
         whole, ranked = self._first(shape, "none"), self.ranked(shape, policy.recompute)
         found = forced(whole, ranked, live, virtual_stages, *self.least_state(shape, policy, virtual_stages))
-        m = shape.microbatches
+        pp, m = shape.mesh.axis_size("pp"), shape.microbatches
         one_pass = self._passing_s(shape, "none", split=split) + found.again_s
-        if shape.mesh.axis_size("pp") > 1 and virtual_stages == 1 and not split:
-            # The last microbatch passes all units, and waits at the slowest rank for all others.
-            one_pass = float(whole.seconds.sum()) + found.again_s + (m - 1) * found.rank_s
+        if virtual_stages == 1 and not split:  # as in `_filled_s`
+            one_pass = max(one_pass, (float(whole.seconds.sum()) + found.again_s) / (1 - (1 - 1 / m) ** pp))
         return max(m * found.rank_s, one_pass)
 
     def _may_fit(self, shape: Shape, policy: Policy) -> bool:

@@ -110,7 +110,7 @@ class Exchanges:
     ) -> list[UnitTraffic]:
         """The units of all stages of a rank, and between two stages the passes of other microbatches that the schedule
         runs there, as a unit without traffic. The idle time there is left out."""
-        between = _between(decision, rank) if len(stages) > 1 else ()
+        between = _between(decision, rank) if len(stages) > 1 and decision.pp > 1 else ()
         if not between:
             return [unit for units in stages for unit in units]
         numbers = sorted(stage for stage, at in enumerate(decision.stage_ranks) if at == rank)

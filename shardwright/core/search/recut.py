@@ -72,10 +72,13 @@ class Recut:
         """The makespan under one cut, with the price of its unevenness."""
         return float(self._priced_s(np.array([starts], dtype=np.int64))[0])
 
-    def fastest_first(self, policy: Policy, bounds: Bounds, below_s: float) -> Iterator[tuple[int, ...]]:
+    def fastest_first(
+        self, policy: Policy, bounds: Bounds, below_s: float, before_s: float
+    ) -> Iterator[tuple[int, ...]]:
         """The cuts that may fit under a policy and are estimated to take less than ``below_s``, the fastest first; see
-        `MOST_TRIED`."""
-        step_s = self.pipeline_s + self._tail_s(policy, bounds)
+        `MOST_TRIED`. ``before_s``: what a step is known to take beside the makespan as it is counted here, in which all
+        is computed again that the policy may compute again: below 0 where it keeps some of it."""
+        step_s = self.pipeline_s + np.minimum(self._tail_s(policy, bounds), before_s)
         order = np.argsort(step_s, kind="stable")
         order = order[: np.searchsorted(step_s[order], below_s)]
         if len(order) == 0:

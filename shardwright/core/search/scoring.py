@@ -189,7 +189,7 @@ class Scorer:
         ranked = self.bounds.ranked(shape, recompute)
         live = live_microbatches(pipelining.schedule, ranked.ranks, shape.microbatches, pipelining.virtual_stages)
         some_are_kept = recompute == "full" and self.request.recompute == "auto"
-        if some_are_kept and self._fits_whole(shape, cut.policies[0], pipelining, live):
+        if self.is_needless(cut):
             return None
         fitting = []
         for policy in cut.policies:
@@ -208,6 +208,15 @@ class Scorer:
             fitting = [(policy, memory)]
         least = self._least_s(shape, [policy for policy, _ in fitting], pipelining, starts, ranked)
         return Draft(shape, pipelining, starts, tuple(fitting), least, ranked, kept)
+
+    def is_needless(self, cut: Cut) -> bool:
+        """Whether a cut would recompute what memory asks for, and it asks for nothing."""
+        if cut.policies[0].recompute != "full" or self.request.recompute != "auto":
+            return False
+        shape, pipelining = cut.shape, cut.pipelining
+        ranks = shape.mesh.axis_size("pp")
+        live = live_microbatches(pipelining.schedule, ranks, shape.microbatches, pipelining.virtual_stages)
+        return self._fits_whole(shape, cut.policies[0], pipelining, live)
 
     def _fits_whole(self, shape: Shape, policy: Policy, pipelining: Pipelining, live: Sequence[int]) -> bool:
         """Whether everything fits without recompute: then the choice without recompute already exists."""

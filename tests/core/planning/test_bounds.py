@@ -72,7 +72,7 @@ def test_no_bound_is_above_what_it_bounds(cluster: Cluster, frozen: bool) -> Non
     request = Request(batch=8, precision="fp32")
     search = Search(tables_of(graph, cluster, request), cluster, request)
     scorer, space = search.scorer, search.space
-    simulated = unfit = unlimited = lent = closer = forced = 0
+    simulated = unfit = unlimited = lent = closer = 0
     for shape in space.shapes():
         pp, dp, _ = shape.degrees
         of_shape = scorer.bounds.shape_bound_s(shape)
@@ -88,8 +88,7 @@ def test_no_bound_is_above_what_it_bounds(cluster: Cluster, frozen: bool) -> Non
                 live = scorer.least_live(shape, [pipelining]) if policies[0].recompute == "full" else None
                 of_kind = scorer.bounds.bound_s(shape, policies, virtual, split=split, live=live)
                 roomy = scorer.bounds.bound_s(shape, policies, virtual, split=split)
-                forced += of_kind > roomy * (1 + 1e-9)
-                assert of_shape <= roomy <= of_kind
+                assert of_shape <= roomy <= of_kind * (1 + 1e-9)
                 for cut in scorer.cuts(shape, policies, pipelining):
                     with_room = scorer.with_room(cut)
                     draft = scorer.draft(cut)
@@ -117,15 +116,30 @@ def test_no_bound_is_above_what_it_bounds(cluster: Cluster, frozen: bool) -> Non
     assert unlimited > 50
     assert unfit or cluster.memory_bytes(0) > TIGHT.memory_bytes
     assert closer or cluster.memory_bytes(0) > TIGHT.memory_bytes
-    assert forced or frozen or cluster.memory_bytes(0) > TIGHT.memory_bytes
 
 
-@pytest.mark.parametrize("mib", [44, 60, 80, 110])
-def test_what_memory_forces_to_be_recomputed_is_never_too_much(mib: int) -> None:
+SMALL = {"batch": 16}
+"""For 9 layers with a vocabulary, everything free."""
+ONE_STAGE_EACH = {"dp": 1, "virtual_stages": 1, "microbatch": 8}
+"""For layers alone, in pipelines of few microbatches, where the way of one microbatch is most of a step."""
+
+
+@pytest.mark.parametrize(
+    ("layers", "mib", "options"),
+    [
+        *((9, mib, SMALL) for mib in (44, 60, 80, 110)),
+        (11, 180, ONE_STAGE_EACH | {"pp": 3, "batch": 16}),
+        (10, 120, ONE_STAGE_EACH | {"pp": 3, "batch": 24}),
+        (9, 250, ONE_STAGE_EACH | {"pp": 2, "batch": 16}),
+    ],
+)
+def test_what_memory_forces_to_be_recomputed_is_never_too_much(layers: int, mib: int, options: dict[str, int]) -> None:
     """Of many alike layers; a draft keeps no more of them, and takes no less."""
-    graph = decoder(layers=9, hidden=256, heads=8, vocabulary=1024, sequence=128)
-    cluster = Cluster(replace(TIGHT, memory_bytes=mib * 2**20), devices_per_node=4)
-    request = Request(batch=16, precision="fp32", tp=1)
+    is_small = options is SMALL
+    sizes = {"vocabulary": 1024, "sequence": 128} if is_small else {"vocabulary": 32, "sequence": 256}
+    graph = decoder(layers=layers, hidden=256, heads=8, **sizes)
+    cluster = Cluster(replace(TIGHT, memory_bytes=mib * 2**20), devices_per_node=options.get("pp", 4))
+    request = Request(precision="fp32", tp=1, **options)
     search = Search(tables_of(graph, cluster, request), cluster, request)
     scorer, space = search.scorer, search.space
     drafts = forced = near = 0
@@ -141,13 +155,14 @@ def test_what_memory_forces_to_be_recomputed_is_never_too_much(mib: int) -> None
                 for cut in scorer.cuts(shape, [policy], pipelining):
                     if (draft := scorer.draft(cut)) is None:
                         continue
-                    assert least <= draft.bound_s * (1 + 1e-9), (cut, draft.kept_units)
+                    timed = scorer.timed(scorer.by_policy(draft)[0])
+                    assert least <= timed.predicted.step_time_s * (1 + 1e-9), (cut, draft.kept_units)
                     drafts += 1
                     forced += least > bound() * (1 + 1e-9)
                     near += least > 0.9 * draft.bound_s
-    assert drafts > 30
+    assert drafts > (30 if is_small else 1)
     assert forced > drafts / 4
-    assert near
+    assert near or not is_small
 
 
 def test_no_more_than_all_gradients_is_ever_apart() -> None:

@@ -184,6 +184,15 @@ def test_traffic_of_interleaved_stages_travels_beside_the_passes_between_them() 
     assert exchanges._together(plain, table, held, stages, 0)[3].backward_s == pytest.approx(3 * filler.backward_s)
 
 
+@pytest.mark.parametrize("shard", [0, 1, 2, 3])
+def test_no_more_is_hidden_than_there_is_computing(shard: int) -> None:
+    """Of one pipeline rank with several stages, whose passes are all of its computing."""
+    cluster = Cluster("v100", nodes=4, inter_node="ethernet-10g")
+    pins = PINS | {"dp": 4, "precision": "fp32", "schedule": "looped-bfs", "virtual_stages": 2}
+    plan = sw.plan(GRAPH, cluster, batch=64, shard=shard, like="megatron-core", **pins)  # type: ignore[arg-type]
+    assert plan.predicted.data_parallel_hidden_s <= plan.predicted.pipeline_s * (1 + 1e-9)
+
+
 def test_an_unknown_system_is_refused_with_the_nearest() -> None:
     with pytest.raises(PlanError, match="did you mean 'megatron-core'"):
         sw.plan(GRAPH, Cluster("a100-80gb"), batch=8, like="megatron")

@@ -1,9 +1,14 @@
 """Cuts of pipelines with few microbatches against exhaustive search over all cuts and schedules by the simulator."""
 
+from dataclasses import replace
+
 import pytest
 
 import shardwright as sw
+from shardwright.core.plan.prediction_error import LEAD
 from shardwright.core.search import polish
+from shardwright.core.search.best_first import Search
+from shardwright.core.search.search import tables_of
 from tests.core.uneven import exhaustive, pins, random_case, searched
 
 MOST_SLOWER = 0.005
@@ -55,6 +60,19 @@ def test_a_plan_that_was_cut_anew_is_scored_as_one_with_its_decision_pinned(monk
     even = sw.plan(case.graph, case.cluster, **asked)
     assert even.decision.stage_starts != plan.decision.stage_starts
     assert plan.predicted.step_time_s <= even.predicted.step_time_s * (1 - polish.LEAST_GAIN)
+
+
+@pytest.mark.parametrize("seed", [77, 209, 5, 20])
+def test_the_simplest_plan_is_within_its_margin_of_the_fastest(seed: int) -> None:
+    """What led before there were new cuts may be far behind once there are."""
+    case = random_case(seed, (6, 9))
+    request = replace(case.request, virtual_stages=None, pp=None, dp=None, tp=1)
+    found = Search(tables_of(case.graph, case.cluster, request), case.cluster, request).run(margin=LEAD)
+    assert found.best is not None
+    assert found.fastest is not None
+    fastest_s = found.fastest.predicted.step_time_s
+    assert found.best.predicted.step_time_s <= fastest_s * (1 + LEAD) * (1 + 1e-6)
+    assert all(other.predicted.step_time_s >= fastest_s * (1 - 1e-6) for other in found.others)
 
 
 def test_a_cut_that_is_pinned_or_made_by_another_partitioner_stays() -> None:

@@ -6,24 +6,29 @@ from collections.abc import Callable
 import torch
 
 REPEATS = 20
-"""The number of times a call stands in one CUDA graph, so that the host's part of starting it does not count."""
+"""The most times that a call stands in one CUDA graph, so that the host's part of starting it does not count."""
 
 
 def device_s(run: Callable[[], object], device: torch.device, budget_s: float) -> float:
     """The time of a call in seconds; on a GPU without the host's part, as one of many in a CUDA graph."""
     if device.type != "cuda":
         return quartile_s(run, device, budget_s)
-    beside, own = torch.cuda.Stream(device), torch.cuda.current_stream(device)
-    beside.wait_stream(own)
-    with torch.cuda.stream(beside):  # what is made at first use is not recorded
-        for _ in range(2):
+    with torch.cuda.device(device):
+        beside = torch.cuda.Stream()
+        beside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(beside):  # what is made at first use is not recorded
             run()
-    own.wait_stream(beside)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(REPEATS):
+            beside.synchronize()
+            began = time.perf_counter()
             run()
-    return quartile_s(graph.replay, device, budget_s) / REPEATS
+            beside.synchronize()
+        once_s = time.perf_counter() - began
+        repeats = min(REPEATS, max(1, int(budget_s / (6 * once_s))))  # five replays, and one to warm up
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=beside):
+            for _ in range(repeats):
+                run()
+        return quartile_s(graph.replay, device, budget_s) / repeats
 
 
 def quartile_s(

@@ -101,7 +101,8 @@ class Device:
     tile_depth: the contracted entries that a tile's start and end cost, beside its own; None: nothing.
     vector_efficiency: the share of the memory bandwidth that everything but products reaches, its traffic counted as if
         chains of elementwise ops ran as one kernel each; None: memory_efficiency.
-    dispatch_s: the host's time to issue one product or one such chain, forward; None: kernel_launch_s.
+    dispatch_s: the host's time to issue one product, forward, and one such chain where ops are fused (an eager op takes
+        a share of it); None: kernel_launch_s.
     attention_efficiency: the rate of attention in one kernel, every pair of positions counted, as a share of that of
         large products; None: a prior.
     optimizer_efficiency: the share of the memory bandwidth that an optimizer's step reaches, its traffic counted as if

@@ -28,8 +28,7 @@ class Measurements:
         as if the chain were one kernel.
     optimizer_efficiency: the share of it that a step of AdamW reaches, counted as one kernel.
     kernel_launch_s: the time of one op in a chain of small elementwise ops.
-    dispatch_s: the host's time to issue a product or a chain of elementwise ops of a model in training; None: it was
-        not measured apart.
+    dispatch_s: the host's time to issue a product of a model in training; None: it was not measured apart.
     attention_efficiency: the rate of attention in one kernel as a share of the fastest product's in its precision;
         None: it was not measured.
     units: the measured units of a model, if one was measured too.
@@ -93,8 +92,8 @@ class Measurements:
             "summary": f"measured on {self.measured_on}",
             "memory_bytes": constant(float(self.memory_bytes), "what the system reports"),
             "reserved_memory_bytes": constant(0.0, "counted as used by the model's own process"),
-            "memory_bandwidth_bytes_per_s": constant(self.memory_bandwidth_bytes_per_s, "a copy, reads and writes,"),
-            "kernel_launch_s": constant(self.kernel_launch_s, "a chain of small elementwise ops"),
+            "memory_bandwidth_bytes_per_s": constant(self.memory_bandwidth_bytes_per_s, "reads and writes of one op"),
+            "kernel_launch_s": constant(self.kernel_launch_s, "small elementwise ops"),
             "matmul_efficiency": constant(1.0, "the peaks are those reached"),
             "memory_efficiency": constant(1.0, "the bandwidth is that reached"),
             "host_link_bandwidth_bytes_per_s": constant(self.host_link_bandwidth_bytes_per_s, "a copy to the host"),

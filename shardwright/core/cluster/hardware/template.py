@@ -20,7 +20,7 @@ MEANINGS = {
     "compute_units": "Multiprocessors that share out the tiles of a matrix product. Without it: no such rounding.",
     "tile_depth": "Contracted entries that a tile's start and end cost beside its own. Without it: none.",
     "vector_efficiency": "The share of that which everything but products reaches. Without it: memory_efficiency.",
-    "dispatch_s": "Seconds of the host to issue a product or a chain of elementwise ops. Without it: kernel_launch_s.",
+    "dispatch_s": "Seconds of the host to issue a product, or a chain of fused ops. Without it: kernel_launch_s.",
     "attention_efficiency": "The rate of attention in one kernel, as a share of large products. Without it: a prior.",
     "optimizer_efficiency": "The share of that which an optimizer's step reaches. Without it: memory_efficiency.",
     "price_usd_per_hour": "US dollars per hour of one device. Without it: not known.",
