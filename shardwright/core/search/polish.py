@@ -82,7 +82,7 @@ class Polisher:
             return None
         fastest = None
         for policy in cut.policies:
-            for starts in recut.fastest_first(policy, self.scorer.bounds, below_s, before_s):
+            for starts in recut.fastest_first(cut.shape, policy, self.scorer.bounds, below_s, before_s):
                 scored = self.scorer.scored(replace(cut, policies=(policy,), starts=starts))
                 if scored is not None:
                     if scored.predicted.step_time_s < below_s:
@@ -98,6 +98,6 @@ class Polisher:
         return self._known[key]
 
     def _key(self, cut: Cut) -> object:
-        """What policies share."""
+        """What policies share, and meshes whose ranks cost the same."""
         ranked = self.scorer.bounds.ranked(cut.shape, cut.policies[0].recompute)
-        return id(ranked), cut.pipelining, cut.shape.microbatches, cut.shape.mesh
+        return id(ranked), cut.pipelining, cut.shape.microbatches

@@ -73,12 +73,13 @@ class Recut:
         return float(self._priced_s(np.array([starts], dtype=np.int64))[0])
 
     def fastest_first(
-        self, policy: Policy, bounds: Bounds, below_s: float, before_s: float
+        self, shape: Shape, policy: Policy, bounds: Bounds, below_s: float, before_s: float
     ) -> Iterator[tuple[int, ...]]:
-        """The cuts that may fit under a policy and are estimated to take less than ``below_s``, the fastest first; see
-        `MOST_TRIED`. ``before_s``: what a step is known to take beside the makespan as it is counted here, in which all
-        is computed again that the policy may compute again: below 0 where it keeps some of it."""
-        step_s = self.pipeline_s + np.minimum(self._tail_s(policy, bounds), before_s)
+        """The cuts of a shape, whose ranks cost the same, that may fit under a policy and are estimated to take less
+        than ``below_s``, the fastest first; see `MOST_TRIED`. ``before_s``: what a step is known to take beside the
+        makespan as it is counted here, in which all is computed again that the policy may compute again: below 0 where
+        it keeps some of it."""
+        step_s = self.pipeline_s + np.minimum(self._tail_s(shape, policy, bounds), before_s)
         order = np.argsort(step_s, kind="stable")
         order = order[: np.searchsorted(step_s[order], below_s)]
         if len(order) == 0:
@@ -142,15 +143,15 @@ class Recut:
         priced: NDArray[np.float64] = self._makespans.seconds(costs) * (1 + PRICE_OF_UNEVENNESS * uneven)
         return priced
 
-    def _tail_s(self, policy: Policy, bounds: Bounds) -> NDArray[np.float64]:
+    def _tail_s(self, shape: Shape, policy: Policy, bounds: Bounds) -> NDArray[np.float64]:
         """The seconds after the pipeline, taken to grow evenly with the trained parameters of the fullest rank, from
         those of an even share to those of the whole model."""
         first, ranks = self.ranked.tables[0], self.ranked.ranks
         trained, entries = float(first.range_trained[0, -1]), float(first.range_elements[0, -1])
-        decision, largest = bounds.undivided(self.shape, policy), largest_unit(first)
+        decision, largest = bounds.undivided(shape, policy), largest_unit(first)
         even_s, all_s = (
             bounds.step.least_tail_s(
-                self.shape.mesh,
+                shape.mesh,
                 decision,
                 Held(trained / ways, entries / ways, 0.0, len(first.units), largest),
                 float(self.pipeline_s.min()),
