@@ -28,4 +28,4 @@ def test_30_random_edits_are_refused_by_name_or_are_what_plan_says(graphs: Graph
         outcome = judge(original, random_edit(rng, original))
         assert outcome.kind != "wrong", outcome
         kinds.append(outcome.kind)
-    assert min(kinds.count("refused"), kinds.count("rescored")) >= 8, kinds
+    assert min(kinds.count("refused"), kinds.count("rescored")) >= 5, kinds

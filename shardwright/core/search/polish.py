@@ -35,7 +35,10 @@ class Polisher:
 
     def __init__(self, scorer: Scorer) -> None:
         self.scorer, request = scorer, scorer.request
-        self._is_free = request.stage_starts is None and request.partitioner == DEFAULT
+        # Twins' units cost a little more or less than each other's, and of cuts that are about as fast each would take
+        # its own: plans for several runtimes keep the even cut, which both have.
+        is_shared = len(request.runtimes) > 1
+        self._is_free = request.stage_starts is None and request.partitioner == DEFAULT and not is_shared
         self._known: dict[object, Recut] = {}
 
     def is_few(self, choice: Cut | Draft | Timed | Scored) -> bool:
