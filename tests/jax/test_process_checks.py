@@ -1,6 +1,7 @@
 """What is checked of processes before a run: their shares of the devices, threads, and how arrays go between them."""
 
 import os
+import socket
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardwright.backends.jax.machine import process_transfers
+from shardwright.backends.jax.machine import ports, process_transfers
 from shardwright.backends.jax.machine.mesh import require_equal_shares, require_own_device
 from shardwright.backends.jax.machine.process_transfers import (
     across,
@@ -84,6 +85,15 @@ def test_cpus_without_a_socket_between_processes(monkeypatch: pytest.MonkeyPatch
     settings |= {"jax_cross_host_transfer_socket_address": "", "jax_platforms": "cuda"}
     open_socket("127.0.0.1", 7)
     assert not given
+
+
+def test_ports_lie_beside_those_that_the_system_gives_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ports, "_EPHEMERAL", (20_000, 65_535))
+    found = [ports.free_port("127.0.0.1") for _ in range(20)]
+    assert all(10_000 <= port < 20_000 for port in found)
+    monkeypatch.setattr(ports, "_EPHEMERAL", (1_024, 65_535))  # nothing is beside them: any that is free
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", ports.free_port("127.0.0.1")))
 
 
 # --- ways, on the devices of one process

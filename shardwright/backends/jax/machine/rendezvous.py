@@ -19,6 +19,7 @@ from typing import Any
 import jax
 
 from shardwright.backends.jax.machine.heartbeat import Pulse
+from shardwright.backends.jax.machine.ports import free_port
 from shardwright.backends.jax.machine.process_transfers import open_socket
 from shardwright.core.errors import ClusterError
 
@@ -88,13 +89,13 @@ def init(
     pulse = Pulse(connection, process, f"{host}:{port}", float(wait_timeout_s))
     pulse.start()
     own = str(connection.getsockname()[0])
-    open_socket(own, _free_port(own))
+    open_socket(own, free_port(own))
     with pulse.explained("jax.distributed.initialize"):
         jax.distributed.initialize(
             f"{host}:{told['port']}", processes, process, local_device_ids,
             initialization_timeout=max(1, int(wait_timeout_s)),
             heartbeat_timeout_seconds=max(10, int(PATIENCE * wait_timeout_s)),
-            coordinator_bind_address=f"127.0.0.1:{_free_port('127.0.0.1')}",  # the hub has the one that is used
+            coordinator_bind_address=f"127.0.0.1:{free_port('127.0.0.1')}",  # the hub has the one that is used
         )  # fmt: skip
     _pulse = pulse
     atexit.register(_at_exit, pulse)
@@ -150,12 +151,6 @@ def _family(host: str) -> socket.AddressFamily:
     )
 
 
-def _free_port(host: str) -> int:
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
-
-
 def _start_hub(host: str, port: int, processes: int, timeout_s: float) -> None:
     """Start the hub, which listens at the given address. JAX's service listens at a port that the hub tells all."""
     family = _family(host)
@@ -173,7 +168,7 @@ def _start_hub(host: str, port: int, processes: int, timeout_s: float) -> None:
             f"process 0 cannot listen at {host}:{port}: {error.strerror or error}. Give a coordinator_address whose "
             "port is free, the same to all processes"
         ) from error
-    service = _free_port(local or "0.0.0.0")
+    service = free_port(local or "0.0.0.0")
     bind = f"[{local}]:{service}" if local == "::1" else f"{local}:{service}" if local else f"[::]:{service}"
     given = {
         "bind": bind, "port": service, "processes": processes, "timeout_s": timeout_s, "place": f"{host}:{port}",
