@@ -49,7 +49,8 @@ def by_rank(rank_order: Callable[[int, Sizes], Order]) -> Generate:
 @dataclass(frozen=True, slots=True)
 class Family:
     """One named schedule. `refusal` gives the reason why sizes are not admitted, with sizes that are, or None;
-    `bounds_active` says whether `active_microbatches` is an argument of it, `trains` whether it has backwards.
+    `bounds_active` says whether `active_microbatches` is an argument of it, `trains` whether it has backwards,
+    `follows_costs` whether its order follows from the times of actions.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Family:
     refusal: Callable[[Sizes], str | None]
     bounds_active: bool = False
     trains: bool = True
+    follows_costs: bool = False
 
 
 def positive_integer(name: str, value: object) -> None:

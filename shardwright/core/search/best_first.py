@@ -14,7 +14,7 @@ answer are cut and simulated for it.
 
 import heapq
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -252,14 +252,26 @@ class Search:
                     continue
                 split = splits_backward(pipelining.schedule, pipelining.virtual_stages)
                 ways.setdefault((pipelining.virtual_stages, split), []).append(pipelining)
-            for (virtual_stages, split), members in ways.items():
-                live = scorer.least_live(shape, members) if policies[0].recompute == "full" else None
-                bound = scorer.bounds.bound_s(shape, policies, virtual_stages, split=split, live=live)
-                yield bound, (shape, policies, tuple(members))
+            for members in ways.values():
+                for policy in policies:
+                    if any(map(policy.has_stages, members)):
+                        yield self._bound_s(shape, (policy,), members), (shape, (policy,), tuple(members))
+            return
+        if len(choice[2]) > 1 and policies[0].recompute == "full":
+            for pipelining in choice[2]:
+                yield self._bound_s(shape, policies, (pipelining,)), (shape, policies, (pipelining,))
             return
         for pipelining in choice[2]:
             for cut in scorer.cuts(shape, policies, pipelining):
                 yield cut.bound_s, (cut,)
+
+    def _bound_s(self, shape: Shape, policies: Sequence[Policy], pipelinings: Sequence[Pipelining]) -> float:
+        """Seconds below which no step gets under some policies of one recompute mode and some pipelines that differ in
+        their schedule alone."""
+        first = pipelinings[0]
+        live = self.scorer.least_live(shape, pipelinings) if policies[0].recompute == "full" else None
+        split = splits_backward(first.schedule, first.virtual_stages)
+        return self.scorer.bounds.bound_s(shape, policies, first.virtual_stages, split=split, live=live)
 
 
 def preference(scored: Scored) -> tuple[float, Simplicity, int, int, str]:

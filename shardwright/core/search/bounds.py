@@ -12,7 +12,7 @@ from shardwright.core.errors import PlanError
 from shardwright.core.plan.decision import Decision
 from shardwright.core.search.exchanges import Held
 from shardwright.core.search.forced_recompute import forced
-from shardwright.core.search.predict import StepModel, largest_unit
+from shardwright.core.search.predict import LeastEnds, StepModel, largest_unit
 from shardwright.core.search.request import VIRTUAL_STAGES, Request
 from shardwright.core.search.space import RECOMPUTES, Pipelining, Policy, Shape
 from shardwright.core.tables.cost_tables import CostTables, Place, is_one_stage
@@ -234,24 +234,29 @@ class Bounds:
         recompute = policies[0].recompute
         if recompute == "full" and (self.request.recompute == "auto" or self.request.names_units):
             recompute = "none"  # any number of units may be kept
-        pipeline = self._fluid_s(shape, recompute) * shape.microbatches
-        pipeline = max(pipeline, self._passing_s(shape, recompute, split=split))
-        if virtual_stages == 1:
-            pipeline = max(pipeline, self._filled_s(shape, recompute, split=split))
+        pipeline = self._least_pipeline_s(shape, recompute, virtual_stages, split=split)
         if live is not None and recompute != policies[0].recompute:
             pipeline = max(pipeline, self._forced_s(shape, policies[0], virtual_stages, live, split=split))
         pipeline = self._lending_s(shape, recompute, pipeline)
-        pp = shape.mesh.axis_size("pp")
-        first = self._first(shape, recompute)
+        fit = (policy for policy in policies if self._may_fit(shape, policy))
+        steps = (self._least_ends(shape, policy, recompute).step_s(pipeline) for policy in fit)
+        return min(steps, default=math.inf) * SAFE
+
+    @found_once
+    def _least_pipeline_s(self, shape: Shape, recompute: Recompute, virtual_stages: int, *, split: bool) -> float:
+        """Seconds below which no pipeline gets whose idle time is not lent."""
+        pipeline = self._fluid_s(shape, recompute) * shape.microbatches
+        pipeline = max(pipeline, self._passing_s(shape, recompute, split=split))
+        return max(pipeline, self._filled_s(shape, recompute, split=split)) if virtual_stages == 1 else pipeline
+
+    @found_once
+    def _least_ends(self, shape: Shape, policy: Policy, recompute: Recompute) -> LeastEnds:
+        """The bounds of where a step ends under a policy, whose units cost as under ``recompute``."""
+        pp, first = shape.mesh.axis_size("pp"), self._first(shape, recompute)
         busy = 0.0 if self._idle_lent(shape, [first]) else float(first.seconds.sum()) / pp * shape.microbatches
         entries = float(first.range_trained[0, -1]) / pp, float(first.range_elements[0, -1]) / pp
         mean = Held(*entries, busy, len(first.units), largest_unit(first))
-        least = math.inf
-        for policy in policies:
-            if self._may_fit(shape, policy):
-                decision = self.undivided(shape, policy)
-                least = min(least, self.step.least_tail_s(shape.mesh, decision, mean, pipeline))
-        return (pipeline + least) * SAFE
+        return self.step.least_ends(shape.mesh, self.undivided(shape, policy), mean)
 
     def _forced_s(
         self, shape: Shape, policy: Policy, virtual_stages: int, live: Sequence[int], *, split: bool
@@ -267,6 +272,7 @@ class Bounds:
             one_pass = max(one_pass, (float(whole.seconds.sum()) + found.again_s) / (1 - (1 - 1 / m) ** pp))
         return max(m * found.rank_s, one_pass)
 
+    @found_once
     def _may_fit(self, shape: Shape, policy: Policy) -> bool:
         """Whether all ranks together have room for the parameters and one microbatch's activations."""
         pp = shape.mesh.axis_size("pp")

@@ -244,22 +244,34 @@ class Exchanges:
 
     # Bounds ------------------------------------------------------------------------------------------------------
 
-    def least_exposed_s(self, held: "Held", mesh: Mesh, decision: Decision, pipeline_s: float, rank: int) -> float:
-        """Seconds below which the exposed traffic of a rank does not get that holds at least so much, beside a pipeline
-        of at least ``pipeline_s``: it moves all of it before the step ends, and where nothing is hidden not while it
-        computes."""
+    def least_end_s(self, held: "Held", mesh: Mesh, decision: Decision, rank: int) -> float:
+        """Seconds after a step began before which the traffic of a rank that holds at least so much, and its computing,
+        are not done: all of it is moved, not while the rank computes where nothing is hidden, and where it is hidden
+        computing slows."""
         moved = self.least_moved_s(held, mesh, decision, rank)
-        return max(0.0, moved - pipeline_s + (0.0 if self._hides(mesh, decision, rank) else held.busy_s))
+        return max(moved, held.busy_s + self._least_beside_s(held, mesh, decision, rank, moved))
 
-    def least_mean_exposed_s(self, held: "Held", mesh: Mesh, decision: Decision, pipeline_s: float, rank: int) -> float:
+    def least_mean_end_s(self, held: "Held", mesh: Mesh, decision: Decision, rank: int) -> float:
         """The same of the rank that holds and computes most, where ``held`` is the mean of all ranks, which are alike.
         What a byte takes falls with the size, so that all of it together gives the least for each."""
         pp = mesh.axis_size("pp")
-        least = self.least_exposed_s(replace(held, busy_s=0.0), mesh, decision, pipeline_s, rank)
-        if self._hides(mesh, decision, rank):
-            return least
         whole = replace(held, trained=held.trained * pp, held=held.held * pp)
-        return max(least, held.busy_s + self.least_moved_s(whole, mesh, decision, rank) / pp - pipeline_s)
+        beside = self._least_beside_s(whole, mesh, decision, rank, self.least_moved_s(whole, mesh, decision, rank))
+        return max(self.least_moved_s(held, mesh, decision, rank), held.busy_s + beside / pp)
+
+    def _least_beside_s(self, held: "Held", mesh: Mesh, decision: Decision, rank: int, moved_s: float) -> float:
+        """Seconds that the traffic of a rank takes beside its computing at least: all of it, or what it slows that."""
+        if not self._hides(mesh, decision, rank):
+            return moved_s
+        slowed = self.slowed(self.links.devices(mesh, rank))
+        if mesh.axis_size("pp") > 1 and decision.gathered_stages is None:
+            # Sums of all microbatches but the last may lie beside other stages' idle time.
+            if decision.shard == 3:
+                width = self.widths(decision).gradient
+                moved_s -= _ShardTraffic(self, decision, rank).scatter_s(held.trained * width)
+            elif decision.shard == 2 and decision.reduces_each:
+                return 0.0
+        return slowed * max(0.0, moved_s)
 
     def least_moved_s(self, held: "Held", mesh: Mesh, decision: Decision, rank: int) -> float:
         """Seconds below which the traffic of a step does not get, of a rank that holds at least so much."""
@@ -268,7 +280,7 @@ class Exchanges:
             return 0.0
         width = self.widths(decision)
         if decision.shard == 0:
-            return self.links.axis(mesh, rank, "dp").all_reduce_s(trained * width.gradient)
+            return self.links.axis(mesh, rank, "dp").all_reduce_s(trained * width.gradient) if trained else 0.0
         traffic = _ShardTraffic(self, decision, rank)
         if decision.shard < 3:
             times = decision.microbatches if decision.reduces_each else 1

@@ -22,6 +22,8 @@ MOST_POLISHED = 48
 """The number of pipelines whose cuts are looked at for the answer of one search, those of the least time first: each
 takes about a hundredth of a second. Those of runners-up are looked at whatever their
 number."""
+MOST_TRIED = 400
+"""The number of new cuts whose memory is counted for the answer of one search, each in some thousandths of a second."""
 MISSED = 0.005
 """The share of a step by which the quick look at a pipeline's cuts may miss the fastest: more are looked at where that
 could decide."""
@@ -40,6 +42,7 @@ class Polisher:
         is_shared = len(request.runtimes) > 1
         self._is_free = request.stage_starts is None and request.partitioner == DEFAULT and not is_shared
         self._known: dict[object, Recut] = {}
+        self._tried = 0
 
     def is_few(self, choice: Cut | Draft | Timed | Scored) -> bool:
         """Whether a choice is a pipeline with so few microbatches that it is cut anew. With a single one nothing is
@@ -65,9 +68,10 @@ class Polisher:
         cannot get below as they are cut, or do not fit in. None where none takes at most ``within_s``."""
         found = None if best is None else self.polished(best)
         few = [(seconds, number, one) for number, (seconds, one) in enumerate(others) if self.is_few(one)]
+        self._tried = 0
         for seconds, _, choice in sorted(few, key=lambda one: one[:2]):
             least = within_s if found is None else found.predicted.step_time_s * (1 - LEAST_GAIN)
-            if seconds > least * (1 + WINDOW):
+            if seconds > least * (1 + WINDOW) or self._tried >= MOST_TRIED:
                 break
             cut = self.scorer.as_cut(choice)
             if self._key(cut) in self._known or len(self._known) < MOST_POLISHED:
@@ -86,6 +90,7 @@ class Polisher:
         fastest = None
         for policy in cut.policies:
             for starts in recut.fastest_first(cut.shape, policy, self.scorer.bounds, below_s, before_s):
+                self._tried += 1
                 scored = self.scorer.scored(replace(cut, policies=(policy,), starts=starts))
                 if scored is not None:
                     if scored.predicted.step_time_s < below_s:

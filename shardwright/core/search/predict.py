@@ -85,15 +85,17 @@ class StepModel:
 
     def stage_costs(self, decision: Decision, tables: RankTables, placement: Sequence[int]) -> StageCosts:
         """The costs of the stages of a decision, with what its passes wait for."""
-        costs = replace(
-            tables.stage_costs(decision.stage_starts, placement), sender_waits=not self.exchanges.execution.sends
-        )
+        costs = self.plain_costs(tables, decision.stage_starts, placement)
         waits = self.waits(decision, tables, placement)
         if not waits:
             return costs
         forward = tuple(own + ahead for own, (ahead, _) in zip(costs.forward_s, waits, strict=True))
         back = tuple(own + behind for own, (_, behind) in zip(costs.input_grad_s, waits, strict=True))
         return replace(costs, forward_s=forward, input_grad_s=back)
+
+    def plain_costs(self, tables: RankTables, starts: Sequence[int], placement: Sequence[int]) -> StageCosts:
+        """The costs of the stages of a cut whose passes wait for nothing over the data axis."""
+        return replace(tables.stage_costs(starts, placement), sender_waits=not self.exchanges.execution.sends)
 
     def waits(
         self, decision: Decision, tables: RankTables, placement: Sequence[int]
@@ -128,36 +130,41 @@ class StepModel:
             Held(rank.elements, rank.held_elements, 0.0 if tables.idle_lent else own, tables.units, largest)
             for rank, own in zip(ranks, busy, strict=True)
         ]
-        shared = pipeline + self._tied_s(first, tied) + max(rank.once_s for rank in ranks)
-        return [
-            shared
-            + max(
-                self.exchanges.least_exposed_s(own, decision.mesh, decision, pipeline, rank)
-                for rank, own in enumerate(held)
-            )
-            + self._slowest_update_s(decision.mesh, decision, ranks)
-            for decision in decisions
-        ]
+        shared = self._tied_s(first, tied) + max(rank.once_s for rank in ranks)
+        of_kinds = [list({held[rank] for rank in alike}) for alike in self.links.alike(first.mesh)]
+        kinds = [(alike[0], own) for alike, own in zip(self.links.alike(first.mesh), of_kinds, strict=True)]
 
-    def least_tail_s(self, mesh: Mesh, decision: Decision, mean: Held, pipeline_s: float) -> float:
-        """Seconds below which the tail does not get where ``mean`` is the mean of what ranks hold and do."""
+        def least_s(decision: Decision) -> float:
+            ends = (
+                self.exchanges.least_end_s(one, decision.mesh, decision, rank) for rank, own in kinds for one in own
+            )
+            return max(pipeline, *ends) + shared + self._slowest_update_s(decision.mesh, decision, ranks)
+
+        return [least_s(decision) for decision in decisions]
+
+    def least_ends(self, mesh: Mesh, decision: Decision, mean: Held) -> "LeastEnds":
+        """The bounds of where a step ends, beside that of its pipeline, where ``mean`` is the mean of what ranks hold
+        and do."""
         kinds = self.links.alike(mesh)
 
-        def least_s(held: Held) -> float:
-            return min(
-                self.exchanges.least_exposed_s(held, mesh, decision, pipeline_s, alike[0])
-                + self._update_s(mesh, decision, held.trained * self._least_share, alike[0])
-                for alike in kinds
-            )
+        def update_s(alike: tuple[int, ...]) -> float:
+            return self._update_s(mesh, decision, mean.trained * self._least_share, alike[0])
 
         if len(kinds) == 1:
-            exposed = self.exchanges.least_mean_exposed_s(mean, mesh, decision, pipeline_s, kinds[0][0])
-            return exposed + self._update_s(mesh, decision, mean.trained * self._least_share, kinds[0][0])
-        mean = replace(mean, busy_s=0.0)
-        if decision.shard == 3:
-            # Where ranks differ, one may train most and another hold most.
-            return max(least_s(replace(mean, held=0.0)), least_s(replace(mean, trained=0.0)))
-        return least_s(mean)
+            end_s = self.exchanges.least_mean_end_s(mean, mesh, decision, kinds[0][0])
+            return LeastEnds((((end_s, update_s(kinds[0])),),))
+        idle = replace(mean, busy_s=0.0)
+        # Where ranks differ, one may train most and another hold most.
+        parts = [replace(idle, held=0.0), replace(idle, trained=0.0)] if decision.shard == 3 else [idle]
+        return LeastEnds(
+            tuple(
+                tuple(
+                    (self.exchanges.least_end_s(part, mesh, decision, alike[0]), update_s(alike) if part.trained else 0)
+                    for alike in kinds
+                )
+                for part in parts
+            )
+        )
 
     def _slowest_update_s(self, mesh: Mesh, decision: Decision, ranks: Sequence[RankWork]) -> float:
         return max(
@@ -189,6 +196,22 @@ class StepModel:
         return total
 
 
+LONGEST_SIMULATED = 5
+"""The microbatches per pipeline rank up to which a schedule is simulated whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeastEnds:
+    """Bounds of where a step ends, one beside the other, each the least over kinds of ranks: the (seconds before which
+    the rank's traffic and computing are not done, seconds of the optimizer's step after them)."""
+
+    of_kinds: tuple[tuple[tuple[float, float], ...], ...]
+
+    def step_s(self, pipeline_s: float) -> float:
+        """Seconds below which a step does not get whose pipeline takes at least ``pipeline_s``."""
+        return max(min(max(pipeline_s, end) + update for end, update in kinds) for kinds in self.of_kinds)
+
+
 def simulated_pipeline(decision: Decision, costs: StageCosts) -> Pipeline:
     """The decision's schedule, simulated. Long schedules settle into a period, so they are extrapolated from two
     shorter ones of 4 and 5 rounds of the pipeline. Generated schedules follow no period and are simulated whole."""
@@ -200,7 +223,7 @@ def simulated_pipeline(decision: Decision, costs: StageCosts) -> Pipeline:
         end = found.makespan_s
         return Pipeline(end, tuple(end - float(times[-1]) if len(times) else end for times in found.end_s))
 
-    short, longer = 4 * decision.pp, 5 * decision.pp
+    short, longer = 4 * decision.pp, LONGEST_SIMULATED * decision.pp
     if decision.microbatches <= longer or decision.schedule == AUTO:
         return run(decision.microbatches)
     first, second = run(short), run(longer)

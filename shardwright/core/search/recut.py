@@ -149,15 +149,13 @@ class Recut:
         first, ranks = self.ranked.tables[0], self.ranked.ranks
         trained, entries = float(first.range_trained[0, -1]), float(first.range_elements[0, -1])
         decision, largest = bounds.undivided(shape, policy), largest_unit(first)
-        even_s, all_s = (
-            bounds.step.least_tail_s(
-                shape.mesh,
-                decision,
-                Held(trained / ways, entries / ways, 0.0, len(first.units), largest),
-                float(self.pipeline_s.min()),
-            )
-            for ways in (ranks, 1)
-        )
+        least = float(self.pipeline_s.min())
+
+        def after_s(ways: int) -> float:
+            held = Held(trained / ways, entries / ways, 0.0, len(first.units), largest)
+            return bounds.step.least_ends(shape.mesh, decision, held).step_s(least) - least
+
+        even_s, all_s = after_s(ranks), after_s(1)
         fullest = self._fullest_trained
         tail: NDArray[np.float64] = even_s + (all_s - even_s) * (fullest - trained / ranks) / max(
             1.0, trained - trained / ranks

@@ -9,10 +9,12 @@ from shardwright.core.partition.partitioners import DEFAULT, cut_units
 from shardwright.core.plan.decision import Decision, placement_of
 from shardwright.core.plan.record import Predicted
 from shardwright.core.schedule import AUTO, Schedule
+from shardwright.core.schedule.catalogue import FAMILIES
+from shardwright.core.schedule.costs import StageCosts
 from shardwright.core.schedule.peak_memory import peak_live
 from shardwright.core.search.bounds import SAFE, Bounds
 from shardwright.core.search.partition_input import partition_input
-from shardwright.core.search.predict import Pipeline, least_makespan_s
+from shardwright.core.search.predict import LONGEST_SIMULATED, Pipeline, least_makespan_s
 from shardwright.core.search.rank_peaks import by_stage, less_apart, with_activations
 from shardwright.core.search.recomputed_units import as_few_as_memory_asks_for
 from shardwright.core.search.request import Request
@@ -97,7 +99,7 @@ class Scorer:
         memory = by_stage(decision, ranked, memory, request)
         least = memory
         if request.divides_gradients:
-            least = tuple(replace(use, gradients_bytes=0, activations_bytes=0, buffers_bytes=0) for use in memory)
+            least = tuple(replace(use, gradients_bytes=0, buffers_bytes=0) for use in memory)
         else:  # at most all gradients are subtracted
             least = tuple(replace(use, gradients_bytes=0) for use in memory)
         if ranked.over_bytes(least):
@@ -149,15 +151,17 @@ class Scorer:
         pipelining: Pipelining,
         starts: tuple[int, ...],
         ranked: RankTables | None = None,
+        pipeline_s: float | None = None,
     ) -> float:
-        """Seconds below which no schedule of a cut gets under the best of some policies; without ``ranked``, whichever
-        units they keep."""
+        """Seconds below which no step of a cut gets under the best of some policies; without ``ranked``, whichever
+        units they keep. ``pipeline_s``: seconds below which its pipeline does not get, where more is known than of any
+        schedule."""
         if ranked is None:
             recompute = policies[0].recompute
             some_are_kept = recompute == "full" and self.request.recompute == "auto"
             ranked = self.bounds.ranked(shape, "none" if some_are_kept else recompute)
         placement = placement_of(pipelining.schedule, ranked.ranks, pipelining.virtual_stages)
-        pipeline = _least_pipeline_s(shape, pipelining, starts, ranked)
+        pipeline = pipeline_s or _least_pipeline_s(shape, pipelining, starts, ranked)
         decisions = [self._sharing(shape, policy, pipelining) for policy in policies]
         return min(self.step.least_steps_s(decisions, ranked, starts, placement, pipeline)) * SAFE
 
@@ -172,7 +176,11 @@ class Scorer:
         """The cut, with the bound of keeping no more units than its memory has room for. A draft keeps these or fewer,
         and takes many times as long to count."""
         (policy, *others), shape, pipelining, starts = cut.policies, cut.shape, cut.pipelining, cut.starts
-        if policy.recompute != "full" or self.request.recompute != "auto" or others or self._may_offload:
+        if policy.recompute != "full" or self.request.names_units:
+            simulated = self._undelayed_s(cut)
+            least = self._least_s(shape, cut.policies, pipelining, starts, pipeline_s=simulated) if simulated else 0.0
+            return replace(cut, bound_s=max(cut.bound_s, least), has_room=True)
+        if self.request.recompute != "auto" or others or self._may_offload:
             return replace(cut, has_room=True)
         ranked = self.bounds.ranked(shape, policy.recompute)
         decision = self.bounds.decision(shape, policy, pipelining, starts)
@@ -180,6 +188,31 @@ class Scorer:
         kept = ranked.kept_units(starts, decision.stage_ranks, live, self._request_of(decision))
         least = self._least_s(shape, [policy], pipelining, starts, ranked.keeping(kept) if kept else ranked)
         return replace(cut, bound_s=max(cut.bound_s, least), has_room=True)
+
+    def _undelayed_s(self, cut: Cut) -> float | None:
+        """Seconds of a cut's pipeline whose passes wait for no traffic over the data axis, which policies share. None
+        where waiting might shorten it: where idle time is lent, where orders follow from times, and where what long
+        schedules take is extrapolated."""
+        shape, pipelining = cut.shape, cut.pipelining
+        ranked = self.bounds.ranked(shape, cut.policies[0].recompute)
+        if ranked.ranks == 1 or ranked.idle_lent:
+            return None
+        if pipelining.schedule == AUTO or FAMILIES[pipelining.schedule].follows_costs:
+            return None
+        if shape.microbatches > LONGEST_SIMULATED * ranked.ranks:
+            return None
+        decision = self.bounds.decision(shape, cut.policies[0], pipelining, cut.starts)
+        costs = self.step.plain_costs(ranked, cut.starts, decision.stage_ranks)
+        return self._pipeline(decision, costs).makespan_s
+
+    def _pipeline(self, decision: Decision, costs: StageCosts) -> Pipeline:
+        """The simulated pipeline of a decision, remembered."""
+        key = costs, decision.schedule, decision.virtual_stages, decision.microbatches
+        if key not in self._pipelines:
+            if len(self._pipelines) >= REMEMBERED_PIPELINES:
+                self._pipelines.clear()
+            self._pipelines[key] = self.step.pipeline(decision, costs)
+        return self._pipelines[key]
 
     def draft(self, cut: Cut) -> Draft | None:
         """A cut with those of its policies under which it fits; None where none does, or where no unit needs
@@ -207,7 +240,7 @@ class Scorer:
             )
             fitting = [(policy, memory)]
         least = self._least_s(shape, [policy for policy, _ in fitting], pipelining, starts, ranked)
-        return Draft(shape, pipelining, starts, tuple(fitting), least, ranked, kept)
+        return Draft(shape, pipelining, starts, tuple(fitting), max(cut.bound_s, least), ranked, kept)
 
     def is_needless(self, cut: Cut) -> bool:
         """Whether a cut would recompute what memory asks for, and it asks for nothing."""
@@ -250,13 +283,8 @@ class Scorer:
         ((policy, memory),) = draft.policies
         decision, ranked, pipelining = self._decided(draft, policy), draft.tables, draft.pipelining
         placement = placement_of(pipelining.schedule, ranked.ranks, pipelining.virtual_stages)
-        costs = self.step.stage_costs(decision, ranked, placement)
-        key = costs, pipelining, decision.microbatches
-        if key not in self._pipelines:
-            if len(self._pipelines) >= REMEMBERED_PIPELINES:
-                self._pipelines.clear()
-            self._pipelines[key] = self.step.pipeline(decision, costs)
-        return Timed(decision, ranked, self.step.predicted(decision, ranked, memory, placement, self._pipelines[key]))
+        pipeline = self._pipeline(decision, self.step.stage_costs(decision, ranked, placement))
+        return Timed(decision, ranked, self.step.predicted(decision, ranked, memory, placement, pipeline))
 
     def _decided(self, draft: Draft, policy: Policy) -> Decision:
         return replace(

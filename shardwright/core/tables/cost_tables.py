@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import pairwise
 
 from shardwright.core.cluster.cluster import Cluster
@@ -131,7 +131,7 @@ class CostTables:
             )
         self._costs: dict[tuple[int, int, Device, Group, bool], tuple[UnitCost, ...]] = {}
 
-    @property
+    @cached_property
     def has_frozen_in_fp32(self) -> bool:
         """Whether parameters that are not trained are in fp32 between steps."""
         tensors = (self.graph.tensors[p.tensor] for p in self.graph.parameters if not p.trainable)

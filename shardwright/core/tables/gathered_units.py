@@ -69,10 +69,28 @@ def stage_passes(table: UnitTable, ends: tuple[int, int], request: MemoryRequest
     numbers = request.gradient_width, request.shard, request.ways, request.whole_below_bytes, request.on_cpus
     key = ends, request.precision, request.gathered_stages is None, request.reduces_each, *numbers
     if key not in table.stage_passes:
-        table.stage_passes[key] = _passes(table, ends, request)
+        alike = _content(table, ends)
+        if alike is None:
+            table.stage_passes[key] = _passes(table, ends, request)
+        else:  # stages of the same units, elsewhere in the model
+            content = alike, *key[1:]
+            if content not in table.passes_by_content:
+                table.passes_by_content[content] = _passes(table, ends, request)
+            table.stage_passes[key] = table.passes_by_content[content]
     found = table.stage_passes[key]
     assert isinstance(found, StagePasses)
     return found
+
+
+def _content(table: UnitTable, ends: tuple[int, int]) -> tuple[object, ...] | None:
+    """All that the passes of a stage depend on, wherever its units are in the model; None where they use parameters
+    that others use too, or in another order than the model has them."""
+    first, end = ends
+    kinds = table.call_kinds[first:end]
+    if None in kinds:
+        return None
+    kept = table.range_kept[first, first + 1 : end + 1] + table.beside_bytes[first:end]
+    return kinds, _base(table, ends).tobytes(), kept.tobytes()
 
 
 def staying_bytes(table: UnitTable, stages: Iterable[tuple[int, int]], request: MemoryRequest) -> int:

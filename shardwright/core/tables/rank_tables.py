@@ -335,7 +335,7 @@ class RankTables:
     def keeping(self, units: Collection[int], offloaded: Collection[int] = ()) -> "RankTables":
         """The same tables where ``units`` are kept and not recomputed, and ``offloaded`` ones are offloaded."""
         kept, away = frozenset(units), frozenset(offloaded)
-        made = {id(table): replace(table, kept=kept, offloaded=away) for table in self.tables}
+        made = {id(table): table.keeping(kept, away) for table in self.tables}
         return replace(self, tables=tuple(made[id(table)] for table in self.tables))
 
     def kept_units(
@@ -394,6 +394,10 @@ class RankTables:
 
     def stage_costs(self, starts: Sequence[int], placement: Sequence[int]) -> StageCosts:
         """The costs of a cut's stages for one microbatch."""
+        return self._stage_costs(tuple(starts), tuple(placement))
+
+    @found_once
+    def _stage_costs(self, starts: tuple[int, ...], placement: tuple[int, ...]) -> StageCosts:
         forward, input_grad, weight_grad, kept, freed = [], [], [], [], []
         for stage, (a, b) in enumerate(self.ends(starts)):
             table = self.tables[placement[stage]]
@@ -424,6 +428,10 @@ class RankTables:
 
     def work(self, starts: Sequence[int], placement: Sequence[int]) -> list["RankWork"]:
         """The work of every rank, with all of its stages."""
+        return self._work(tuple(starts), tuple(placement))
+
+    @found_once
+    def _work(self, starts: tuple[int, ...], placement: tuple[int, ...]) -> list["RankWork"]:
         found = [RankWork(0.0, 0.0, 0.0, 0, 0, 0.0, 0.0)] * self.ranks
         for stage, (a, b) in enumerate(self.ends(starts)):
             rank, table = placement[stage], self.tables[placement[stage]]

@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -206,6 +206,33 @@ class UnitTable:
     def stage_passes(self) -> dict[object, object]:
         """The passes of stages counted so far (`core.tables.gathered_units`)."""
         return {}
+
+    @cached_property
+    def passes_by_content(self) -> dict[object, object]:
+        """The same by what they depend on, whichever units of the table they are of."""
+        return {}
+
+    @cached_property
+    def call_kinds(self) -> tuple[int | None, ...]:
+        """A number for each unit, the same for units that cost the same and whose calls use as many parameters; None
+        where other units use one of these too, and for all units where calls follow each other in another order than
+        their parameters."""
+        places = [call.last for calls in self.calls for call in calls if call.trained]
+        if not self.calls or places != sorted(places):
+            return (None,) * len(self.units)
+        numbers: dict[object, int] = {}
+        found: list[int | None] = []
+        for unit, calls in zip(self.units, self.calls, strict=True):
+            kind = id(unit), tuple(replace(call, last=0) for call in calls)
+            is_apart = not any(call.tied for call in calls)
+            found.append(numbers.setdefault(kind, len(numbers)) if is_apart else None)
+        return tuple(found)
+
+    def keeping(self, units: frozenset[int], offloaded: frozenset[int]) -> "UnitTable":
+        """The same table where ``units`` are kept and not recomputed, and ``offloaded`` ones are offloaded."""
+        made = replace(self, kept=units, offloaded=offloaded)
+        vars(made).update(call_kinds=self.call_kinds, passes_by_content=self.passes_by_content)
+        return made
 
     @cached_property
     def range_kept(self) -> Matrix:

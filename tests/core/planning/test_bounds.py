@@ -19,7 +19,7 @@ from shardwright.core.schedule.peak_memory import StageMemory, peak_below_sum
 from shardwright.core.search.best_first import Search
 from shardwright.core.search.request import VIRTUAL_STAGES, Request
 from shardwright.core.search.search import tables_of
-from shardwright.core.search.space import Policy, splits_backward
+from shardwright.core.search.space import splits_backward
 from tests.core.toy import decoder
 
 GRAPH = decoder(layers=3, hidden=256, heads=8, vocabulary=1024, sequence=128)
@@ -76,10 +76,12 @@ def test_no_bound_is_above_what_it_bounds(cluster: Cluster, frozen: bool) -> Non
     for shape in space.shapes():
         pp, dp, _ = shape.degrees
         of_shape = scorer.bounds.shape_bound_s(shape)
-        alike: dict[object, list[Policy]] = {}
-        for policy in space.policies(dp):
-            alike.setdefault(policy if policy.recompute == "full" else policy.recompute, []).append(policy)
-        for policies in alike.values():
+        every = list(space.policies(dp))
+        for mode in {policy.recompute for policy in every}:
+            alike = [policy for policy in every if policy.recompute == mode]
+            bounds = [scorer.bounds.bound_s(shape, [policy]) for policy in alike]
+            assert scorer.bounds.bound_s(shape, alike) == min(bounds)
+        for policies in ([policy] for policy in every):
             for pipelining in space.pipelinings(pp, shape.microbatches):
                 if not space.go_together(policies[0].recompute, pipelining):
                     continue
@@ -91,7 +93,7 @@ def test_no_bound_is_above_what_it_bounds(cluster: Cluster, frozen: bool) -> Non
                 assert of_shape <= roomy <= of_kind * (1 + 1e-9)
                 for cut in scorer.cuts(shape, policies, pipelining):
                     with_room = scorer.with_room(cut)
-                    draft = scorer.draft(cut)
+                    draft = scorer.draft(with_room)
                     if draft is None:
                         unfit += 1
                         continue
@@ -106,8 +108,7 @@ def test_no_bound_is_above_what_it_bounds(cluster: Cluster, frozen: bool) -> Non
                     assert draft.bound_s <= seconds, cut
                     simulated += 1
                     lent += done.tables.idle_lent > 0
-                    policy = Policy(made.recompute, made.shard, made.shard_group)
-                    free = scorer.without_limit(shape, policy, pipelining)
+                    free = scorer.without_limit(shape, policies[0], pipelining)
                     if free is not None and free.decision == made:
                         assert free.predicted.step_time_s <= seconds * (1 + 1e-9), cut
                         unlimited += 1

@@ -69,5 +69,11 @@ def generate_interleaved(sizes: Sizes) -> Table:
 
 SIMPLE = Family("simple", "arXiv 2111.05972, section 3", looped, by_rank(simple_order), one_stage_per_rank, True)
 INTERLEAVED = Family(
-    "interleaved", "arXiv 2111.05972, section 3", looped, generate_interleaved, one_stage_per_rank, True
+    "interleaved",
+    "arXiv 2111.05972, section 3",
+    looped,
+    generate_interleaved,
+    one_stage_per_rank,
+    bounds_active=True,
+    follows_costs=True,
 )
