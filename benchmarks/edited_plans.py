@@ -46,7 +46,7 @@ MODELS: dict[str, Callable[[], Graphs]] = {
     "NCF": lambda: ncf(512, 256, 16, 3),
     "residual network": lambda: resnet(8, 32),
     "GPT-2": lambda: gpt2(3, 32, 2, 16),
-    "T5": lambda: t5(1, 32, 2, 16),
+    "T5": lambda: t5(2, 32, 2, 16),
 }
 NODE = sw.Cluster("a100-80gb", devices_per_node=8)
 NODES = sw.Cluster("h100", nodes=2, devices_per_node=4)
