@@ -5,6 +5,7 @@ process of one thread for each rank, Gloo; JAX one process with as many devices,
 """
 
 import functools
+import logging
 import multiprocessing
 import os
 import socket
@@ -21,8 +22,8 @@ STAYS = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOL
 """Of JAX's processes: freed memory stays with them, else much of a step is page faults, more or fewer from launch to
 launch."""
 NEEDED = {
-    "torch": ["torch.distributed", "shardwright.torch", "shardwright.cli", "step_run", "step_models", "tracked"],
-    "jax": ["shardwright.jax", "shardwright.cli", "optax", "step_run", "jax_models", "memory_jax"],
+    "torch": ["torch.distributed", "shardwright.torch", "step_run", "step_models", "tracked"],
+    "jax": ["shardwright.jax", "optax", "step_run", "jax_models", "memory_jax"],
 }
 """What the server imports."""
 LIMIT_S = 900.0
@@ -40,7 +41,11 @@ class Launcher:
     def __init__(self, framework: str, others: float, folder: Path) -> None:
         self.framework, self.others, self.folder = framework, others, folder
         paths = (str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", ""))
-        os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        os.environ |= {
+            "OMP_NUM_THREADS": "1",
+            "TRANSFORMERS_VERBOSITY": "error",
+            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        }
         if framework == "jax":
             os.environ |= STAYS  # read when a process starts
         self.server = multiprocessing.get_context("forkserver")
@@ -109,6 +114,7 @@ class Launcher:
 def _enter(answer: Any, environment: dict[str, str], folder: str, work: Callable[[], Any]) -> None:
     """Of a new process: answers with (what went wrong, the result, seconds of cores)."""
     os.environ |= environment
+    logging.getLogger("shardwright.steps").setLevel(logging.WARNING)  # a line for every few steps
     if "XLA_FLAGS" in environment:
         import jax
 

@@ -1,13 +1,10 @@
 """The PyTorch models of `step_time.py`, and networks and samples that other benchmarks share.
 
-    shardwright profile measured.toml --model benchmarks/step_models.py:model_llama
-
 Sizes as in `memory.py`, whose models these are too: 4 layers of 256, vocabulary 4096, batches of 4 × 128.
 """
 
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -101,7 +98,6 @@ MORE: dict[str, tuple[Callable[[int], nn.Module], Callable[[], dict[str, torch.T
     "lstm": (lambda width: Lstm(LAYERS, 1, width, VOCABULARY), lambda: tokens(16, 32, VOCABULARY, labels=False)),
 }
 """Those that `memory.py` does not have: the model of a width, and a microbatch."""
-MODELS = (*memory.BUILDERS, *MORE)
 
 
 def made(name: str, width: int = WIDTH) -> tuple[nn.Module, dict[str, torch.Tensor]]:
@@ -111,9 +107,3 @@ def made(name: str, width: int = WIDTH) -> tuple[nn.Module, dict[str, torch.Tens
         build, sample = MORE[name]
         return build(width), sample()
     return memory.BUILDERS[name](width), memory.batch_of(name)
-
-
-# As the command line takes them.
-model_gpt2, model_bert, model_t5 = partial(made, "gpt2"), partial(made, "bert"), partial(made, "t5")
-model_resnet, model_ncf, model_llama = partial(made, "resnet"), partial(made, "ncf"), partial(made, "llama")
-model_vit, model_mixer, model_lstm = partial(made, "vit"), partial(made, "mixer"), partial(made, "lstm")

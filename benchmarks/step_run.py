@@ -1,12 +1,10 @@
 """What the processes of `step_time.py` run: a profile of this machine, or the steps of one plan."""
 
-import contextlib
-import io
 import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +12,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import shardwright as sw
 from shardwright.backends import registry
+from shardwright.measure import measure_units
 
-HERE = Path(__file__).resolve().parent
 WARM = 6
 """Steps of a launch that are not timed: in the first ones memory comes from the system."""
 USUAL = 4
@@ -42,15 +40,16 @@ def given(framework: str, name: str, width: int) -> tuple[Any, Any, Any]:
     return model, sample, loss
 
 
-def profiled(framework: str, name: str, size: int, budget_s: float, file: str) -> None:
-    """`shardwright profile --model`, in this process."""
-    from shardwright.cli import app
-
-    model = f"{HERE}/step_models.py:model_{name}" if framework == "torch" else f"{HERE}/jax_models.py:{name}"
-    arguments = ["profile", file, "--framework", framework, "--budget", str(budget_s), "--model", model,
-                 "--microbatch", str(size)]  # fmt: skip
-    with contextlib.redirect_stdout(io.StringIO()):
-        app(arguments, standalone_mode=False)
+def profiled(framework: str, name: str, width: int, budget_s: float, degrees: Sequence[int], file: str) -> None:
+    """What `shardwright profile --model` does, but for the tensor degrees that no plan here has."""
+    measured = registry.load(framework).profile(name="measured", budget_s=budget_s)
+    model, sample, loss = given(framework, name, width)
+    units = measure_units(
+        model, sample, loss, microbatches=(len(next(iter(sample.values()))),), tensor_degrees=degrees,
+        cluster=sw.Cluster(measured.profile(), devices_per_node=measured.ranks),
+    )  # fmt: skip
+    if measured.rank == 0:
+        replace(measured, units=units).save(file)
 
 
 def timed(framework: str, name: str, width: int, file: str, steps: int, with_memory: bool) -> Ran:

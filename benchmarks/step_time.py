@@ -4,8 +4,9 @@
     python benchmarks/step_time.py --framework jax
     python benchmarks/step_time.py --models gpt2 bert t5 resnet ncf --plans profiled
 
-Every plan runs alone in its processes (`step_launch.py`), as plans that share them slow each other. Profiles (those of
-`shardwright profile --model`, on all ranks at once) and rounds take turns; a round runs every plan.
+Every plan runs alone in its processes (`step_launch.py`), as plans that share them slow each other. Profiles (as those
+of `shardwright profile --model`, on all ranks at once) and rounds take turns; a round runs every plan. Four ranks are
+slow to profile: there all rounds are between two profiles.
 
 How fast the machine is changes within minutes (products that stay in the cache take up to 1.7 times as long, while
 nothing else runs): a profile tells what plans take about when it was taken. So what was measured in a round is held
@@ -52,10 +53,10 @@ HEADER = (
 
 @dataclass
 class Rounds:
-    """What one plan was measured to take, and predicted to take by the profiles before and after every round; why it
-    has no figures, if it has none, and whether that counts."""
+    """What one plan was measured to take, each with the number of the profile before it, and predicted to take by every
+    profile; why it has no figures, if it has none, and whether that counts."""
 
-    measured_s: list[float] = field(default_factory=list)
+    measured: list[tuple[int, float]] = field(default_factory=list)
     predicted: list[Predicted] = field(default_factory=list)
     peak_bytes: Sequence[int] = ()
     lacks: str = ""
@@ -64,11 +65,8 @@ class Rounds:
     @property
     def errors(self) -> list[float]:
         """Of every round."""
-        both = zip(self.predicted, self.predicted[1:], strict=False)
-        return [
-            (before.step_time_s + after.step_time_s) / 2 / measured - 1
-            for (before, after), measured in zip(both, self.measured_s, strict=True)
-        ]
+        said = [one.step_time_s for one in self.predicted]
+        return [(said[before] + said[before + 1]) / 2 / measured_s - 1 for before, measured_s in self.measured]
 
     @property
     def error(self) -> float:
@@ -85,7 +83,7 @@ class Rounds:
             return self.lacks + " |" * 9
         parts = ("step_time_s", "pipeline_s", "data_parallel_s", "optimizer_s")
         of_parts = (statistics.median(getattr(one, part) for one in self.predicted) for part in parts)
-        cells = [f"{1e3 * seconds:.1f}" for seconds in (statistics.median(self.measured_s), *of_parts)]
+        cells = [f"{1e3 * seconds:.1f}" for seconds in (statistics.median(s for _, s in self.measured), *of_parts)]
         cells += [f"{self.error:+.1%}", ", ".join(f"{error:+.1%}" for error in self.errors)]
         cells += [" ".join(f"{size / MIB:.1f}" for size in self.peak_bytes)]
         return " | ".join([*cells, " ".join(f"{ratio:.3f}" for ratio in self.memory)])
@@ -140,16 +138,18 @@ class Model:
                 except Failed as error:
                     rounds.lacks, rounds.has_failed = f"failed: {error}", True
                     continue
-                rounds.measured_s.append(ran.step_s)
+                rounds.measured.append((len(rounds.predicted) - 1, ran.step_s))
                 rounds.peak_bytes = rounds.peak_bytes or ran.peak_bytes
                 said = f"{1e3 * ran.step_s:.1f} ms, predicted {1e3 * plans[form].predicted.step_time_s:.1f}"
                 self._tell(f"{form}, round {number + 1}: {said}")
-            plans = self._planned(ranks, rows)
+            if ranks == 2 or number == options.rounds - 1:
+                plans = self._planned(ranks, rows)
 
     def _planned(self, ranks: int, rows: dict[str, Rounds]) -> dict[str, sw.Plan]:
         """The plans by a new profile."""
         profile = str(self.folder / f"{ranks}.toml")
-        self.launcher.run(ranks, step_run.profiled, self.name, self.size, self.options.budget, profile)
+        degrees = sorted({1, *(FORMS[form]["tp"] for form in rows)})
+        self.launcher.run(ranks, step_run.profiled, self.name, WIDTH, self.options.budget, degrees, profile)
         self._tell(f"profile of {ranks} ranks")
         plans: dict[str, sw.Plan] = {}
         for form, rounds in rows.items():
@@ -169,7 +169,7 @@ def main() -> int:
     parser.add_argument("--framework", choices=("torch", "jax"), default="torch")
     parser.add_argument("--models", nargs="+", choices=(*MODELS, *OTHERS), default=list(MODELS))
     parser.add_argument("--plans", nargs="+", choices=(*FORMS, "profiled", "composed"), default=["composed"])
-    parser.add_argument("--steps", type=int, default=8, help="timed, of every plan in every round")
+    parser.add_argument("--steps", type=int, default=6, help="timed, of every plan in every round")
     parser.add_argument("--rounds", type=int, default=2, help="of a launch of every plan and a profile")
     parser.add_argument("--budget", type=float, default=5.0, help="seconds for the profile's own measurements")
     parser.add_argument("--others", type=float, default=0.04, help="of the cores, what other work may take")
