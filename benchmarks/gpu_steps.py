@@ -33,15 +33,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import claims
 import torch
+from step_models import Lstm, Mixer, images, llama, tokens, vit
 from torch import nn
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    ViTConfig,
-    ViTForImageClassification,
-)
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import shardwright as sw
 import shardwright.torch as swt
@@ -69,46 +63,6 @@ def train_step(model: Any, **batch: torch.Tensor) -> torch.Tensor:
     return loss
 
 
-class Mixer(nn.Module):
-    """An MLP-mixer (Tolstikhin et al. 2021): products along patches and along channels take turns."""
-
-    def __init__(self, depth: int, patches: int, width: int, classes: int) -> None:
-        super().__init__()
-        self.patch = nn.Linear(3 * 16 * 16, width)
-        self.blocks = nn.ModuleList(MixerBlock(patches, width) for _ in range(depth))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, classes)
-
-    def forward(self, patches: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        x = self.patch(patches)
-        for block in self.blocks:
-            x = block(x)
-        return nn.functional.cross_entropy(self.head(self.norm(x).mean(1)), labels)
-
-
-class MixerBlock(nn.Module):
-    def __init__(self, patches: int, width: int) -> None:
-        super().__init__()
-        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
-        self.along_patches = nn.Sequential(nn.Linear(patches, width // 2), nn.GELU(), nn.Linear(width // 2, patches))
-        self.along_channels = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.along_patches(self.norms[0](x).transpose(1, 2)).transpose(1, 2)
-        return x + self.along_channels(self.norms[1](x))
-
-
-class Lstm(nn.Module):
-    def __init__(self, layers: int, width: int, vocabulary: int) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(vocabulary, width)
-        self.lstm = nn.LSTM(width, width, layers, batch_first=True)
-        self.head = nn.Linear(width, vocabulary)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        logits = self.head(self.lstm(self.embedding(tokens))[0])
-        return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
-
-
 @dataclass(frozen=True)
 class Model:
     """``build`` and ``sample`` take whether the model is tiny; ``forms``: the names of those that are run."""
@@ -128,45 +82,15 @@ def gpt2(tiny: bool) -> nn.Module:
     )  # fmt: skip
 
 
-def llama(tiny: bool) -> nn.Module:
-    layers, width, vocabulary = (2, 64, 128) if tiny else (16, 2048, 32000)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            hidden_size=width, intermediate_size=11 * width // 4, num_hidden_layers=layers,
-            num_attention_heads=max(2, width // 128), vocab_size=vocabulary, max_position_embeddings=2048,
-            use_cache=False,
-        )
-    )  # fmt: skip
-
-
-def vit(tiny: bool) -> nn.Module:
-    layers, width, side = (2, 64, 32) if tiny else (24, 1024, 224)
-    return ViTForImageClassification(
-        ViTConfig(
-            hidden_size=width, num_hidden_layers=layers, num_attention_heads=width // 64, intermediate_size=4 * width,
-            image_size=side, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, num_labels=1000,
-        )
-    )  # fmt: skip
-
-
-def tokens(samples: int, length: int, vocabulary: int, *, labels: bool = True) -> dict[str, torch.Tensor]:
-    drawn = torch.randint(0, vocabulary, (samples, length))
-    return {"input_ids": drawn, "labels": drawn} if labels else {"tokens": drawn}
-
-
-def images(samples: int, *shape: int, name: str = "pixel_values") -> dict[str, torch.Tensor]:
-    return {name: torch.randn(samples, *shape), "labels": torch.randint(0, 1000, (samples,))}
-
-
 MODELS = {
     "gpt2": Model(gpt2, lambda tiny: tokens(2, 16, 128) if tiny else tokens(8, 1024, 50304), tuple(FORMS)),
     "llama": Model(
-        llama,
+        lambda tiny: llama(2, 64, 2, 128) if tiny else llama(16, 2048, 16, 32000),
         lambda tiny: tokens(2, 16, 128) if tiny else tokens(4, 2048, 32000),
         ("bf16", "bf16, recomputed", "bf16, compiled"),
     ),
     "vit": Model(
-        vit,
+        lambda tiny: vit(2, 64, 1, 32, 16) if tiny else vit(24, 1024, 16, 224, 16),
         lambda tiny: images(2, 3, 32, 32) if tiny else images(64, 3, 224, 224),
         ("bf16", "bf16, recomputed", "bf16, halves"),
     ),
@@ -176,7 +100,7 @@ MODELS = {
         ("bf16", "fp32", "bf16, halves"),
     ),
     "lstm": Model(
-        lambda tiny: Lstm(1, 64, 128) if tiny else Lstm(2, 1024, 16384),
+        lambda tiny: Lstm(1, 1, 64, 128) if tiny else Lstm(1, 2, 1024, 16384),
         lambda tiny: tokens(2, 16, 128, labels=False) if tiny else tokens(64, 256, 16384, labels=False),
         ("bf16", "fp32"),
     ),

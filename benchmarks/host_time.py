@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import claims
 import numpy as np
 import torch
-from gpu_steps import Mixer, images, tokens
+from step_models import Mixer, images, tokens
 from torch import nn
 from transformers import (
     BertConfig,

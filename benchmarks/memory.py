@@ -36,42 +36,43 @@ LAYERS, WIDTH, HEADS, VOCABULARY, BATCH, SEQUENCE = 4, 256, 8, 4096, 4, 128
 MIB = 2**20
 
 
-def gpt2() -> torch.nn.Module:
+def gpt2(width: int = WIDTH) -> torch.nn.Module:
     return GPT2LMHeadModel(
-        GPT2Config(n_layer=LAYERS, n_embd=WIDTH, n_head=HEADS, vocab_size=VOCABULARY, n_positions=256)
+        GPT2Config(n_layer=LAYERS, n_embd=width, n_head=HEADS, vocab_size=VOCABULARY, n_positions=256)
     )
 
 
-def bert() -> torch.nn.Module:
+def bert(width: int = WIDTH) -> torch.nn.Module:
     return BertForMaskedLM(
         BertConfig(
             num_hidden_layers=LAYERS,
-            hidden_size=WIDTH,
+            hidden_size=width,
             num_attention_heads=HEADS,
-            intermediate_size=4 * WIDTH,
+            intermediate_size=4 * width,
             vocab_size=VOCABULARY,
             max_position_embeddings=256,
         )
     )
 
 
-def t5() -> torch.nn.Module:
+def t5(width: int = WIDTH) -> torch.nn.Module:
     return T5ForConditionalGeneration(
         T5Config(
             num_layers=LAYERS,
-            d_model=WIDTH,
+            d_model=width,
             num_heads=HEADS,
-            d_kv=WIDTH // HEADS,
-            d_ff=4 * WIDTH,
+            d_kv=width // HEADS,
+            d_ff=4 * width,
             vocab_size=VOCABULARY,
             decoder_start_token_id=0,
         )
     )
 
 
-def resnet() -> torch.nn.Module:
+def resnet(width: int = WIDTH) -> torch.nn.Module:
+    sizes = [width // 8, width // 4, width // 2]
     return ResNetForImageClassification(
-        ResNetConfig(embedding_size=32, hidden_sizes=[32, 64, 128], depths=[2, 2, 2], layer_type="basic", num_labels=10)
+        ResNetConfig(embedding_size=sizes[0], hidden_sizes=sizes, depths=[2, 2, 2], layer_type="basic", num_labels=10)
     )
 
 
@@ -94,9 +95,14 @@ class NeuralCollaborativeFiltering(torch.nn.Module):
         return ModelOutput(loss=torch.nn.functional.binary_cross_entropy_with_logits(scores, labels))
 
 
-BUILDERS: dict[str, Callable[[], torch.nn.Module]] = {
-    "gpt2": gpt2, "bert": bert, "t5": t5, "resnet": resnet, "ncf": NeuralCollaborativeFiltering,
+def ncf(width: int = WIDTH) -> torch.nn.Module:
+    return NeuralCollaborativeFiltering(width=width // 4)
+
+
+BUILDERS: dict[str, Callable[..., torch.nn.Module]] = {
+    "gpt2": gpt2, "bert": bert, "t5": t5, "resnet": resnet, "ncf": ncf,
 }  # fmt: skip
+"""Each takes a width."""
 
 
 def batch_of(name: str) -> dict[str, torch.Tensor]:

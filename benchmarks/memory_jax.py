@@ -59,7 +59,6 @@ def step_bytes(name: str, pins: dict[str, Any]) -> tuple[Sequence[int], Sequence
     import jax_models
     import numpy as np
     import optax
-    from found_plans import Live
 
     import shardwright as sw
     import shardwright.jax as swj
@@ -75,10 +74,17 @@ def step_bytes(name: str, pins: dict[str, Any]) -> tuple[Sequence[int], Sequence
     batch = {key: np.concatenate([np.asarray(value)] * count) for key, value in sample.items()}
     del model, sample
     after = train.memory_bytes(state, batch)
-    measured: Sequence[int] = after
-    if pins["pp"] > 1:
-        live = Live(train.pipeline.launches, jax.devices()[:devices])
-        step, leaves = train._step_for(state, batch)
-        step(state, leaves, live)
-        measured = live.peak
-    return plan.predicted.peak_memory_bytes, after, measured
+    return plan.predicted.peak_memory_bytes, after, measured_bytes(train, state, batch, plan)
+
+
+def measured_bytes(train: Any, state: Any, batch: Any, plan: Any) -> Sequence[int]:
+    """Bytes of every device in a step, which a pipeline takes for it: the state is given away."""
+    import jax
+    from found_plans import Live
+
+    if plan.decision.pp == 1:
+        return list(train.memory_bytes(state, batch))
+    live = Live(train.pipeline.launches, jax.devices()[: plan.mesh.size])
+    step, leaves = train._step_for(state, batch)
+    step(state, leaves, live)
+    return live.peak

@@ -133,15 +133,13 @@ def rank(name: str, plan: str) -> None:
     del built, sample
     for _ in range(STEPS):
         optimizer.zero_grad()
-        held = [p for _, p in model.local_named_parameters()]
-        flat = model.runtime.split_model.parts.flat
-        gathered = [] if flat is None else [group.gathered for group in flat.groups]
-        there = [*held, *gathered, *(b for _, b in model.local_named_buffers())]
+        there = tracked.held_by(model.runtime)
         with tracked.tracking(there, plain, batch.values()) as tracker:
             train_step(model, **batch)
             optimizer.step()
     peak = tracker.peak_bytes()
     optimizer.zero_grad()
+    held = [p for _, p in model.local_named_parameters()]
     recorded.Recorder, model.runtime.split_model.recorders = Sampler, []  # type: ignore[misc]
     with tracked.tracking(there, plain, batch.values()) as tracker:
         Sampler.tracker, Sampler.parameters, Sampler.samples = tracker, held, []

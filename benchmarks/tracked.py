@@ -39,6 +39,15 @@ class LiveStorages(MemTracker):
         return _total(self.get_tracker_snapshot("peak"))
 
 
+def held_by(runtime: Any) -> list[torch.Tensor]:
+    """The parameters and buffers that this rank of a plan's runtime holds, and where parameters are sharded, what they
+    are gathered into."""
+    flat = runtime.split_model.parts.flat
+    gathered = [] if flat is None else [group.gathered for group in flat.groups]
+    owned = runtime.ownership
+    return [*owned.local_parameters().values(), *gathered, *owned.local_buffers().values()]
+
+
 def _total(snapshot: dict[Any, dict[Any, int]]) -> int:
     """Of all devices."""
     return sum(

@@ -28,6 +28,7 @@ FOUND = {"torch_losses": [7.0, 6.0], "jax_losses": [7.0, 6.0], "torch": [1.01], 
 WHOLE = {"time": 0.9, "sent": 1.0, "memory": 0.9}
 BF16 = {"peer in float32": 1e-7, "apart": 1e-6, "ours": 1e-3, "fsdp2": 1e-3, "farther": 5e-5, "error": 1e-4}
 GPU = {"overhead": 1.01, "compiled": 0.95, "hidden": {"shard 0": 1.0, "shard 3": 0.5}, "memory": {"fp32": [1.0, 1.03]}}
+TWO_RANKS = {str(plan): 0.05 for plan in range(9)} | {"9": 0.1}
 MODELS = {(f"a:{number}", case): "equal" for number in range(45) for case in ("pp 2", "tp 2")}
 EDITED = {"refused": 100, "rescored": 25, "commands": 31}
 EDITS = {(name, framework): EDITED for name in "abcd" for framework in ("torch", "jax")}
@@ -232,12 +233,18 @@ JUDGED: dict[str, tuple[Callable[[], Claims], list[Callable[[], Claims]]]] = {
         ],
     ),
     "step_time": (
-        lambda: claims.step_time({"gpt2": [0.1, -0.02]}, {"gpt2": 0.1}),
+        lambda: claims.step_time(TWO_RANKS, {"pp 4": -0.15}, {"pp 4": [1.0, 1.03]}, []),
         [
-            lambda: claims.step_time({"gpt2": [0.1, -0.02]}, {"gpt2": -0.11}),
-            lambda: claims.step_time({"gpt2": [0.2, 0.0, 0.0]}, {"gpt2": 0.0}),
-            lambda: claims.step_time({"gpt2": [NAN]}, {"gpt2": 0.0}),
-            lambda: claims.step_time({}, {}),
+            lambda: claims.step_time(TWO_RANKS | {"9": -0.11}, {}, {}, []),
+            lambda: claims.step_time(TWO_RANKS | {"8": 0.06}, {}, {}, []),
+            lambda: claims.step_time(TWO_RANKS | {"0": NAN}, {}, {}, []),
+            lambda: claims.step_time(TWO_RANKS, {"pp 4": 0.16}, {}, []),
+            lambda: claims.step_time(TWO_RANKS, {"pp 4": NAN}, {}, []),
+            lambda: claims.step_time(TWO_RANKS, {}, {"0": [1.0, 0.999]}, []),
+            lambda: claims.step_time(TWO_RANKS, {}, {"0": [1.04, 1.0]}, []),
+            lambda: claims.step_time(TWO_RANKS, {}, {"0": []}, []),
+            lambda: claims.step_time(TWO_RANKS, {}, {}, ["10: refused"]),
+            lambda: claims.step_time({}, {}, {}, []),
         ],
     ),
     "planning": (

@@ -125,20 +125,21 @@ def causal_loss(model: Any, batch: dict[str, jax.Array]) -> jax.Array:
 
 
 class ViT(nnx.Module):
-    """Images [batch, 8, 8, 3] in patches of 4 × 4, and a class token → logits."""
+    """Images [batch, side, side, 3] in patches, and a class token → logits."""
 
-    def __init__(self, rngs: nnx.Rngs):
-        self.patches = nnx.Conv(3, WIDTH, (4, 4), 4, padding="VALID", rngs=rngs)
+    def __init__(self, rngs: nnx.Rngs, side: int = 8, patch: int = 4):
+        self.count = (side // patch) ** 2
+        self.patches = nnx.Conv(3, WIDTH, (patch, patch), patch, padding="VALID", rngs=rngs)
         self.token = nnx.Param(jnp.full((1, 1, WIDTH), 0.1))
-        self.position = nnx.Param(jax.random.normal(rngs.params(), (1, 5, WIDTH)) * 0.1)
+        self.position = nnx.Param(jax.random.normal(rngs.params(), (1, self.count + 1, WIDTH)) * 0.1)
         self.layers = nnx.List([EncoderLayer(rngs, SIZE) for _ in range(LAYERS)])
         self.head = nnx.Linear(WIDTH, 10, rngs=rngs)
 
     def __call__(self, image: jax.Array) -> jax.Array:
-        x = self.patches(image).reshape(image.shape[0], 4, WIDTH)
+        x = self.patches(image).reshape(image.shape[0], self.count, -1)
         token = jnp.broadcast_to(self.token.get_value(), (x.shape[0], 1, WIDTH))
         x = jnp.concatenate([token, x], 1) + self.position.get_value()
-        mask = jnp.ones((1, 1, 1, 5), bool)
+        mask = jnp.ones((1, 1, 1, self.count + 1), bool)
         for layer in self.layers:
             x = layer(x, mask)
         return self.head(x[:, 0])

@@ -229,17 +229,17 @@ class Residual(nnx.Module):
 class ResNet(nnx.Module):
     """Images [batch, 8, 8, 3] → logits."""
 
-    def __init__(self, blocks: int, rngs: nnx.Rngs):
-        self.stem = nnx.Conv(3, 8, (3, 3), use_bias=False, rngs=rngs)
-        self.norm = nnx.BatchNorm(8, momentum=0.9, rngs=rngs)
-        wide = blocks // 2
+    def __init__(self, blocks: int, rngs: nnx.Rngs, width: int = 8):
+        self.stem = nnx.Conv(3, width, (3, 3), use_bias=False, rngs=rngs)
+        self.norm = nnx.BatchNorm(width, momentum=0.9, rngs=rngs)
+        wide, twice = blocks // 2, 2 * width
         self.blocks = nnx.List(
             [
-                Residual(8 if i <= wide else 16, 8 if i < wide else 16, 2 if i == wide else 1, rngs)
+                Residual(width if i <= wide else twice, width if i < wide else twice, 2 if i == wide else 1, rngs)
                 for i in range(blocks)
             ]
         )
-        self.head = nnx.Linear(16, 10, rngs=rngs)
+        self.head = nnx.Linear(twice, 10, rngs=rngs)
 
     def __call__(self, image: jax.Array) -> jax.Array:
         x = jax.nn.relu(self.norm(self.stem(image)))
