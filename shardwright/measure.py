@@ -21,7 +21,7 @@ from shardwright.core.cluster.cluster import Cluster
 from shardwright.core.cluster.hardware.device import MeasuredUnit
 from shardwright.core.model.fold import fold
 from shardwright.core.model.graph import Graph
-from shardwright.core.model.structure import measured_name
+from shardwright.core.model.structure import measured_name, unit_form
 from shardwright.core.plan.plan import Plan
 from shardwright.core.plan.step_fit import StepFit, fit_steps
 from shardwright.core.schedule.measured_costs import measured_costs
@@ -146,6 +146,7 @@ class _Setup:
         fullest = max(sum(entries[unit] for unit in units) for units in ran.stage_units)
         layouts = digest(decision.layouts, decision.sequence_parallel) if decision.tp > 1 else ""
         name = measured_name(self.graph.framework, each_a_stage.model.digest)
+        units = dict(zip(costs.unit_classes, fold(self.graph).units, strict=True))
         return [
             MeasuredUnit(
                 name,
@@ -160,6 +161,10 @@ class _Setup:
                 steps.update_share,
                 in_stages=ran.decision.pp > 1,
                 idle_lent=steps.idle_lent,
+                form=unit_form(self.graph, units[unit_class]),
+                counted_forward_s=costs.classes[unit_class].forward_s,
+                counted_backward_s=costs.classes[unit_class].input_grad_s + costs.classes[unit_class].weight_grad_s,
+                parameter_elements=costs.classes[unit_class].parameter_elements,
             )
             for unit_class, (forward, backward) in sorted(dict(zip(costs.unit_classes, seconds, strict=True)).items())
         ]

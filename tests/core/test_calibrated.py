@@ -11,7 +11,8 @@ from shardwright.core.cluster.hardware import load_device
 from shardwright.core.cluster.hardware.device import MeasuredUnit
 from shardwright.core.cost.unit_seconds import UnitCost
 from shardwright.core.errors import ClusterError
-from shardwright.core.model.structure import measured_name
+from shardwright.core.model.fold import fold
+from shardwright.core.model.structure import measured_name, unit_form
 from shardwright.core.plan.breakdown import break_down
 from shardwright.core.solver.op_layouts import digest
 from shardwright.core.tables.measured_units import calibrated
@@ -58,6 +59,44 @@ def test_plans_take_measured_units() -> None:
     )
     plan = sw.plan(graph, sw.Cluster(replace(device, measured_units=units)), **pins)
     assert plan.predicted.pipeline_s == pytest.approx(4 * 1.5 * len(plain.model.unit_classes))
+
+
+def test_units_of_the_same_form_take_the_same_multiple_of_what_is_counted() -> None:
+    """Those of the nearest size, of the same framework; the products of another form do not."""
+    device, pins = (
+        load_device("cpu"),
+        {"batch": 4, "microbatch": 1, "precision": "fp32", "recompute": "none", "shard": 0},
+    )
+
+    def measured(width: int, multiple: float, framework: str = "toy") -> tuple[MeasuredUnit, ...]:
+        graph = decoder(2, width, 4, 64, 16)
+        plan = sw.plan(graph, sw.Cluster(device), **pins)
+        units = fold(graph).units
+        return tuple(
+            MeasuredUnit(
+                measured_name(framework, plan.model.digest), number, "fp32", 1,
+                multiple * each.forward_s, multiple * (each.input_grad_s + each.weight_grad_s),
+                form=unit_form(graph, units[plan.costs.unit_classes.index(number)]),
+                counted_forward_s=each.forward_s, counted_backward_s=each.input_grad_s + each.weight_grad_s,
+                parameter_elements=each.parameter_elements,
+            )
+            for number, each in enumerate(plan.costs.classes)
+        )  # fmt: skip
+
+    wide = decoder(2, 96, 4, 64, 16)
+    framework = wide.framework
+    plain = sw.plan(wide, sw.Cluster(device), **pins).predicted.pipeline_s
+
+    def predicted(units: tuple[MeasuredUnit, ...]) -> float:
+        return sw.plan(wide, sw.Cluster(replace(device, measured_units=units)), **pins).predicted.pipeline_s
+
+    assert predicted(measured(64, 3.0, framework)) == pytest.approx(3 * plain)
+    assert predicted(measured(16, 5.0, framework) + measured(64, 3.0, framework)) == pytest.approx(3 * plain)
+    assert predicted(measured(64, 3.0, "another")) == pytest.approx(plain)
+    others = tuple(replace(unit, form="other") for unit in measured(64, 3.0, framework))
+    assert predicted(others) == pytest.approx(plain)
+    own = measured(96, 2.0, framework)  # of the model itself: what was measured
+    assert predicted(measured(64, 3.0, framework) + own) == pytest.approx(2 * plain)
 
 
 def test_what_a_step_takes_once_goes_by_the_entries_that_a_rank_holds() -> None:

@@ -252,3 +252,9 @@ def require_names(binding: Binding, names: Sequence[str], model_name: str) -> No
 def measured_name(framework: str, digest: str) -> str:
     """The name under which a model's units are measured, with the framework: times differ between frameworks."""
     return f"{framework}:{digest}"
+
+
+def unit_form(graph: Graph, unit: Unit) -> str:
+    """The digest of a unit's ops without their sizes: the same for the same layer of a wider model."""
+    ops = [(op.kind, op.name, op.labels, len(op.inputs)) for op in graph.ops[unit.first_op : unit.end_op]]
+    return hashlib.sha256(repr(ops).encode()).hexdigest()[:16]

@@ -1,5 +1,6 @@
 """The unit costs at every tensor degree and microbatch size, counted once and shared by all candidates of a search."""
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from shardwright.core.layout.placements import Layout
 from shardwright.core.model.fold import Folded, Unit, crossing_bytes
 from shardwright.core.model.fp8_products import Fp8Products
 from shardwright.core.model.graph import Graph
-from shardwright.core.model.structure import Binding, Structure, measured_name
+from shardwright.core.model.structure import Binding, Structure, measured_name, unit_form
 from shardwright.core.rules.pins import resolve
 from shardwright.core.solver.op_layouts import (
     AXIS,
@@ -40,7 +41,7 @@ from shardwright.core.solver.op_layouts import (
 )
 from shardwright.core.tables.call_entries import CallEntries, entries_of, updated_of
 from shardwright.core.tables.graph_reading import read
-from shardwright.core.tables.measured_units import calibrated
+from shardwright.core.tables.measured_units import as_counted, calibrated
 from shardwright.core.tables.memory import Precision, Recompute, SumPrecision, state_bytes_per_element
 from shardwright.core.tables.unit_table import Tie, UnitTable
 from shardwright.core.values.found_once import found_once
@@ -442,6 +443,24 @@ class CostTables:
         ]
         return [m for m in runs if m.in_stages == place.in_stages] or runs
 
+    def _runs_of_form(self, unit: Unit, place: Place, cost: UnitCost) -> list[MeasuredUnit]:
+        """The measured runs of units of the same form in another model of the framework, whole: of those nearest in
+        size, and in stages or not as here, if there are any."""
+        form, framework = unit_form(self.graph, unit), measured_name(self.graph.framework, "")
+        alike: dict[tuple[str, int], list[MeasuredUnit]] = {}
+        for run in place.device.measured_units:
+            whole = run.tensor_degree == 1 and run.precision == self.precision
+            if whole and run.form == form and run.model.startswith(framework):
+                alike.setdefault((run.model, run.unit_class), []).append(run)
+        if not alike:
+            return []
+
+        def distance(runs: list[MeasuredUnit]) -> float:
+            return abs(math.log(max(1, runs[0].parameter_elements)) - math.log(max(1, cost.parameter_elements)))
+
+        runs = min(alike.values(), key=distance)
+        return [run for run in runs if run.in_stages == place.in_stages] or runs
+
     def class_costs(self, tp: int, microbatch: int, place: Place) -> tuple[UnitCost, ...]:
         """The cost of one unit of each variant on a rank at that place."""
         in_stages = bool(place.device.measured_units) and place.in_stages
@@ -459,7 +478,13 @@ class CostTables:
             counted = partial(self._counted, unit, tp, place=place)
             return calibrated(cost, runs, microbatch, counted, with_collectives=True)
         whole = partial(self._counted, unit, 1, place=place)
-        return calibrated(cost, self._runs_of(unit, place, 1), microbatch, whole)
+        if runs := self._runs_of(unit, place, 1):
+            return calibrated(cost, runs, microbatch, whole)
+        if not place.device.measured_units:
+            return cost
+        runs = self._runs_of_form(unit, place, whole(microbatch) if tp > 1 else cost)
+        counted_then = {run.microbatch: as_counted(cost, run) for run in runs}
+        return calibrated(cost, runs, microbatch, counted_then.__getitem__)
 
     def _counted(self, unit: Unit, tp: int, microbatch: int, place: Place) -> UnitCost:
         """The cost of a unit, counted from its ops, on one of the ``tp`` ranks that share it."""

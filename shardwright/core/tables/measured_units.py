@@ -62,5 +62,16 @@ def calibrated(
     )
 
 
+def as_counted(cost: UnitCost, run: MeasuredUnit) -> UnitCost:
+    """What was counted for a measured unit of another model, of the same form as that of ``cost``."""
+    return replace(
+        cost,
+        forward_s=run.counted_forward_s,
+        input_grad_s=run.counted_backward_s,
+        weight_grad_s=0.0,
+        parameter_elements=run.parameter_elements,
+    )
+
+
 def _scaled(seconds: float, collective_s: float, factor: float) -> float:
     return collective_s + (seconds - collective_s) * factor

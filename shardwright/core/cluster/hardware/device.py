@@ -55,6 +55,10 @@ class MeasuredUnit:
     in_stages: whether it ran in a pipeline of several stages, not in one stage.
     idle_lent: the share of what idle ranks left unused that ranks at work got, in a pipeline whose ranks share a
         machine (`StageCosts`).
+    form: the digest of the unit's ops without their sizes (`model.structure.unit_form`); "": not known. Units of the
+        same form in models that were not measured take the same multiple of what is counted for them.
+    counted_forward_s, counted_backward_s: what is counted for it without the measurement.
+    parameter_elements: the entries of its parameters.
 
     Raises ClusterError for a count or a time that cannot be.
     """
@@ -71,6 +75,10 @@ class MeasuredUnit:
     update_share: Annotated[float, Gt(0), Le(1)] = 1.0
     in_stages: bool = False
     idle_lent: Annotated[float, Ge(0), Le(1)] = 0.0
+    form: str = ""
+    counted_forward_s: Annotated[float, Ge(0)] = 0.0
+    counted_backward_s: Annotated[float, Ge(0)] = 0.0
+    parameter_elements: Annotated[int, Ge(0)] = 0
 
     def __post_init__(self) -> None:
         owner = f"unit class {self.unit_class} of model {self.model}"
@@ -78,7 +86,8 @@ class MeasuredUnit:
         check.whole(owner, "unit_class", self.unit_class, at_least=0)
         check.whole(owner, "microbatch", self.microbatch, at_least=1)
         check.whole(owner, "tensor_degree", self.tensor_degree, at_least=1)
-        for name in ("forward_s", "backward_s", "step_s"):
+        check.whole(owner, "parameter_elements", self.parameter_elements, at_least=0)
+        for name in ("forward_s", "backward_s", "step_s", "counted_forward_s", "counted_backward_s"):
             check.positive(owner, name, getattr(self, name), zero_allowed=True)
         check.positive(owner, "update_share", self.update_share, at_most=1.0)
         check.positive(owner, "idle_lent", self.idle_lent, zero_allowed=True, at_most=1.0)
