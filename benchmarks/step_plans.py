@@ -22,7 +22,8 @@ COMPOSED: dict[str, dict[str, Any]] = {
     "dp 2 × pp 2": PP | {"dp": 2},
 }
 """Of another form: what is measured is put together otherwise. Units of another width are not in the profile, and take
-the rates of its products; four ranks are held against a profile that four ranks took at once."""
+as many times what is counted for them as those of the same form did; four ranks are held against a profile that four
+ranks took at once."""
 FORMS = PROFILED | COMPOSED
 MICROBATCHES = 4
 
