@@ -1,9 +1,8 @@
-"""On CUDA devices: predictions against the allocator and events, and sharded state, 16 bits and sums beside the
+"""On CUDA devices: predicted memory against the allocator, profiles, and sharded state, 16 bits and sums beside the
 backward against torch alone."""
 
 import json
 import os
-import statistics
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +11,6 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import shardwright as sw
-from shardwright.backends.registry import load
 from shardwright.backends.torch.machine.profile import profile
 from shardwright.backends.torch.memory.fp8_linear import CAPABILITY, linear
 from shardwright.measure import measure_units
@@ -58,29 +56,18 @@ def test_the_allocators_peak_is_predicted(dropout: float) -> None:
     assert measured <= plan.predicted.peak_memory_bytes[0] <= 1.03 * measured
 
 
-def test_a_step_takes_what_its_measured_units_say() -> None:
+def test_a_profile_has_every_precision_and_the_units_of_a_model() -> None:
+    """How near steps come to it is measured by `benchmarks/gpu_steps.py`."""
     measured = profile(name="here", budget_s=10.0)
     assert measured.kind == "gpu"
     assert {p.precision for p in measured.products} == {"fp32", "bf16", "fp16"}
     here = measured.profile()
     model, given = gpt2(0.0), batch("cpu")
     units = measure_units(model, given, microbatches=(BATCH,), cluster=sw.Cluster(here), steps=10)
-    device = replace(here.device, measured_units=units)
-    plan = sw.plan(
-        sw.capture(model, given), sw.Cluster(replace(here, device=device)), batch=MICROBATCHES * BATCH, **PINS
-    )
-    running = load("torch").compile(plan, model)
-    whole = {name: torch.cat([value] * MICROBATCHES) for name, value in given.items()}
-    seconds = []
-    for step in range(13):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        running.step(whole)
-        end.record()
-        end.synchronize()
-        if step >= 3:
-            seconds.append(begin.elapsed_time(end) / 1e3)
-    assert plan.predicted.step_time_s == pytest.approx(statistics.median(seconds), rel=0.1)
+    cluster = sw.Cluster(replace(here, device=replace(here.device, measured_units=units)))
+    plan = sw.plan(sw.capture(model, given), cluster, batch=MICROBATCHES * BATCH, **PINS)
+    assert plan.predicted.error.basis == "profiled with the model"
+    assert units[0].forward_s > 0
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
