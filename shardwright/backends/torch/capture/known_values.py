@@ -37,7 +37,6 @@ _OPENING = frozenset(
     {
         torch.Tensor.data.__get__,  # type: ignore[attr-defined]
         torch.Tensor.data.__set__,  # type: ignore[attr-defined]
-        torch.Tensor.untyped_storage,
         torch.Tensor.set_,
     }
 )
