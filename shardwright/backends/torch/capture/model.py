@@ -21,6 +21,7 @@ from shardwright.backends.torch.capture import tensor_parallel_marks as marks
 from shardwright.backends.torch.capture.autograd_calls import AutogradQuestions
 from shardwright.backends.torch.capture.batch_dims import Leaf, Sample
 from shardwright.backends.torch.capture.fp8_products import plain_products
+from shardwright.backends.torch.capture.known_values import known_values
 from shardwright.backends.torch.capture.op_schemas import dtype_name
 from shardwright.backends.torch.capture.precision import step_dtype
 from shardwright.backends.torch.capture.recorder import Recorder
@@ -218,6 +219,7 @@ class _Session:
                     noted_calls(recorder, self.paths),
                     recorder,
                     AutogradQuestions(recorder, with_values=self.with_values),
+                    nullcontext() if self.with_values else known_values(),
                     below_autograd(),
                 ):
                     output = self.model(*args, **kwargs)

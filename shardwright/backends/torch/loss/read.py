@@ -11,6 +11,7 @@ from torch import nn
 
 from shardwright.backends.torch.capture.batch_dims import resized
 from shardwright.backends.torch.capture.fake_state import fake_state, real_state
+from shardwright.backends.torch.capture.known_values import known_values
 from shardwright.backends.torch.capture.model import noted_calls, plain_torch
 from shardwright.backends.torch.capture.stand_in import no_remembered_results
 from shardwright.backends.torch.capture.value_reads import require_room_for_values
@@ -226,6 +227,7 @@ class _Reading:
                 self.listening(losses),
                 noted_calls(trace, self.paths),
                 trace,
+                nullcontext() if self.kind == "real" else known_values(),
                 below_autograd(),
             ):
                 self.body(given)

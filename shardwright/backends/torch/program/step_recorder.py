@@ -22,6 +22,7 @@ from shardwright.backends.torch.capture.fake_state import (
     real_state,
 )
 from shardwright.backends.torch.capture.host_draws import generator_state, host_state, patched_functions
+from shardwright.backends.torch.capture.known_values import known_values
 from shardwright.backends.torch.capture.loss_scaler import real_scales
 from shardwright.backends.torch.capture.product_flops import ProductFlops
 from shardwright.backends.torch.capture.remembered_results import memory_of
@@ -155,7 +156,9 @@ class StepRecorder:
                 self.ledger.new_value(stand_ins[-1], None, position)
             drawing = patched_functions(self.model, self._draws.host_function, self.function_call)
             reading = self.reads.watching(getattr(body, "python_roots", ()))
-            with reading, self.clocks.followed(), patched_modules(self.modules), drawing, Functions(self), Ops(self):
+            known = nullcontext() if self.real else known_values(self._runs_again)
+            clocks = self.clocks.followed()
+            with reading, clocks, patched_modules(self.modules), drawing, Functions(self), Ops(self), known:
                 try:
                     result = body(stand_ins)
                 except VALUE_DEPENDENT as error:
