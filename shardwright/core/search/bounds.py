@@ -232,7 +232,8 @@ class Bounds:
         units are recomputed as memory asks for, no more of them are kept than it has room for.
         """
         recompute = policies[0].recompute
-        if recompute == "full" and (self.request.recompute == "auto" or self.request.names_units):
+        few = self.request.recomputes_what_memory_asks_for(recompute)
+        if few or (recompute == "full" and self.request.names_units):
             recompute = "none"  # any number of units may be kept
         pipeline = self._least_pipeline_s(shape, recompute, virtual_stages, split=split)
         if live is not None and recompute != policies[0].recompute:

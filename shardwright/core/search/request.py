@@ -288,6 +288,10 @@ class Options:
         """Whether some units are kept or offloaded by number."""
         return bool(self.kept_units or self.offloaded_units)
 
+    def recomputes_what_memory_asks_for(self, recompute: Recompute) -> bool:
+        """Whether under a policy's mode no more units are recomputed than have no room; else all, or none."""
+        return recompute == "full" and self.recompute == "auto"
+
     @property
     def given(self) -> dict[str, Any]:
         """The options that were asked for, by name: all that differ from their defaults."""

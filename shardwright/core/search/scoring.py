@@ -158,8 +158,8 @@ class Scorer:
         schedule."""
         if ranked is None:
             recompute = policies[0].recompute
-            some_are_kept = recompute == "full" and self.request.recompute == "auto"
-            ranked = self.bounds.ranked(shape, "none" if some_are_kept else recompute)
+            some_may_be_kept = self.request.recomputes_what_memory_asks_for(recompute)
+            ranked = self.bounds.ranked(shape, "none" if some_may_be_kept else recompute)
         placement = placement_of(pipelining.schedule, ranked.ranks, pipelining.virtual_stages)
         pipeline = pipeline_s or _least_pipeline_s(shape, pipelining, starts, ranked)
         decisions = [self._sharing(shape, policy, pipelining) for policy in policies]
@@ -176,11 +176,11 @@ class Scorer:
         """The cut, with the bound of keeping no more units than its memory has room for. A draft keeps these or fewer,
         and takes many times as long to count."""
         (policy, *others), shape, pipelining, starts = cut.policies, cut.shape, cut.pipelining, cut.starts
-        if policy.recompute != "full" or self.request.names_units:
+        if not self.request.recomputes_what_memory_asks_for(policy.recompute):
             simulated = self._undelayed_s(cut)
             least = self._least_s(shape, cut.policies, pipelining, starts, pipeline_s=simulated) if simulated else 0.0
             return replace(cut, bound_s=max(cut.bound_s, least), has_room=True)
-        if self.request.recompute != "auto" or others or self._may_offload:
+        if others or self._may_offload:
             return replace(cut, has_room=True)
         ranked = self.bounds.ranked(shape, policy.recompute)
         decision = self.bounds.decision(shape, policy, pipelining, starts)
@@ -221,7 +221,6 @@ class Scorer:
         recompute = cut.policies[0].recompute
         ranked = self.bounds.ranked(shape, recompute)
         live = live_microbatches(pipelining.schedule, ranked.ranks, shape.microbatches, pipelining.virtual_stages)
-        some_are_kept = recompute == "full" and self.request.recompute == "auto"
         if self.is_needless(cut):
             return None
         fitting = []
@@ -232,7 +231,7 @@ class Scorer:
         if not fitting:
             return None
         kept = tuple(sorted(self.request.kept_units or ()))
-        if some_are_kept:
+        if self.request.recomputes_what_memory_asks_for(recompute):
             policy = fitting[0][0]
             decision = self.bounds.decision(shape, policy, pipelining, starts)
             ranked, kept, memory = as_few_as_memory_asks_for(
@@ -244,7 +243,7 @@ class Scorer:
 
     def is_needless(self, cut: Cut) -> bool:
         """Whether a cut would recompute what memory asks for, and it asks for nothing."""
-        if cut.policies[0].recompute != "full" or self.request.recompute != "auto":
+        if not self.request.recomputes_what_memory_asks_for(cut.policies[0].recompute):
             return False
         shape, pipelining = cut.shape, cut.pipelining
         ranks = shape.mesh.axis_size("pp")
