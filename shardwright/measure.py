@@ -73,7 +73,7 @@ def measure_units(
     Raises what `capture` and `compile` raise.
     """
     graph = capture(model, sample, loss)
-    setup = _Setup(model, sample, loss, cluster or Cluster("cpu"), graph, steps, options)
+    setup = _Setup(model, sample, loss, _unmeasured(cluster or Cluster("cpu")), graph, steps, options)
     found: list[MeasuredUnit] = []
     runs = [(degree, size) for degree in tensor_degrees for size in microbatches]
     for number, (degree, size) in enumerate(runs):
@@ -85,6 +85,12 @@ def measure_units(
 
         found += setup.units(size, degree, show)
     return tuple(found)
+
+
+def _unmeasured(cluster: Cluster) -> Cluster:
+    """The cluster without what units took on it before: what is counted is to be counted without it."""
+    groups = [replace(group, device=replace(group.device, measured_units=())) for group in cluster.groups]
+    return Cluster.of_groups(groups, cluster.inter_node, cluster.inter_region)
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,6 +95,15 @@ def test_units_of_the_same_form_take_the_same_multiple_of_what_is_counted() -> N
     assert predicted(measured(64, 3.0, "another")) == pytest.approx(plain)
     others = tuple(replace(unit, form="other") for unit in measured(64, 3.0, framework))
     assert predicted(others) == pytest.approx(plain)
+    beside = tuple(replace(unit, step_s=9.0, update_share=0.1) for unit in measured(64, 3.0, framework))
+    cluster = sw.Cluster(replace(device, measured_units=beside))
+    assert sw.plan(wide, cluster, **pins).predicted.step_time_s == pytest.approx(
+        sw.plan(wide, sw.Cluster(device), **pins).predicted.step_time_s + 2 * plain
+    ), "what a step takes beside its passes is of the other model alone"
+    far = decoder(2, 512, 4, 64, 16)
+    counted = sw.plan(far, sw.Cluster(device), **pins).predicted.pipeline_s
+    cluster = sw.Cluster(replace(device, measured_units=measured(16, 5.0, framework)))
+    assert sw.plan(far, cluster, **pins).predicted.pipeline_s < 1.01 * counted, "too far away to say anything"
     own = measured(96, 2.0, framework)  # of the model itself: what was measured
     assert predicted(measured(64, 3.0, framework) + own) == pytest.approx(2 * plain)
 

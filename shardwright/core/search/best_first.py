@@ -30,7 +30,7 @@ REPORTED = 4
 """The number of runners-up that are reported, each with degrees of its own."""
 MORE_DEGREES = 2
 """The number of degrees that are searched beyond those that are reported."""
-OPENED = 50
+OPENED = 100
 """The number of choices that are opened for a runner-up's degrees before these are given up; cuts do not count."""
 FURTHER: dict[type, int] = {Cut: 4, Draft: 5, Timed: 6}
 """The settled steps of a choice that has stages; for a choice without stages they are the number of its parts."""

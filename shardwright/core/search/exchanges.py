@@ -256,22 +256,24 @@ class Exchanges:
         What a byte takes falls with the size, so that all of it together gives the least for each."""
         pp = mesh.axis_size("pp")
         whole = replace(held, trained=held.trained * pp, held=held.held * pp)
-        beside = self._least_beside_s(whole, mesh, decision, rank, self.least_moved_s(whole, mesh, decision, rank))
-        return max(self.least_moved_s(held, mesh, decision, rank), held.busy_s + beside / pp)
+        moved = self.least_moved_s(whole, mesh, decision, rank)
+        beside = self._least_beside_s(whole, mesh, decision, rank, moved)
+        # Under shard 3 one rank may hold most and another train most.
+        own = moved / pp if decision.shard == 3 else self.least_moved_s(held, mesh, decision, rank)
+        return max(own, held.busy_s + beside / pp)
 
     def _least_beside_s(self, held: "Held", mesh: Mesh, decision: Decision, rank: int, moved_s: float) -> float:
         """Seconds that the traffic of a rank takes beside its computing at least: all of it, or what it slows that."""
+        # Sums of all microbatches but the last may lie beside other stages' idle time.
+        sums_apart = mesh.axis_size("pp") > 1 and decision.gathered_stages is None and decision.reduces_each
+        if sums_apart and decision.shard == 2 and self.execution.gradients:
+            return 0.0
         if not self._hides(mesh, decision, rank):
             return moved_s
-        slowed = self.slowed(self.links.devices(mesh, rank))
-        if mesh.axis_size("pp") > 1 and decision.gathered_stages is None:
-            # Sums of all microbatches but the last may lie beside other stages' idle time.
-            if decision.shard == 3:
-                width = self.widths(decision).gradient
-                moved_s -= _ShardTraffic(self, decision, rank).scatter_s(held.trained * width)
-            elif decision.shard == 2 and decision.reduces_each:
-                return 0.0
-        return slowed * max(0.0, moved_s)
+        if sums_apart and decision.shard == 3:
+            width = self.widths(decision).gradient
+            moved_s -= _ShardTraffic(self, decision, rank).scatter_s(held.trained * width)
+        return self.slowed(self.links.devices(mesh, rank)) * max(0.0, moved_s)
 
     def least_moved_s(self, held: "Held", mesh: Mesh, decision: Decision, rank: int) -> float:
         """Seconds below which the traffic of a step does not get, of a rank that holds at least so much."""

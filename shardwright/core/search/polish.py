@@ -23,7 +23,8 @@ MOST_POLISHED = 48
 takes about a hundredth of a second. Those of runners-up are looked at whatever their
 number."""
 MOST_TRIED = 400
-"""The number of new cuts whose memory is counted for the answer of one search, each in some thousandths of a second."""
+"""The number of new cuts whose memory is counted for a faster answer of one search, each in some thousandths of a
+second; where nothing fits otherwise, all are."""
 MISSED = 0.005
 """The share of a step by which the quick look at a pipeline's cuts may miss the fastest: more are looked at where that
 could decide."""
@@ -71,7 +72,7 @@ class Polisher:
         self._tried = 0
         for seconds, _, choice in sorted(few, key=lambda one: one[:2]):
             least = within_s if found is None else found.predicted.step_time_s * (1 - LEAST_GAIN)
-            if seconds > least * (1 + WINDOW) or self._tried >= MOST_TRIED:
+            if seconds > least * (1 + WINDOW) or (found is not None and self._tried >= MOST_TRIED):
                 break
             cut = self.scorer.as_cut(choice)
             if self._key(cut) in self._known or len(self._known) < MOST_POLISHED:

@@ -131,13 +131,13 @@ class StepModel:
             for rank, own in zip(ranks, busy, strict=True)
         ]
         shared = self._tied_s(first, tied) + max(rank.once_s for rank in ranks)
-        of_kinds = [list({held[rank] for rank in alike}) for alike in self.links.alike(first.mesh)]
-        kinds = [(alike[0], own) for alike, own in zip(self.links.alike(first.mesh), of_kinds, strict=True)]
+        every = list(enumerate(held))
+        unlike = list({(alike[0], held[rank]): None for alike in self.links.alike(first.mesh) for rank in alike})
 
         def least_s(decision: Decision) -> float:
-            ends = (
-                self.exchanges.least_end_s(one, decision.mesh, decision, rank) for rank, own in kinds for one in own
-            )
+            # Ranks of one data group may have shard groups over one node and over two.
+            apart = every if decision.shard_group else unlike
+            ends = (self.exchanges.least_end_s(own, decision.mesh, decision, rank) for rank, own in apart)
             return max(pipeline, *ends) + shared + self._slowest_update_s(decision.mesh, decision, ranks)
 
         return [least_s(decision) for decision in decisions]

@@ -10,7 +10,7 @@ from shardwright.core.schedule.peak_memory import peak_below_sum
 from shardwright.core.search.space import splits_backward
 from shardwright.core.tables.gathered_stages import gathering_schedule, peaks
 from shardwright.core.tables.gathered_units import stage_passes
-from shardwright.core.tables.memory import MemoryUse, live_bytes, named_schedule
+from shardwright.core.tables.memory import MemoryUse, live_bytes, live_microbatches, named_schedule
 from shardwright.core.tables.memory_request import MemoryRequest
 from shardwright.core.tables.rank_tables import RankTables
 from shardwright.core.tables.stage_memory import stage_memories
@@ -104,7 +104,7 @@ def _less_divided(
         return peaks(ranked, starts, placement, table, request)
 
     first, second = 4 * decision.pp, 5 * decision.pp
-    if decision.microbatches <= second or decision.generated:
+    if decision.microbatches <= second or decision.generated or _keeps_more(decision, second):
         most = peaks_of(decision.microbatches)
     else:
         growth = (decision.microbatches - second) / (second - first)
@@ -116,6 +116,16 @@ def _less_divided(
         beside = use.buffers_bytes + max(0, -apart)  # as where two passes overlap
         found.append(replace(use, buffers_bytes=beside, apart_bytes=max(0, apart)))
     return tuple(found)
+
+
+def _keeps_more(decision: Decision, microbatches: int) -> bool:
+    """Whether more activations are live in a step than in one of so many microbatches: what is largest at first may not
+    be so in the end."""
+
+    def live(count: int) -> Sequence[int]:
+        return live_microbatches(decision.schedule, decision.pp, count, decision.virtual_stages)
+
+    return live(microbatches) != live(decision.microbatches)
 
 
 def _backward_order(actions: Iterable[Action]) -> list[int]:

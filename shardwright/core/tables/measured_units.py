@@ -62,6 +62,12 @@ def calibrated(
     )
 
 
+def of_passes(run: MeasuredUnit) -> MeasuredUnit:
+    """What a run says of units of another size: their passes. What a step takes beside them, and whether parameters
+    stay in a cache, is of that model alone."""
+    return replace(run, step_s=0.0, update_share=1.0)
+
+
 def as_counted(cost: UnitCost, run: MeasuredUnit) -> UnitCost:
     """What was counted for a measured unit of another model, of the same form as that of ``cost``."""
     return replace(

@@ -12,6 +12,7 @@ from shardwright.core.cluster.cluster import NodeGroup
 from shardwright.core.cluster.hardware import load_profile
 from shardwright.core.cluster.hardware.device import MeasuredUnit
 from shardwright.core.errors import ScheduleError
+from shardwright.core.execution import SYSTEMS
 from shardwright.core.model.structure import measured_name
 from shardwright.core.plan.decision import placement_of
 from shardwright.core.schedule import Schedule, schedule_names
@@ -52,6 +53,34 @@ def lending(share: float) -> Cluster:
         for own in sorted(set(tables.variants(1)))
     )
     return Cluster(replace(device, measured_units=units), devices_per_node=4)
+
+
+@pytest.mark.parametrize("slowed_by", ["cpu", "t4"])
+def test_no_bound_is_above_what_it_bounds_where_messages_hide(slowed_by: str) -> None:
+    """With the messages of a system that hides them: on GPUs beside computing, on CPUs beside idle time alone."""
+    traits = MemoryTraits(gradients_when_made=True, gathers_units=True)
+    graph = replace(GRAPH, memory_traits=traits, execution=SYSTEMS["torch"])
+    cluster, request = Cluster(slowed_by, devices_per_node=4), Request(batch=16, precision="fp32")
+    search = Search(tables_of(graph, cluster, request), cluster, request)
+    scorer, space = search.scorer, search.space
+    simulated = 0
+    for shape in space.shapes():
+        pp, dp, tp = shape.degrees
+        if tp > 1 or shape.microbatch > 1 or dp == 1:
+            continue
+        for policy in space.policies(dp):
+            if policy.recompute == "full" or not policy.shard:
+                continue
+            for pipelining in space.pipelinings(pp, shape.microbatches):
+                split = splits_backward(pipelining.schedule, pipelining.virtual_stages)
+                of_kind = scorer.bounds.bound_s(shape, [policy], pipelining.virtual_stages, split=split)
+                for cut in scorer.cuts(shape, [policy], pipelining):
+                    draft = scorer.draft(scorer.with_room(cut))
+                    if draft is not None:
+                        seconds = scorer.timed(draft).predicted.step_time_s
+                        assert max(of_kind, cut.bound_s, draft.bound_s) <= seconds * (1 + 1e-9), (cut, seconds)
+                        simulated += 1
+    assert simulated > 50
 
 
 @pytest.mark.parametrize(

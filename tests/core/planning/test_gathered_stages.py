@@ -9,10 +9,18 @@ from shardwright.core.capabilities import MemoryTraits
 from shardwright.core.cluster.cluster import Cluster
 from shardwright.core.cluster.hardware import load_profile
 from shardwright.core.errors import PlanError
+from shardwright.core.layout.mesh import Mesh
+from shardwright.core.plan.decision import placement_of
 from shardwright.core.schedule import Kind, Schedule
 from shardwright.core.schedule.passes import insert_sharding
 from shardwright.core.search.exchanges import gathers_in_step
-from shardwright.core.tables.gathered_stages import gathers_per_stage
+from shardwright.core.search.rank_peaks import by_stage, less_apart
+from shardwright.core.search.request import Request
+from shardwright.core.search.scoring import Scorer
+from shardwright.core.search.search import tables_of
+from shardwright.core.search.space import Pipelining, Policy, Shape
+from shardwright.core.tables.gathered_stages import gathering_schedule, gathers_per_stage, peaks
+from shardwright.core.tables.memory import live_microbatches
 from tests.core.toy import decoder
 
 TOY = decoder(layers=40, hidden=512, heads=8, vocabulary=1024, sequence=64)
@@ -116,3 +124,26 @@ def test_a_framework_that_gathers_no_stages_is_planned_without() -> None:
 def test_what_does_not_go_together_is_refused(pins: dict[str, object], said: str) -> None:
     with pytest.raises(PlanError, match=said):
         planned(**pins)
+
+
+def test_the_memory_of_long_schedules_that_keep_all_microbatches_is_counted_whole() -> None:
+    """Where activations grow with every microbatch, something else is largest in a short step."""
+    graph = replace(
+        decoder(layers=6, hidden=256, heads=8, vocabulary=1024, sequence=128), memory_traits=GRAPH.memory_traits
+    )
+    cluster, request = Cluster("cpu", devices_per_node=4), Request(batch=64, precision="fp32")
+    scorer = Scorer(tables_of(graph, cluster, request), cluster, request)
+    shape = Shape(Mesh(("pp", "dp", "tp"), (2, 2, 1)), "PDT", 1, 32)
+    ranked = scorer.bounds.ranked(shape, "full")
+    placement = placement_of("looped-bfs", 2, 4)
+    decision = scorer.bounds.decision(
+        shape, Policy("full", 3, None), Pipelining("looped-bfs", 4), ranked.free_cut(placement)
+    )
+    asked = scorer.bounds.memory_request(Policy("full", 3, None), 8, 2, 32, decision.whole_below_bytes)
+    live = live_microbatches("looped-bfs", 2, 32, 4)
+    memory = by_stage(decision, ranked, ranked.memory(decision.stage_starts, placement, live, asked), asked)
+    table = gathering_schedule("looped-bfs", 2, 32, 4, None, None).table
+    whole = peaks(ranked, decision.stage_starts, placement, table, asked)
+    for use, peak in zip(less_apart(decision, ranked, memory, asked), whole, strict=True):
+        staying = use.parameters_bytes + use.optimizer_bytes
+        assert use.total_bytes >= staying + peak

@@ -41,6 +41,8 @@ _OPENING = frozenset(
     }
 )
 """Functions after which a tensor may be written to without a new version."""
+_WRITING = frozenset(getattr(torch, name) for name in dir(torch) if name.startswith("_foreach_") and name.endswith("_"))
+"""Functions that write to lists of tensors, some without a new version of stand-ins."""
 _CPU = torch.device("cpu")
 _PLAIN = (int, bool, NoneType, EllipsisType, torch.dtype, torch.layout, torch.memory_format)
 _MASKS, _PACKED = "transformers.masking_utils", "find_packed_sequence_indices"
@@ -73,7 +75,7 @@ class KnownValues(TorchFunctionMode):
         kwargs = kwargs or {}
         follows = func is torch.arange or (func in _FOLLOWED and any(self.of(item) is not None for item in args))
         if not follows:
-            if func in _OPENING and self.of(args[0]) is not None:
+            if func in _WRITING or (func in _OPENING and self.of(args[0]) is not None):
                 self._known.clear()
             return func(*args, **kwargs)
         given = None if "out" in kwargs or self._is_left_out() else self._given(args, kwargs)
