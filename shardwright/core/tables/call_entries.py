@@ -1,7 +1,7 @@
 """The parameter entries of the calls that a runtime gathers, and whose gradients it sums, one after the other."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardwright.core.model.graph import Graph
 from shardwright.core.model.parameter_calls import ParameterCall
@@ -50,6 +50,22 @@ def entries_of(
                 tuple((users[number], entries(number), number) for number in tied),
             )
         )
+    return tuple(found)
+
+
+def kinds_of(units: Sequence[int], calls: Sequence[Sequence[CallEntries]]) -> tuple[int | None, ...]:
+    """A number for each unit, the same for units that are the same in ``units`` and whose calls use as many parameters;
+    None where other units use one of these too, and for all units where calls follow each other in another order than
+    their parameters."""
+    places = [call.last for own in calls for call in own if call.trained]
+    if not calls or places != sorted(places):
+        return (None,) * len(units)
+    numbers: dict[object, int] = {}
+    found: list[int | None] = []
+    for unit, own in zip(units, calls, strict=True):
+        kind = unit, tuple(replace(call, last=0) for call in own)
+        is_apart = not any(call.tied for call in own)
+        found.append(numbers.setdefault(kind, len(numbers)) if is_apart else None)
     return tuple(found)
 
 

@@ -1,6 +1,5 @@
 """The unit costs at every tensor degree and microbatch size, counted once and shared by all candidates of a search."""
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -41,7 +40,7 @@ from shardwright.core.solver.op_layouts import (
 )
 from shardwright.core.tables.call_entries import CallEntries, entries_of, updated_of
 from shardwright.core.tables.graph_reading import read
-from shardwright.core.tables.measured_units import as_counted, calibrated, of_passes
+from shardwright.core.tables.measured_units import as_counted, calibrated, runs_of_form
 from shardwright.core.tables.memory import Precision, Recompute, SumPrecision, state_bytes_per_element
 from shardwright.core.tables.unit_table import Tie, UnitTable
 from shardwright.core.values.found_once import found_once
@@ -90,11 +89,6 @@ def _require_fp8(cluster: Cluster) -> None:
 def is_one_stage(pp: int, recompute: str) -> bool:
     """Whether a rank runs all units and computes nothing again."""
     return pp == 1 and recompute == "none"
-
-
-FARTHEST = 8.0
-"""The most by which the entries of two units' parameters may differ for the measured time of one to say anything of the
-other: caches and launches weigh otherwise."""
 
 
 class CostTables:
@@ -448,24 +442,6 @@ class CostTables:
         ]
         return [m for m in runs if m.in_stages == place.in_stages] or runs
 
-    def _runs_of_form(self, unit: Unit, place: Place, cost: UnitCost) -> list[MeasuredUnit]:
-        """The measured runs of units of the same form in another model of the framework, whole: of those nearest in
-        size, at most `FARTHEST` times as large or small, and in stages or not as here, if there are any."""
-        form, framework = unit_form(self.graph, unit), measured_name(self.graph.framework, "")
-        alike: dict[tuple[str, int], list[MeasuredUnit]] = {}
-        for run in place.device.measured_units:
-            whole = run.tensor_degree == 1 and run.precision == self.precision
-            if whole and run.form == form and run.model.startswith(framework):
-                alike.setdefault((run.model, run.unit_class), []).append(run)
-
-        def distance(runs: list[MeasuredUnit]) -> float:
-            return abs(math.log(max(1, runs[0].parameter_elements)) - math.log(max(1, cost.parameter_elements)))
-
-        runs = min(alike.values(), key=distance, default=[])
-        if not runs or distance(runs) > math.log(FARTHEST):
-            return []
-        return [run for run in runs if run.in_stages == place.in_stages] or runs
-
     def class_costs(self, tp: int, microbatch: int, place: Place) -> tuple[UnitCost, ...]:
         """The cost of one unit of each variant on a rank at that place."""
         in_stages = bool(place.device.measured_units) and place.in_stages
@@ -487,7 +463,10 @@ class CostTables:
             return calibrated(cost, runs, microbatch, whole)
         if not place.device.measured_units:
             return cost
-        runs = [of_passes(run) for run in self._runs_of_form(unit, place, whole(microbatch) if tp > 1 else cost)]
+        framework, form = measured_name(self.graph.framework, ""), unit_form(self.graph, unit)
+        entries = (whole(microbatch) if tp > 1 else cost).parameter_elements
+        own = [run for run in place.device.measured_units if run.model.startswith(framework)]
+        runs = runs_of_form(own, form, self.precision, entries, in_stages=place.in_stages)
         counted_then = {run.microbatch: as_counted(cost, run) for run in runs}
         return calibrated(cost, runs, microbatch, counted_then.__getitem__)
 

@@ -1,5 +1,6 @@
 """The costs of measured units: the costs that the model of ops predicts, corrected by measured runs."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -7,6 +8,10 @@ import numpy as np
 
 from shardwright.core.cluster.hardware.device import MeasuredUnit
 from shardwright.core.cost.unit_seconds import UnitCost
+
+FARTHEST = 8.0
+"""The most by which the entries of two units' parameters may differ for the measured time of one to say anything of the
+other: caches and launches weigh otherwise."""
 
 
 def calibrated(
@@ -62,10 +67,27 @@ def calibrated(
     )
 
 
-def of_passes(run: MeasuredUnit) -> MeasuredUnit:
-    """What a run says of units of another size: their passes. What a step takes beside them, and whether parameters
-    stay in a cache, is of that model alone."""
-    return replace(run, step_s=0.0, update_share=1.0)
+def runs_of_form(
+    measured: Sequence[MeasuredUnit], form: str, precision: str, entries: int, *, in_stages: bool
+) -> list[MeasuredUnit]:
+    """The measured runs of whole units of a form in another model: of those nearest in the ``entries`` of their
+    parameters, at most `FARTHEST` times as large or small, and in stages or not, if there are any.
+
+    They say something of passes alone: what a step takes beside them, and whether parameters stay in a cache, is of
+    that model."""
+    alike: dict[tuple[str, int], list[MeasuredUnit]] = {}
+    for run in measured:
+        if (run.form, run.precision, run.tensor_degree) == (form, precision, 1):
+            alike.setdefault((run.model, run.unit_class), []).append(run)
+
+    def distance(runs: list[MeasuredUnit]) -> float:
+        return abs(math.log(max(1, runs[0].parameter_elements) / max(1, entries)))
+
+    nearest = min(alike.values(), key=distance, default=[])
+    if not nearest or distance(nearest) > math.log(FARTHEST):
+        return []
+    runs = [run for run in nearest if run.in_stages == in_stages] or nearest
+    return [replace(run, step_s=0.0, update_share=1.0) for run in runs]
 
 
 def as_counted(cost: UnitCost, run: MeasuredUnit) -> UnitCost:

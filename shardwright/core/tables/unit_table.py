@@ -13,7 +13,7 @@ from shardwright.core.cost.unit_seconds import UnitCost
 from shardwright.core.cost.value_flow import SharedValue
 from shardwright.core.partition.exact import Matrix, range_sums
 from shardwright.core.schedule.peak_memory import StageMemory
-from shardwright.core.tables.call_entries import CallEntries
+from shardwright.core.tables.call_entries import CallEntries, kinds_of
 from shardwright.core.tables.memory import (
     Mode,
     Recompute,
@@ -214,19 +214,8 @@ class UnitTable:
 
     @cached_property
     def call_kinds(self) -> tuple[int | None, ...]:
-        """A number for each unit, the same for units that cost the same and whose calls use as many parameters; None
-        where other units use one of these too, and for all units where calls follow each other in another order than
-        their parameters."""
-        places = [call.last for calls in self.calls for call in calls if call.trained]
-        if not self.calls or places != sorted(places):
-            return (None,) * len(self.units)
-        numbers: dict[object, int] = {}
-        found: list[int | None] = []
-        for unit, calls in zip(self.units, self.calls, strict=True):
-            kind = id(unit), tuple(replace(call, last=0) for call in calls)
-            is_apart = not any(call.tied for call in calls)
-            found.append(numbers.setdefault(kind, len(numbers)) if is_apart else None)
-        return tuple(found)
+        """The kind of each unit, by what it costs and what its calls use."""
+        return kinds_of([*map(id, self.units)], self.calls)
 
     def keeping(self, units: frozenset[int], offloaded: frozenset[int]) -> "UnitTable":
         """The same table where ``units`` are kept and not recomputed, and ``offloaded`` ones are offloaded."""
