@@ -22,8 +22,8 @@ STAYS = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOL
 """Of JAX's processes: freed memory stays with them, else much of a step is page faults, more or fewer from launch to
 launch."""
 NEEDED = {
-    "torch": ["torch.distributed", "shardwright.torch", "step_run", "step_models", "tracked"],
-    "jax": ["shardwright.jax", "optax", "step_run", "jax_models", "memory_jax"],
+    "torch": ["torch.distributed", "shardwright.torch", "step_run", "step_reference", "step_models", "tracked"],
+    "jax": ["shardwright.jax", "optax", "step_run", "step_reference", "jax_models", "memory_jax"],
 }
 """What the server imports."""
 LIMIT_S = 900.0

@@ -43,8 +43,9 @@ def too_few_units(form: str, graph: sw.Graph) -> bool:
     return len(fold(graph).units) < FORMS[form]["pp"] * FORMS[form].get("virtual_stages", 1)
 
 
-def planned(graph: sw.Graph, size: int, profile: str, form: str) -> sw.Plan:
-    """The plan that a form asks for, of microbatches as large as the sample unless it says otherwise."""
+def planned(graph: sw.Graph, size: int, profile: str, form: str, before: sw.Plan | None = None) -> sw.Plan:
+    """The plan that a form asks for, of microbatches as large as the sample unless it says otherwise; cut as the one by
+    the profile ``before``."""
     pins: dict[str, Any] = {
         "schedule": "1f1b", "recompute": "none", "shard": 0, "precision": "fp32", "loss_scope": "replica",
     } | FORMS[form]  # fmt: skip
@@ -52,6 +53,8 @@ def planned(graph: sw.Graph, size: int, profile: str, form: str) -> sw.Plan:
     size //= divided
     batch = pins.pop("microbatches", MICROBATCHES * divided) * size * pins["dp"]
     cluster = sw.Cluster(profile, devices_per_node=ranks_of(form))
+    if before is not None:
+        return sw.plan(graph, cluster, batch=batch, microbatch=size, stage_starts=before.decision.stage_starts, **pins)
     plan = sw.plan(graph, cluster, batch=batch, microbatch=size, **pins)
     if not earlier:
         return plan

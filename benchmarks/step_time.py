@@ -9,8 +9,11 @@ of `shardwright profile --model`, on all ranks at once) and rounds take turns; a
 slow to profile: there all rounds are between two profiles.
 
 How fast the machine is changes within minutes (products that stay in the cache take up to 1.7 times as long, while
-nothing else runs): a profile tells what plans take about when it was taken. So what was measured in a round is held
-against the mean of what the profiles before and after it predict, and what counts is the median over the rounds.
+nothing else runs): a profile tells what plans take about when it was taken. So the plain model runs beside every profile
+and between the steps of every plan (`step_reference.py`), and a plan is predicted to take as many times the plain model
+as the profile says. What was measured in a round is held against the mean of what the profiles before and after it
+predict, and what counts is the median over the rounds. What the error is where the seconds are taken as they are stands
+beside it.
 
 The plans are of forms that the profile does not run itself (`step_plans.py`); ``--plans profiled`` takes those that it
 does run. Memory is followed in a step after the timed ones of the first round: in PyTorch by torch's own MemTracker, in
@@ -46,27 +49,37 @@ WIDTH = 256
 MIB = 2**20
 HEADER = (
     "| framework | model | plan | measured | predicted | pipeline | gradients | optimizer | error | of rounds | "
-    "peak, MiB by rank | predicted / measured |",
-    "|---|---|---|---|---|---|---|---|---|---|---|---|",
+    "in seconds as they are | peak, MiB by rank | predicted / measured |",
+    "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
 )
 
 
 @dataclass
 class Rounds:
     """What one plan was measured to take, each with the number of the profile before it, and predicted to take by every
-    profile; why it has no figures, if it has none, and whether that counts."""
+    profile, each with the plain model's seconds beside it; why it has no figures, if it has none, and whether that
+    counts."""
 
-    measured: list[tuple[int, float]] = field(default_factory=list)
-    predicted: list[Predicted] = field(default_factory=list)
+    measured: list[tuple[int, float, float]] = field(default_factory=list)
+    predicted: list[tuple[Predicted, float]] = field(default_factory=list)
     peak_bytes: Sequence[int] = ()
     lacks: str = ""
     has_failed: bool = False
 
     @property
     def errors(self) -> list[float]:
-        """Of every round."""
-        said = [one.step_time_s for one in self.predicted]
-        return [(said[before] + said[before + 1]) / 2 / measured_s - 1 for before, measured_s in self.measured]
+        """Of every round, at the speed that the machine had in it."""
+        said = [one.step_time_s / plain_s for one, plain_s in self.predicted]
+        return [
+            (said[before] + said[before + 1]) / 2 * plain_s / measured_s - 1
+            for before, measured_s, plain_s in self.measured
+        ]
+
+    @property
+    def raw_errors(self) -> list[float]:
+        """The same of the seconds as they are."""
+        said = [one.step_time_s for one, _ in self.predicted]
+        return [(said[before] + said[before + 1]) / 2 / measured_s - 1 for before, measured_s, _ in self.measured]
 
     @property
     def error(self) -> float:
@@ -75,16 +88,17 @@ class Rounds:
     @property
     def memory(self) -> list[float]:
         """Predicted over measured peak, of every rank."""
-        return [p / m for p, m in zip(self.predicted[-1].peak_memory_bytes, self.peak_bytes, strict=True)]
+        return [p / m for p, m in zip(self.predicted[0][0].peak_memory_bytes, self.peak_bytes, strict=True)]
 
     def row(self) -> str:
         """Of the table: medians over the rounds, of the error too."""
         if self.lacks:
-            return self.lacks + " |" * 9
+            return self.lacks + " |" * 10
         parts = ("step_time_s", "pipeline_s", "data_parallel_s", "optimizer_s")
-        of_parts = (statistics.median(getattr(one, part) for one in self.predicted) for part in parts)
-        cells = [f"{1e3 * seconds:.1f}" for seconds in (statistics.median(s for _, s in self.measured), *of_parts)]
-        cells += [f"{self.error:+.1%}", ", ".join(f"{error:+.1%}" for error in self.errors)]
+        of_parts = (statistics.median(getattr(one, part) for one, _ in self.predicted) for part in parts)
+        cells = [f"{1e3 * seconds:.1f}" for seconds in (statistics.median(s for _, s, _ in self.measured), *of_parts)]
+        cells += [f"{self.error:+.1%}"]
+        cells += [", ".join(f"{error:+.1%}" for error in errors) for errors in (self.errors, self.raw_errors)]
         cells += [" ".join(f"{size / MIB:.1f}" for size in self.peak_bytes)]
         return " | ".join([*cells, " ".join(f"{ratio:.3f}" for ratio in self.memory)])
 
@@ -124,7 +138,7 @@ class Model:
 
     def _measure(self, ranks: int, rows: dict[str, Rounds]) -> None:
         options, file = self.options, str(self.folder / "plan.json")
-        plans = self._planned(ranks, rows)
+        plans = self._planned(ranks, rows, {})
         for number in range(options.rounds):
             for form in plans if number % 2 == 0 else reversed(plans):
                 rounds = rows[form]
@@ -133,34 +147,37 @@ class Model:
                 plans[form].save(file)
                 try:
                     ran = self.launcher.run(
-                        ranks, step_run.timed, self.name, width_of(form, WIDTH), file, options.steps, number == 0
+                        ranks, step_run.timed, self.name, width_of(form, WIDTH), WIDTH, file, options.steps, number == 0
                     )
                 except Failed as error:
                     rounds.lacks, rounds.has_failed = f"failed: {error}", True
                     continue
-                rounds.measured.append((len(rounds.predicted) - 1, ran.step_s))
+                rounds.measured.append((len(rounds.predicted) - 1, ran.step_s, ran.reference_s))
                 rounds.peak_bytes = rounds.peak_bytes or ran.peak_bytes
                 said = f"{1e3 * ran.step_s:.1f} ms, predicted {1e3 * plans[form].predicted.step_time_s:.1f}"
+                said += f", plain model {1e3 * ran.reference_s:.1f}, then {1e3 * rounds.predicted[-1][1]:.1f}"
                 self._tell(f"{form}, round {number + 1}: {said}")
             if ranks == 2 or number == options.rounds - 1:
-                plans = self._planned(ranks, rows)
+                plans = self._planned(ranks, rows, plans)
 
-    def _planned(self, ranks: int, rows: dict[str, Rounds]) -> dict[str, sw.Plan]:
-        """The plans by a new profile."""
+    def _planned(self, ranks: int, rows: dict[str, Rounds], before: dict[str, sw.Plan]) -> dict[str, sw.Plan]:
+        """The plans by a new profile, cut as those ``before``."""
         profile = str(self.folder / f"{ranks}.toml")
         degrees = sorted({1, *(FORMS[form]["tp"] for form in rows)})
-        self.launcher.run(ranks, step_run.profiled, self.name, WIDTH, self.options.budget, degrees, profile)
+        plain_s = self.launcher.run(
+            ranks, step_run.profiled, self.name, WIDTH, self.options.budget, degrees, profile
+        )
         self._tell(f"profile of {ranks} ranks")
         plans: dict[str, sw.Plan] = {}
         for form, rounds in rows.items():
             if rounds.lacks:
                 continue
             try:
-                plans[form] = planned(self.graph(form), self.size, profile, form)
+                plans[form] = planned(self.graph(form), self.size, profile, form, before.get(form))
             except ShardwrightError as error:
                 rounds.lacks, rounds.has_failed = f"refused: {' '.join(str(error).split())[:300]}", True
             else:
-                rounds.predicted.append(plans[form].predicted)
+                rounds.predicted.append((plans[form].predicted, plain_s))
         return plans
 
 
