@@ -28,6 +28,7 @@ from shardwright import (  # noqa: E402
     simulate,
 )
 from shardwright.backends.torch.capture.tensor_parallel_marks import set_tensor_parallelism, tensor_parallelism  # noqa: E402
+from shardwright.backends.torch.data_parallel.row_gradients import reduce_gradient  # noqa: E402
 from shardwright.backends.torch.tensor_parallel.registry import tp_register, tp_register_with_module  # noqa: E402
 from shardwright.core.schedule.measured_costs import measured_costs  # noqa: E402
 from shardwright.core.schedule.passes import split_backward  # noqa: E402
@@ -102,6 +103,7 @@ __all__ = [
     "rdp_rank",
     "rdp_size",
     "record_timeline",
+    "reduce_gradient",
     "sampler",
     "set_seed",
     "set_tensor_parallelism",
