@@ -44,6 +44,13 @@ TWO: dict[str, dict[str, Any]] = {
     "dp 2, shard 3": {"dp": 2, "shard": 3},
     "dp 2, shard 3, sums at the end": {"dp": 2, "shard": 3, "reduce_after": "last"},
     "dp 2, shard 3, whole": {"dp": 2, "shard": 3, "gathered_stages": 1, "reduce_after": "last"},
+    "dp 2, recomputed": {"dp": 2, "recompute": "full"},
+    "dp 2, products kept": {"dp": 2, "recompute": "elementwise"},
+    "dp 2, half of the products kept": {"dp": 2, "recompute": "alternate"},
+    "dp 2, offloaded": {"dp": 2, "recompute": "full", "offloaded_units": "every"},
+    "pp 2, recomputed": {"pp": 2, "recompute": "full"},
+    "pp 2, products kept": {"pp": 2, "recompute": "elementwise"},
+    "pp 2, offloaded": {"pp": 2, "recompute": "full", "offloaded_units": "every"},
     "dp 2, bf16": {"dp": 2, "precision": "bf16"},
     "dp 2, shard 3, bf16": {"dp": 2, "shard": 3, "precision": "bf16"},
 }
@@ -92,7 +99,12 @@ def planned(name: str, pins: dict[str, Any]) -> Any:
     size = len(next(iter(sample.values())))
     cluster = sw.Cluster("cpu", devices_per_node=pins["pp"] * pins["dp"] * pins["tp"])
     count = (8 if name == DEEP else MICROBATCHES * pins["dp"]) * size
-    return sw.plan(sw.capture(model, sample), cluster, batch=count, microbatch=size, **pins)
+    graph, every = sw.capture(model, sample), pins.pop("offloaded_units", None)
+    plan = sw.plan(graph, cluster, batch=count, microbatch=size, **pins)
+    if every is None:
+        return plan
+    pins |= {"offloaded_units": plan.recomputed_units, "stage_starts": plan.decision.stage_starts}
+    return sw.plan(graph, cluster, batch=count, microbatch=size, **pins)
 
 
 class Sampler(Recorder):

@@ -21,7 +21,9 @@ TORCH = Capabilities(
     exchanges_as_planned=True,
     fp8=True,
     fp8_by_module=True,
-    recomputes=("none", "full"),  # the products of attention cannot be told from the rest of a unit that is replayed
+    # The products of attention cannot be told from the rest of a unit that is replayed.
+    recomputes=("none", "elementwise", "alternate", "full"),
+    offload=True,
 )
 TORCH_MEMORY = MemoryTraits(
     gradients_when_made=True,
@@ -45,6 +47,8 @@ JAX = Capabilities(
     single_controller=True,
     reduce_ops=("sum", "max", "min"),
     fp8=True,
+    recomputes=("none", "selective", "elementwise", "full"),
+    offload=True,
     hosts_are_alike=True,
 )
 JAX_MEMORY = MemoryTraits(

@@ -46,7 +46,7 @@ _COUNTS = (
     "sharded_data_parallel_degree",
 )  # fmt: skip
 _CHOICES: dict[str, tuple[tuple[str | None, ...], str]] = {
-    "recompute": (("none", "full"), "'none' or 'full'"),
+    "recompute": (("none", "elementwise", "alternate", "full"), "'none', 'elementwise', 'alternate' or 'full'"),
     "loss_scope": ((None, "replica", "global"), "'replica' or 'global'"),
     "nonfinite": (("warn", "error", "ignore"), "'warn', 'error' or 'ignore'"),
     "debug": ((None, "numerics"), "'numerics', or None"),
@@ -64,7 +64,8 @@ class Config:
         pipeline: the name of a schedule, "auto" for the one that is searched for the planned costs, or a schedule.
         pipeline_mode: "recorded" runs the step body once and replays it; "messages" runs it as a program whose control
             flow may depend on values, and calls modules where they are; "auto" takes messages where recording fails.
-        recompute: "full" runs the forward of repeated blocks again in the backward pass.
+        recompute: "full" runs the forward of repeated blocks again in the backward pass; "elementwise" all but their
+            products and attention, "alternate" these and every second product.
         prescaled_batch: whether all ranks of the tensor axis are given the same batch. Without it each has samples of
             its own, and a step is over all of them.
         optimize: on the tensor axis, "memory" divides along the sequence the values that every rank would hold whole,
@@ -123,7 +124,7 @@ class Config:
     ddp_dist_backend: str = "auto"
     placement_strategy: str = "PDT"
     cluster: str | None = None
-    recompute: Literal["none", "full"] = "none"
+    recompute: Literal["none", "elementwise", "alternate", "full"] = "none"
     prescaled_batch: bool = True
     optimize: Literal["speed", "memory"] | None = None
     loss_scope: LossScope | None = None

@@ -1,6 +1,7 @@
 """On CUDA devices: predicted memory against the allocator, profiles, and sharded state, 16 bits and sums beside the
 backward against torch alone."""
 
+import copy
 import json
 import os
 from dataclasses import replace
@@ -13,6 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import shardwright as sw
 from shardwright.backends.torch.machine.profile import profile
 from shardwright.backends.torch.memory.fp8_linear import CAPABILITY, linear
+from shardwright.backends.torch.memory.offload import Offload, Trip
 from shardwright.measure import measure_units
 from tests import fp8_by_hand as by_hand
 from tests.comparison import Comparison
@@ -119,3 +121,36 @@ def test_what_is_not_finite_is_not_lost_in_fp8() -> None:
             made.backward(operands[2])
             read = {0: (made, w.grad), 1: (made, x.grad), 2: (x.grad, w.grad)}[where]
             assert not any(result.isfinite().all() for result in read)
+
+
+def test_activations_go_to_pinned_memory_and_come_back() -> None:
+    """A chain of blocks on the host: the gradients of plain autograd, and less on the device."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    block = [torch.nn.Linear(1024, 4096), torch.nn.GELU(), torch.nn.Linear(4096, 1024)]
+    chain = torch.nn.ModuleList(torch.nn.Sequential(*copy.deepcopy(block)) for _ in range(6)).to(device)
+    given = torch.randn(2048, 1024, device=device)
+
+    def run(away: bool) -> tuple[list[torch.Tensor], int]:
+        chain.zero_grad()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_stats()["requested_bytes.all.current"]
+        offload = Offload(frozenset({("block", 0)}), device)
+        x = given.clone().requires_grad_()
+        trip: Trip | None = None
+        for block in chain:
+            if away:
+                with offload.sending("block", block, [x], trip) as trip:
+                    x = x + block(x)
+            else:
+                x = x + block(x)
+        x.square().mean().backward()
+        torch.cuda.synchronize()
+        peak = torch.cuda.memory_stats()["requested_bytes.all.peak"] - before
+        return [p.grad.clone() for p in chain.parameters()], peak  # type: ignore[union-attr]
+
+    for _ in range(2):  # the second takes memory that the first let go of
+        kept, most = run(False)
+        found, least = run(True)
+        assert all(torch.equal(one, other) for one, other in zip(found, kept, strict=True))
+        assert least < 0.6 * most

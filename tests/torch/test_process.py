@@ -181,7 +181,7 @@ def test_policies_that_are_not_run_are_refused_with_the_fix() -> None:
     cluster = shardwright.Cluster("cpu", devices_per_node=2)
     asked = {"batch": 8, "microbatch": 2, "precision": "fp32"}
     for policies, match in (
-        ({"pp": 2, "dp": 1, "tp": 1, "shard": 0, "recompute": "selective"}, "recompute='full' or 'none'"),
+        ({"pp": 2, "dp": 1, "tp": 1, "shard": 0, "recompute": "selective"}, "recompute='elementwise'"),
         ({"pp": 2, "dp": 1, "tp": 1, "shard": 0, "recompute": "full", "schedule": "zb-h1"}, "recompute='none'"),
     ):
         plan = shardwright.plan(graph, cluster, **asked, **policies)
@@ -244,7 +244,7 @@ def test_meshes_share_their_process_groups() -> None:
         ({"pipeline": ["1f1b"]}, "is no schedule"),
         ({"placement_strategy": 7}, "placement_strategy=7: expected text"),
         ({"cluster": 7}, "cluster=7: expected the name of a hardware profile"),
-        ({"recompute": ["full"]}, "expected 'none' or 'full'"),
+        ({"recompute": ["full"]}, "expected 'none', 'elementwise', 'alternate' or 'full'"),
         ({"compile": 7}, "expected True, False or a backend"),
         ({"layouts": [(".*", sw.Layout.of({"tp": sw.Split(0)}))]}, "tensor_parallel_degree=1 has no axis for layouts"),
         ({7: 1}, "init knows no key 7"),

@@ -27,6 +27,7 @@ try:
         in_kernel_invocation_manager,
     )
     from torch.distributed import _functional_collectives as functional_collectives
+    from torch.multiprocessing.reductions import StorageWeakRef
     from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
     from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX as EXTRA_STATE_KEY
     from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
@@ -58,6 +59,7 @@ __all__ = [
     "IncompatibleKeys",
     "OpOverload",
     "PrefixStore",
+    "StorageWeakRef",
     "Store",
     "TCPStore",
     "TorchDispatchMode",

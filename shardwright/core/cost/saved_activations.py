@@ -135,6 +135,10 @@ class Kept:
         operands = sum(self.graph.tensors[t].elements(batch) for t in op.inputs[:3])
         return (operands + 3 * self._scores_of(op, batch)) * max(width, FLOAT32_BYTES)
 
+    def unfused_scores_bytes(self, op: Op, batch: int, width: int) -> int:
+        """Bytes of the product of queries and keys in such an attention."""
+        return self._scores_of(op, batch) * max(width, FLOAT32_BYTES)
+
     def statistics(self, op: Op, batch: int) -> int:
         """Bytes that are kept of results beside tensors of the graph: the fp32 mean and scale of each row of a
         normalisation, the logarithm of each row's sum of an attention, the place of each maximum of PyTorch's

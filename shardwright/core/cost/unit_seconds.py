@@ -81,6 +81,8 @@ class UnitCost:
     kept_by_calls_bytes: tuple[int, int] | None = None
     merged_bytes: tuple[int, int, int] | None = None
     """Bytes as in `UnitWork`."""
+    kept_by_one_bytes: int = 0
+    """The most bytes that one op keeps."""
     forward_beside_bytes: int = 0
     """Bytes as in `UnitWork`."""
     phases: tuple[PhaseBytes, ...] = ()
@@ -173,13 +175,14 @@ def unit_cost(
     again += (work.eager_selective_bytes if is_eager else work.selective_vector_bytes) / bandwidth
     again += 2 * len(work.selective_products) * device.kernel_launch_s
     unfused = (0, 0) if device.fuses_dropout else (work.unfused_dropout_bytes, work.unfused_dropout_selective_bytes)
+    whole, scores = work.saved_bytes + unfused[0], 0 if device.fuses_dropout else work.unfused_scores_bytes
     return UnitCost(
         forward,
         input_grad,
         weight_grad,
         again,
         collective,
-        work.saved_bytes + unfused[0],
+        whole,
         work.saved_selective_bytes + unfused[1],
         work.entering_bytes,
         work.passing_bytes,
@@ -193,13 +196,14 @@ def unit_cost(
         kept_by_calls_bytes=work.kept_by_calls_bytes,
         merged_bytes=work.merged_bytes,
         forward_beside_bytes=work.forward_beside_bytes,
+        kept_by_one_bytes=work.kept_by_one_bytes,
         phases=work.phases,
         collective_hidden_s=hidden,
         parameter_tensors=parameter_tensors,
         by_op=(
-            ByOp(min(work.kept_products_bytes[0], work.saved_bytes), vector + launches),
+            ByOp(min(work.kept_products_bytes[0] + scores, whole), vector + launches),
             ByOp(
-                min(work.kept_products_bytes[1], work.saved_bytes),
+                min(work.kept_products_bytes[1] + scores, whole),
                 vector + launches + sum(_product_times(p, device, precision)[0] for p in work.alternate_products),
             ),
         ),

@@ -277,7 +277,7 @@ class _UnitCount:
         self.mask_bytes: dict[int, int] = {}
         self.attended: dict[int, int] = {}
         """What attention with dropout keeps where it is one kernel."""
-        self.scores = self.unfused = self.statistics = 0
+        self.scores = self.unfused = self.statistics = self.unfused_scores = 0
 
     def size_bytes(self, tensor: int) -> int:
         """Bytes of a whole tensor."""
@@ -373,6 +373,7 @@ class _UnitCount:
         drops = saved.drops_scores(op)
         if drops:
             self.unfused += (saved.unfused_bytes(op, batch, width) - scores) // share - of_op
+            self.unfused_scores += saved.unfused_scores_bytes(op, batch, width) // share
         self._add_kept(index, saved.by(op), self.attended if drops else self.kept)
         for mask in saved.masks(op):
             entry = counter.width(mask, self.precision)
@@ -424,6 +425,14 @@ class _UnitCount:
             forward_beside_bytes=counter.live.forward_beside_kept(*held) if phases else passing,
             phases=phases,
             kept_products_bytes=(kept_results, kept_results - sum(self.results[n][1] for n in again)),
+            unfused_scores_bytes=self.unfused_scores,
+            kept_by_one_bytes=max(
+                (
+                    self.mask_bytes.get(index, 0) + sum(kept.get(root, 0) for root in self.kept_by.get(index, ()))
+                    for index in self.ops
+                ),
+                default=0,
+            ),
             alternate_products=tuple(self.products[n] for n in again),
             eager_bytes=self.eager_bytes,
             eager_selective_bytes=self.eager_again,

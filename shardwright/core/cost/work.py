@@ -91,6 +91,11 @@ class UnitWork:
     kept_products_bytes: tuple[int, int] = (0, 0)
     """Bytes kept where everything but products and attention is computed again: what enters the unit, their results and
     statistics; and where every second product is too."""
+    unfused_scores_bytes: int = 0
+    """Bytes of the results of products that are kept beside those where an attention with dropout is no kernel of its
+    own."""
+    kept_by_one_bytes: int = 0
+    """The most bytes that one op keeps."""
     alternate_products: tuple[Product, ...] = ()
     """Every second product, without attention."""
     eager_bytes: int = 0

@@ -28,7 +28,7 @@ from shardwright.core.plan.record import PlanRecord
 from shardwright.core.plan.throughput import Throughput, throughput
 from shardwright.core.plan.training_run import Training
 from shardwright.core.schedule import Schedule, StageCosts
-from shardwright.core.tables.memory import unit_recompute
+from shardwright.core.tables.memory import Mode, modes_of
 from shardwright.core.values.amounts import bytes_text, seconds_text
 from shardwright.core.values.text_files import path_of, read_text
 
@@ -112,18 +112,17 @@ class Plan(PlanRecord):
         return tuple(range(a, b) for a, b in zip(starts, ends, strict=True))
 
     @property
+    def unit_modes(self) -> tuple[Mode, ...]:
+        """The treatment of each unit's activations."""
+        classes, decision = Counter(self.model.unit_classes), self.decision
+        repeated = [classes[held] > 1 for held in self.model.unit_classes]
+        return tuple(modes_of(decision.recompute, repeated, decision.kept_units, decision.offloaded_units))
+
+    @property
     def recomputed_units(self) -> tuple[int, ...]:
-        """The units that are recomputed: under full recompute, those with others like them, except units that keep or
-        offload their activations."""
-        if self.decision.recompute != "full":
-            return ()
-        kept = {*self.decision.kept_units, *self.decision.offloaded_units}
-        classes = Counter(self.model.unit_classes)
-        return tuple(
-            unit
-            for unit, held in enumerate(self.model.unit_classes)
-            if unit not in kept and unit_recompute("full", classes[held] > 1) == "full"
-        )
+        """The units that are recomputed whole: under full recompute, those with others like them, except units that
+        keep or offload their activations."""
+        return tuple(unit for unit, mode in enumerate(self.unit_modes) if mode == "full")
 
     def is_pinned(self, name: str) -> bool:
         """Whether the user gave this part of the decision, rather than leaving it to the search."""

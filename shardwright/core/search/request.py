@@ -207,7 +207,7 @@ class Options:
         Option(
             "whether activations of units that memory has no room for may go to the host's memory and come back, where "
             "that is faster than computing them again",
-            "where the runtimes carry it out",
+            "no: a search that may offload takes several times as long",
         ),
     ] = None
     answer: Annotated[

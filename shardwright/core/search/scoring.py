@@ -262,8 +262,7 @@ class Scorer:
 
     @property
     def _may_offload(self) -> bool:
-        able = all(runtime.offload for runtime in self.request.runtimes or (self.tables.graph.capabilities,))
-        return able if self.request.offload is None else self.request.offload
+        return bool(self.request.offload)
 
     def by_policy(self, draft: Draft) -> list[Draft]:
         """A draft under each of its policies by itself, with the bound of its own time."""

@@ -267,6 +267,7 @@ class CostTables:
             recompute,
             self.repeated,
             host_bytes_per_s=place.device.host_link_bandwidth_bytes_per_s * HOST_LINK_EFFICIENCY,
+            swaps_beside=place.device.kind != "cpu",
             shared=tuple((value, size_bytes(value.tensor) // ways) for value, ways in self._shared(tp)),
             arrivals=() if traits.stages_are_programs else self._arrivals(tp, microbatch),
             twice_bytes=self._twice(units, microbatch, is_merged=is_merged) if self.graph.footprints else (),

@@ -1,5 +1,6 @@
 """Bytes per rank, by class: parameters, gradients, optimizer state, live activations, buffers."""
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
@@ -130,6 +131,17 @@ def unit_recompute(recompute: Recompute, repeated: bool) -> Recompute:
     return "none" if recompute in ("full", *BY_OP) and not repeated else recompute
 
 
+def modes_of(
+    recompute: Recompute, repeated: Sequence[bool], kept: Collection[int], offloaded: Collection[int]
+) -> list[Mode]:
+    """The treatment of each unit's activations under the policy of the whole, with the units that differ from it.
+    ``repeated``: whether each unit has others like it."""
+    return [
+        "offload" if unit in offloaded else "none" if unit in kept else unit_recompute(recompute, again)
+        for unit, again in enumerate(repeated)
+    ]
+
+
 def kept_bytes(unit: UnitCost, recompute: Mode) -> int:
     """The bytes of activations that a unit keeps on the device for one microbatch."""
     if recompute == "offload":
@@ -152,7 +164,7 @@ def recomputed_s(unit: UnitCost, recompute: Mode) -> float:
 
 def collectives_s(unit: UnitCost, recompute: Mode) -> float:
     """Seconds of one microbatch's collectives over the tensor axis, with those that full recompute runs again."""
-    return unit.collective_s + (unit.forward_collective_s if recompute == "full" else 0.0)
+    return unit.collective_s + (unit.forward_collective_s if recompute in ("full", *BY_OP) else 0.0)
 
 
 def live_microbatches(name: str, ranks: int, microbatches: int, virtual_stages: int) -> tuple[int, ...]:

@@ -383,8 +383,9 @@ class RankTables:
             for number, unit in enumerate(again, 1):
                 swapped += table.units[unit].saved_bytes / table.host_bytes_per_s
                 backward -= float(table.again_s[unit])
-                if max(forward, swapped) + max(backward, swapped) < best * (1 - 1e-9):
-                    best, count = max(forward, swapped) + max(backward, swapped), number
+                both = table.with_swaps(forward, swapped) + table.with_swaps(backward, swapped)
+                if both < best * (1 - 1e-9):
+                    best, count = both, number
             found += again[:count]
         return tuple(found)
 

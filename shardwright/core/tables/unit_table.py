@@ -18,8 +18,8 @@ from shardwright.core.tables.memory import (
     Mode,
     Recompute,
     kept_bytes,
+    modes_of,
     recomputed_s,
-    unit_recompute,
 )
 from shardwright.core.tables.optimizers import update_bytes
 from shardwright.core.values.found_once import found_once
@@ -58,6 +58,8 @@ class UnitTable:
     """The units whose activations are on the host between forward and backward."""
     host_bytes_per_s: float = math.inf
     """The bandwidth of the link to the host, in one direction."""
+    swaps_beside: bool = True
+    """Whether activations go to the host and come back while the device computes."""
     shared: tuple[tuple[SharedValue, int], ...] = ()
     """The values that several units share, and their bytes on one rank."""
     arrivals: tuple[int, ...] = ()
@@ -112,14 +114,7 @@ class UnitTable:
     @cached_property
     def modes(self) -> list[Mode]:
         """The treatment of each unit's activations under the policy of the whole."""
-        return [
-            "offload"
-            if unit in self.offloaded
-            else "none"
-            if unit in self.kept
-            else unit_recompute(self.recompute, again)
-            for unit, again in enumerate(self.repeated)
-        ]
+        return modes_of(self.recompute, self.repeated, self.kept, self.offloaded)
 
     @cached_property
     def swapped_s(self) -> NDArray[np.float64]:
@@ -131,11 +126,16 @@ class UnitTable:
         """Seconds of the forward and of the backward of a stage of units ``first`` … ``end`` - 1 for one microbatch.
 
         Offloaded activations travel while the stage computes, out in the forward and back in the backward, and the
-        longer of the two counts (KARMA, arXiv 2008.11421, for blocks that are alike: max(F, S) and max(B + rF, S)).
+        longer of the two counts (KARMA, arXiv 2008.11421, for blocks that are alike: max(F, S) and max(B + rF, S));
+        where copies take the device's own time, both do.
         """
         units, swapped = self.units[first:end], float(self.swapped_s[first:end].sum())
         backward = sum(u.input_grad_s + u.weight_grad_s for u in units) + float(self.again_s[first:end].sum())
-        return max(sum(u.forward_s for u in units), swapped), max(backward, swapped)
+        return self.with_swaps(sum(u.forward_s for u in units), swapped), self.with_swaps(backward, swapped)
+
+    def with_swaps(self, computing_s: float, swapped_s: float) -> float:
+        """Seconds of a pass that computes so long, and whose activations travel so long."""
+        return max(computing_s, swapped_s) if self.swaps_beside else computing_s + swapped_s
 
     @cached_property
     def again_s(self) -> NDArray[np.float64]:
@@ -162,7 +162,10 @@ class UnitTable:
         back = range_sums(self.seconds)
         possible = np.isfinite(ahead)
         back[possible] -= ahead[possible]
-        longer: Matrix = np.maximum(ahead, swapped) + np.maximum(back, swapped) + 2 * entering[:, None]
+        if self.swaps_beside:
+            longer: Matrix = np.maximum(ahead, swapped) + np.maximum(back, swapped) + 2 * entering[:, None]
+        else:
+            longer = ahead + back + 2 * swapped + 2 * entering[:, None]
         return longer
 
     @cached_property
@@ -292,9 +295,10 @@ class UnitTable:
     @cached_property
     def beside_bytes(self) -> NDArray[np.float64]:
         """The bytes that each unit's passes hold beside kept activations: values and gradients under way, and all that
-        is recomputed. Two offloaded units exist at once: one on its way, one in use."""
+        is recomputed. Two offloaded units exist at once where copies run beside: one on its way, one in use; else what
+        enters a unit and what the op at hand keeps."""
         again = [
-            2 * u.saved_bytes
+            (2 * u.saved_bytes if self.swaps_beside else min(u.saved_bytes, u.entering_bytes + u.kept_by_one_bytes))
             if mode == "offload"
             else max(0, u.saved_bytes - kept_bytes(u, mode))
             if mode != "none"

@@ -95,14 +95,15 @@ def test_where_memory_has_room_nothing_is_offloaded() -> None:
     assert plan.decision.offloaded_units == ()
 
 
-def test_runtimes_that_can_do_it_get_it_without_asking() -> None:
+def test_runtimes_that_can_do_it_do_it_where_it_is_asked_for() -> None:
     able = replace(GRAPH, capabilities=replace(GRAPH.capabilities, offload=True))
-    plan = sw.plan(able, cluster(3 * 2**30), **PINS)
+    plan = sw.plan(able, cluster(3 * 2**30), offload=True, **PINS)
     assert plan.decision.offloaded_units
     able.capabilities.require_on_device(plan.decision.offloaded_units)
     with pytest.raises(MissingCapabilityError, match=r"offloads .* units to the host's memory.*without offload=True"):
         GRAPH.capabilities.require_on_device(plan.decision.offloaded_units)
-    assert sw.plan(able, cluster(3 * 2**30), offload=False, **PINS).decision.offloaded_units == ()
+    for asked in ({"offload": False}, {}):
+        assert sw.plan(able, cluster(3 * 2**30), **asked, **PINS).decision.offloaded_units == ()
 
 
 def test_offloading_that_means_nothing_is_refused() -> None:

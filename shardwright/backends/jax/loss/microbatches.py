@@ -93,7 +93,8 @@ class LossFunction:
         blocks = frozenset(call.path for unit in computed_again(plan) for call in units[unit].calls)
         compute = COMPUTE[plan.decision.precision]
         # A pipeline recomputes by stage and unit, whatever the model is made of.
-        recompute = plan.decision.recompute if plan.decision.pp == 1 else "none"
+        in_stages = plan.decision.pp > 1 or plan.decision.offloaded_units
+        recompute = "none" if in_stages else plan.decision.recompute
         return cls(function, keywords, compute, recompute, blocks, reduction, has_aux, trained, python)
 
     @property

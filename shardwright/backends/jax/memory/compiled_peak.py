@@ -10,7 +10,7 @@ import numpy as np
 from shardwright.backends.jax.capture.inner_programs import Aval
 from shardwright.backends.jax.pipeline.actions import Pipeline
 from shardwright.backends.jax.pipeline.stage_functions import Key
-from shardwright.backends.jax.pipeline.stage_programs import LOCAL, Launch
+from shardwright.backends.jax.pipeline.stage_programs import HOST, LOCAL, Launch
 from shardwright.core.schedule.actions import Action, Kind
 
 
@@ -144,7 +144,7 @@ class _Account:
         """The (stage, bytes on each of its devices) of what an action leaves for others."""
         made = list(zip(jax.tree.leaves(launch.run.out_info), launch.run.output_shardings, strict=True))
         for position, is_local, _ in launch.stays:
-            if is_local:
+            if is_local and made[position][1].memory_kind != HOST:
                 yield stage, _on_each(*made[position])
         for (position, target, _), at in zip(launch.sends, launch.route.targets, strict=True):
             yield target, _on_each(made[position][0], at)

@@ -6,7 +6,7 @@ derivative rules and inner programs that were traced apart), there is no signatu
 """
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,14 +22,19 @@ from shardwright.backends.jax.pipeline.stage_functions import (
 from shardwright.backends.jax.program.cut import Cut
 from shardwright.backends.jax.program.equations import Atom, Equation, FlatProgram
 
-NUMBERED = frozenset({"m", "kept", "between", "sum", "row", "fault", "marker"})
+NUMBERED = frozenset({"m", "kept", "host", "between", "sum", "row", "fault", "marker"})
 """The kinds of operand whose number is no value of the program."""
 
 
 def signature(
-    flat: FlatProgram, equations: Iterable[Equation], inputs: Sequence[int], outputs: Iterable[Atom]
+    flat: FlatProgram,
+    equations: Iterable[Equation],
+    inputs: Sequence[int],
+    outputs: Iterable[Atom],
+    away: Collection[int] = (),
 ) -> Hashable | None:
-    """A key of what equations make of inputs, whatever values are called. None where that cannot be told.
+    """A key of what equations make of inputs, whatever values are called; units in ``away`` differ from others. None
+    where that cannot be told.
 
     Parameters of equations that Python calls equal, such as 0.0 and -0.0, are taken as equal; constants are compared
     bit by bit.
@@ -56,6 +61,7 @@ def signature(
                 equation.context,
                 equation.is_layers,
                 None if equation.unit is None else parts.setdefault(("unit", equation.unit), len(parts)),
+                equation.unit in away,
                 region and (parts.setdefault(("region", id(region)), len(parts)), region.policy, region.prevent_cse),
             ))  # fmt: skip
             for value in equation.outputs:
@@ -109,8 +115,9 @@ class TracedStages:
         carried = {position: value for value, position in operands.state.items()}
         results = [carried.get(p, ("sum", p)) for p in part.results]
         program = signature(
-            cut.flat, part.equations, inputs, [*part.departures, *(cut.flat.outputs[p] for p in part.results)]
-        )
+            cut.flat, part.equations, inputs, [*part.departures, *(cut.flat.outputs[p] for p in part.results)],
+            operands.away,
+        )  # fmt: skip
         if program is None:
             return None, [], []
         kind = (

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardwright.backends.jax.capture.checkpoint_policies import computed_again
+from shardwright.backends.jax.capture.checkpoint_policies import told_apart
 from shardwright.backends.jax.capture.precision import computed_in
 from shardwright.backends.jax.capture.trace import Recorder, TracedCall
 from shardwright.backends.jax.capture.tree import Parts, abstract
@@ -115,6 +115,7 @@ def cut_microbatch(
         {value: entry.output for value, entry in carried.items()},
         tuple(metrics[:sums]),
         tuple(metrics[sums:]),
+        away=frozenset(plan.decision.offloaded_units),
         copies=_copies(found, microbatches, layouts) if layouts is not None else {},
     )
     divisor, axes = microbatches.divisor, microbatches.axes
@@ -171,8 +172,8 @@ def _copies(
 def _homes(plan: Plan, calls: list[TracedCall]) -> Home:
     """The stage and unit that the plan gives to a module call, or to the nearest call around it.
 
-    Only units that are recomputed are named as units."""
-    again = set(computed_again(plan))
+    Only units that do not keep all on the device are named as units."""
+    again = set(told_apart(plan))
     found: dict[tuple[str, int], tuple[int, int | None]] = {}
     for stage, held in enumerate(plan.stage_units):
         for unit in held:

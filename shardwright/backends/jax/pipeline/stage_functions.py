@@ -17,8 +17,18 @@ from jax.sharding import NamedSharding
 from jax.tree_util import PyTreeDef
 
 from shardwright.backends.jax.capture.inner_programs import Aval
+from shardwright.backends.jax.capture.trace import TracedCall
 from shardwright.backends.jax.program.cut import Cut, StagePart
-from shardwright.backends.jax.program.equations import Atom, Equation, FlatProgram, aval_of, evaluate, needed, value_of
+from shardwright.backends.jax.program.equations import (
+    AWAY,
+    Atom,
+    Equation,
+    FlatProgram,
+    aval_of,
+    evaluate,
+    needed,
+    value_of,
+)
 from shardwright.backends.jax.program.flattening import flatten
 from shardwright.backends.jax.program.in_turn import evaluate_in_turn
 from shardwright.backends.jax.program.saved_activations import CHEAP, Residuals, residuals
@@ -31,6 +41,7 @@ Kind = Literal[
     "state",  # what the model changes from microbatch to microbatch
     "arrival",
     "kept",
+    "host",  # kept too, on the host
     "between",  # from the first half of a backward to the second
     "cotangent",  # of a departure, from one of its users
     "gradient",  # of a weight, summed over microbatches
@@ -92,6 +103,8 @@ class Operands:
     copies: Mapping[int, tuple[int, NamedSharding]] = field(default_factory=dict)
     """The weights that the program takes a copy of for each replica: the dim and the sharding of the copies. Gradients
     of copies are summed in float32."""
+    away: frozenset[int] = frozenset()
+    """The units that keep on the host what they keep."""
     in_turn: bool = False
     """Whether backwards that compute nothing again run their equations in turn (`program.in_turn`)."""
 
@@ -144,8 +157,14 @@ class FunctionsOfStage:
         given = zip(self.inputs, forward.arguments, strict=True)
         passing = [argument for value, argument in given if value in self.operands.state]
         residual = residuals(forward, [atom for atom in saved if isinstance(atom, int)], passing, least=least)
-        run = self._forward(forward, returned, residual.kept)
-        return StageFunctions(run, *self._backwards(*self._trace_backward(structure, forward, saved, residual)))
+        kept = self._kept_keys(forward, residual.kept)
+        run = self._forward(forward, returned, kept)
+        return StageFunctions(run, *self._backwards(*self._trace_backward(structure, forward, saved, residual, kept)))
+
+    def _kept_keys(self, forward: FlatProgram, kept: Sequence[int]) -> dict[int, Key]:
+        """The values that are handed from the forward to the backward, and their keys."""
+        away = {value for equation in forward.equations if equation.call == 1 for value in equation.outputs}
+        return {value: ("host" if value in away else "kept", number, 0) for number, value in enumerate(kept)}
 
     # --- forward
 
@@ -162,7 +181,7 @@ class FunctionsOfStage:
             fixed = [*self.fixed_weights, *self.fixed_arrivals, *self.part.sources]
             known = dict(zip(self.weights, weights, strict=True)) | dict(zip(self.arriving, arriving, strict=True))
             known |= dict(zip(fixed, rest, strict=True)) | self.cut.flat.constants
-            evaluate(self.part.equations, known, self.recompute)
+            evaluate(self.part.equations, known, self.recompute, self.operands.away)
             live = [known[v] for v in self.leaving]
             if self.has_total:
                 live.append(self._output(known, TOTAL))
@@ -182,7 +201,8 @@ class FunctionsOfStage:
 
         avals = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in self.avals.values()]
         closed = jax.make_jaxpr(forward)(*avals)
-        return flatten(closed), structures[0], self._returned()
+        parts = [TracedCall("", 0, 0), TracedCall("away", 0, 0)] if self.operands.away else None
+        return flatten(closed, parts, mark=AWAY), structures[0], self._returned()
 
     def _output(self, known: Mapping[int, jax.Array], position: int) -> jax.Array:
         return value_of(self.cut.flat, self.cut.flat.outputs[position], known)
@@ -202,14 +222,14 @@ class FunctionsOfStage:
                 keys.append(("state", state[position], 0))
         return keys
 
-    def _forward(self, program: FlatProgram, returned: Sequence[Key], kept: Sequence[int]) -> StageFunction:
+    def _forward(self, program: FlatProgram, returned: Sequence[Key], kept: Mapping[int, Key]) -> StageFunction:
         outputs = (*program.outputs[: len(returned)], *kept)
         return self._function(
             program,
             program.equations,
             dict(zip(program.arguments, (self._key(v) for v in self.inputs), strict=True)),
             outputs,
-            (*returned, *(("kept", number, 0) for number in range(len(kept)))),
+            (*returned, *kept.values()),
             {"arrival": FORWARD, "sum": LOSS},
         )
 
@@ -223,14 +243,19 @@ class FunctionsOfStage:
     # --- backward
 
     def _trace_backward(
-        self, structure: PyTreeDef, forward: FlatProgram, saved: Sequence[Atom], residual: Residuals
+        self,
+        structure: PyTreeDef,
+        forward: FlatProgram,
+        saved: Sequence[Atom],
+        residual: Residuals,
+        kept: Mapping[int, Key],
     ) -> tuple[FlatProgram, dict[int, Key]]:
         """The program of the backward, and the keys of its arguments. It goes from values at hand, kept values and
         cotangents to gradients of weights and arrivals."""
         named = dict(zip(forward.arguments, (self._key(v) for v in self.inputs), strict=True))
         used = {a for a in saved if isinstance(a, int)} | {v for e in residual.remade for v in e.values}
         keys: dict[int, Key] = {argument: key for argument, key in named.items() if argument in used}
-        keys |= {value: ("kept", number, 0) for number, value in enumerate(residual.kept)}
+        keys |= kept
 
         def backward(*given: Any) -> Any:
             known = {**forward.constants, **dict(zip(keys, given, strict=False))}
@@ -332,6 +357,8 @@ class FunctionsOfStage:
                 values[argument] = self._operand(key, at)
 
             def finished(key: Key, value: jax.Array) -> jax.Array:
+                if key[0] == "host":
+                    return jax.device_put(value, jax.memory.Space.Host)  # type: ignore[no-any-return]
                 if key[0] not in ("gradient", "sum"):
                     return value
                 return at[key] + self._summed(key, value.astype(at[key].dtype))
@@ -387,6 +414,8 @@ class FunctionsOfStage:
             return sum(others, first)
         if key[0] == "batch" and self.operands.batch[key[1]]:
             return jax.lax.dynamic_index_in_dim(at[key], at[("m", 0, 0)], keepdims=False)
+        if key[0] == "host":
+            return jax.device_put(at[key], jax.memory.Space.Device)
         if key[0] == "weight" and key[1] in self.operands.copies:
             dim, place = self.operands.copies[key[1]]
             shape = self.cut.flat.avals[key[1]].shape

@@ -29,8 +29,10 @@ from shardwright.backends.jax.state.ownership import StageMeshes
 from shardwright.core.schedule import Schedule
 from shardwright.core.schedule.actions import Kind
 
-LOCAL = frozenset({"arrival", "kept", "between", "cotangent"})
+LOCAL = frozenset({"arrival", "kept", "host", "between", "cotangent"})
 """The kinds of operand that belong to one microbatch. The others are a stage's for the whole step."""
+HOST = "pinned_host"
+"""JAX's name of the host's memory."""
 Zeros = Callable[[], Sequence[jax.Array]]
 """A program that makes the sums and gradients of a stage, at zero."""
 FOLLOWING = {Kind.FORWARD: (Kind.BACKWARD, Kind.INPUT_GRAD), Kind.INPUT_GRAD: (Kind.WEIGHT_GRAD,)}
@@ -89,6 +91,8 @@ class StagePrograms:
             return NamedSharding(whole.mesh, PartitionSpec(replicas))
         if kind in ("arrival", "departure", "cotangent", "arrival_gradient"):
             return NamedSharding(whole.mesh, self.micro.specs.get(number, PartitionSpec()))
+        if kind == "host":
+            return whole.with_memory_kind(HOST)
         return whole
 
     def start(self, recompute: str) -> None:
@@ -164,7 +168,7 @@ class StagePrograms:
             self.kept[stage].update(
                 (key, at)
                 for key, at in zip(function.makes, run.output_shardings, strict=True)
-                if key[0] in ("kept", "between")
+                if key[0] in ("kept", "host", "between")
             )
             self.launches[stage][kind] = self._launch(stage, function, run)
             if len(devices) > 1:
@@ -183,7 +187,8 @@ class StagePrograms:
         kept, alone = self.kept[stage], len(self.meshes.devices(stage)) == 1
         into = tuple(kept[key] if key in kept else self.sharding(stage, key) for key in function.reads)
         out = tuple(
-            None if key[0] in ("kept", "between") and not alone else self.sharding(stage, key) for key in function.makes
+            None if key[0] in ("kept", "host", "between") and not alone else self.sharding(stage, key)
+            for key in function.makes
         )
         return into, out
 

@@ -4,7 +4,7 @@ Unlike `capture.steps`, which reads a model for planning, this keeps everything 
 be bound again. `flattening` makes it of a traced function.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
@@ -17,6 +17,8 @@ from jax.extend import core as jex_core
 from shardwright.backends.jax.capture.checkpoint_policies import POLICIES
 from shardwright.backends.jax.capture.inner_programs import aval, bound, scanned
 
+AWAY = "shardwright:away:"
+"""In the names of equations, before the number 1: what they make for the backward pass goes to the host until then."""
 Atom = int | jex_core.Literal
 """A value of the program by its number, or a literal."""
 
@@ -113,20 +115,27 @@ def needed(equations: Sequence[Equation], wanted: Iterable[int]) -> list[Equatio
     return kept[::-1]
 
 
-def evaluate(equations: Sequence[Equation], known: dict[int, Any], recompute: str = "none") -> None:
+def evaluate(
+    equations: Sequence[Equation], known: dict[int, Any], recompute: str = "none", away: Collection[int] = ()
+) -> None:
     """Run equations. ``known`` holds the values that they read, and receives those that they make.
 
     ``recompute``: the policy (`POLICIES`) for what is kept of every equation's ``unit``, and what is computed again
-    in the backward pass; "none" keeps all.
+    in the backward pass; "none" keeps all. ``away``: the units that keep all, whose equations are traced with `AWAY` in
+    their names.
     """
 
     def region_of(equation: Equation) -> tuple[int, int]:
-        unit = -1 if equation.unit is None or recompute == "none" else equation.unit
-        return (id(equation.region) if equation.region else 0), unit
+        is_named = equation.unit is not None and (recompute != "none" or equation.unit in away)
+        return (id(equation.region) if equation.region else 0), (equation.unit if is_named else -1)  # type: ignore[return-value]
 
     for (_, unit), members in groupby(equations, key=region_of):
         group = list(members)
         region = group[0].region
+        if region is None and unit in away:
+            with jax.named_scope(f"{AWAY}1"):
+                _bind_all(group, known)
+            continue
         if region is None and unit < 0:
             _bind_all(group, known, recompute)
             continue

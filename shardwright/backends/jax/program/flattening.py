@@ -28,7 +28,7 @@ from shardwright.backends.jax.capture.layer_loops import (
     layer_loop,
     marks,
 )
-from shardwright.backends.jax.capture.trace import TracedCall, call_number
+from shardwright.backends.jax.capture.trace import CALL_MARK, TracedCall, call_number
 from shardwright.backends.jax.program.equations import Atom, Equation, FlatProgram, Region, aval_of, needed
 from shardwright.core.errors import PlanError
 
@@ -42,12 +42,14 @@ def flatten(
     home: Home = lambda call: None,
     weights: Sequence[int | None] = (),
     select: bool = False,
+    mark: str = CALL_MARK,
 ) -> FlatProgram:
     """The flat program of a closed jaxpr, without equations that no result needs.
 
     ``home`` gives the stage and the unit of a module call; ``weights`` the stages of the first arguments, which are
     the model's parameters (None: several). Without them, only jits are opened. ``select`` opens branches too: all of
-    them run, and the index picks from their results. Raises PlanError for a function with its own derivative rule that
+    them run, and the index picks from their results. ``mark``: what comes before the number of a call in the names of
+    its equations. Raises PlanError for a function with its own derivative rule that
     holds several stages.
     """
     flat = FlatProgram()
@@ -55,7 +57,7 @@ def flatten(
     flat.arguments = tuple(flat.new(aval(variable)) for variable in jaxpr.invars)
     constants = flat.hold(closed)
     held = dict(zip(flat.arguments, weights, strict=False))
-    flattener = _Flattener(flat, calls if calls is not None else [], home, held, select)
+    flattener = _Flattener(flat, calls if calls is not None else [], home, held, select, mark)
     flat.outputs = tuple(flattener.run(jaxpr, constants, flat.arguments))
     flat.equations = needed(flat.equations, (a for a in flat.outputs if isinstance(a, int)))
     return flat
@@ -63,9 +65,16 @@ def flatten(
 
 class _Flattener:
     def __init__(
-        self, flat: FlatProgram, calls: list[TracedCall], home: Home, weights: dict[int, int | None], select: bool
+        self,
+        flat: FlatProgram,
+        calls: list[TracedCall],
+        home: Home,
+        weights: dict[int, int | None],
+        select: bool,
+        mark: str,
     ) -> None:
         self.flat, self.calls, self.home, self.weights, self.select = flat, calls, home, weights, select
+        self.mark = mark
         self.traced = tuple(calls)
         self.casts: dict[int, Equation] = {}
         """The weights in another dtype → the cast."""
@@ -88,7 +97,7 @@ class _Flattener:
         return interpreted(jaxpr, constants, arguments, apply, lambda literal: literal)
 
     def _call(self, equation: JaxprEqn, inherited: int) -> int:
-        marked = call_number(equation.source_info.name_stack, -1)
+        marked = call_number(equation.source_info.name_stack, -1, self.mark)
         return self.renumbered.get(marked, marked) if 0 <= marked < len(self.calls) else inherited
 
     def _equation(self, equation: JaxprEqn, inputs: list[Atom], call: int, region: Region | None) -> Sequence[Atom]:

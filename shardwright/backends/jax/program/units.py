@@ -9,20 +9,28 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 
-from shardwright.backends.jax.capture.checkpoint_policies import computed_again
+from shardwright.backends.jax.capture.checkpoint_policies import told_apart
 from shardwright.backends.jax.program.cut import Placer
 from shardwright.backends.jax.program.equations import Equation, FlatProgram
 from shardwright.backends.jax.program.state_places import Carried
+from shardwright.core.errors import MissingCapabilityError
 from shardwright.core.plan.plan import Plan
 
 
 def name_units(flat: FlatProgram, plan: Plan, weights: Mapping[int, str], state: Mapping[int, Carried]) -> None:
-    """Give the equations of recomputed units their ``unit``, for the units that are neither module calls nor loops.
+    """Give the equations of units that are recomputed or offloaded their ``unit``, where these are neither module calls
+    nor loops.
 
     weights: the arguments that are parameters, and their names; state: those that carry what the model changes. Warns
     of units for which no equation is found: they keep their activations.
     """
-    missing = set(computed_again(plan)) - {equation.unit for equation in flat.equations} - flat.looped_units
+    looped = sorted(flat.looped_units & set(plan.decision.offloaded_units))
+    if looped:
+        raise MissingCapabilityError(
+            f"the plan offloads units {looped}, which are iterations of a loop over stacked parameters, and what these "
+            f"keep cannot be sent to the host one by one: plan with offload=False"
+        )
+    missing = set(told_apart(plan)) - {equation.unit for equation in flat.equations} - flat.looped_units
     if not missing:
         return
     users: dict[str, list[int]] = {}
@@ -43,10 +51,11 @@ def name_units(flat: FlatProgram, plan: Plan, weights: Mapping[int, str], state:
     unknown = sorted(missing - {equation.unit for equation in flat.equations})
     if unknown:
         warnings.warn(
-            f"the plan computes units {unknown} again in the backward pass, and of the loss function no part can be "
-            "told to be theirs, because they share all parameters with others or have none: they keep their "
-            "activations, or are computed again with others, so memory may differ from what was predicted; make them "
-            "calls of NNX modules, or a loop (jax.lax.scan) over their stacked parameters, to have them told apart",
+            f"the plan computes units {unknown} again in the backward pass or offloads them, and of the loss function "
+            "no part can be told to be theirs, because they share all parameters with others or have none: they keep "
+            "their activations, or are computed again with others, so memory may differ from what was predicted; "
+            "make them calls of NNX modules, or a loop (jax.lax.scan) over their stacked parameters, to have them told "
+            "apart",
             stacklevel=2,
         )
 

@@ -25,5 +25,7 @@ def form_of(plan: Plan, one_program: bool, *, is_module: bool) -> Form:
     decision = plan.decision
     if decision.pp * decision.virtual_stages == 1:
         # No module of a plain function can be told to run again, but the units of its program can, on one stage.
-        return OneProgramTraining if is_module or decision.recompute == "none" else PipelinedTraining
+        # Nor can a module be told to keep something on the host.
+        by_units = decision.offloaded_units or (decision.recompute != "none" and not is_module)
+        return PipelinedTraining if by_units else OneProgramTraining
     return SpmdTraining if one_program else PipelinedTraining

@@ -1,6 +1,8 @@
-"""Recompute: units that keep only their inputs, and run their forward again when the backward pass comes to them.
+"""Recompute: units that keep their inputs, and perhaps the results of products, and run their forward again when the
+backward pass comes to them.
 
-torch's own checkpoint does the bookkeeping of saved tensors and of autocast. The rest is here: random numbers follow
+torch's own checkpoint does the bookkeeping of saved tensors and of autocast, and its selective checkpoint that of
+results which are kept op by op. The rest is here: random numbers follow
 the streams of the step, objects that the unit writes to (caches) are those of the first run, and so are the buffers
 that it writes to (running statistics), which move on once.
 """
@@ -12,26 +14,33 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, checkpoint
+from torch.utils.checkpoint import create_selective_checkpoint_contexts as selective_contexts
 
 from shardwright.backends.torch.compat import pytree
 from shardwright.backends.torch.program.program import ObjectRef, Step, keep_modules, tensors_in
 from shardwright.backends.torch.program.randomness import Streams
+from shardwright.backends.torch.program.stage_map import Call
+from shardwright.core.tables.memory import Mode
 
-Call = tuple[str, int]
-"""A module path and the occurrence of its call."""
+_PRODUCTS = {
+    *(getattr(torch.ops.aten, name) for name in ("mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_mm")),
+}
+"""The ops whose results are kept op by op, beside attention."""
+_ATTENTION = "_scaled_dot_product"
+"""What the names of attention kernels begin with."""
 
 
 class Recompute:
     """The recomputed calls of a plan.
 
     Args:
-        calls: the calls that are recomputed.
+        calls: the calls that are recomputed, and how.
         modules: of the model, by path.
         streams: of the step's random numbers.
     """
 
-    def __init__(self, calls: frozenset[Call], modules: Mapping[str, nn.Module], streams: Streams) -> None:
+    def __init__(self, calls: Mapping[Call, Mode], modules: Mapping[str, nn.Module], streams: Streams) -> None:
         self.calls, self.modules, self.streams = calls, modules, streams
         self._written: dict[str, tuple[str, ...]] = {}
         """The buffers that a unit's forward writes to in training, by the unit's path: known once it has run."""
@@ -47,8 +56,14 @@ class Recompute:
         before = self._buffers_before(step.path, module)
         unit = _Unit(module, step, args, kwargs)
 
-        def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-            return nullcontext(), _EachTime(lambda: self._again(step, module, before))
+        mode = self.calls[step.path, step.occurrence]
+
+        def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+            again = _EachTime(lambda: self._again(step, module, before))
+            if mode == "full":
+                return nullcontext(), again
+            keeping, kept = selective_contexts(_Kept(every_second=mode == "alternate"))
+            return keeping, _Both(again, kept)
 
         result = checkpoint(unit, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts, **kwargs)
         self._note_written(step.path, module, before)
@@ -82,6 +97,38 @@ class Recompute:
         self._written[path] = tuple(changed)
         for name in set(before) - set(changed):
             del before[name]
+
+
+class _Kept:
+    """The ops of a unit whose results are kept: attention and products, or of these every second one."""
+
+    def __init__(self, *, every_second: bool) -> None:
+        self._every_second = every_second
+        self._seen = {False: 0, True: 0}
+
+    def __call__(self, context: SelectiveCheckpointContext, op: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+        packet = op.overloadpacket
+        if packet not in _PRODUCTS:
+            is_kept = op.namespace == "aten" and packet.__name__.startswith(_ATTENTION)
+            return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+        self._seen[context.is_recompute] += 1
+        is_kept = not self._every_second or self._seen[context.is_recompute] % 2 == 1
+        return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class _Both(AbstractContextManager[None]):
+    """Two contexts as one."""
+
+    def __init__(self, outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> None:
+        self._outer, self._inner = outer, inner
+
+    def __enter__(self) -> None:
+        self._outer.__enter__()
+        self._inner.__enter__()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        self._inner.__exit__(*error)
+        return self._outer.__exit__(*error)
 
 
 class _EachTime(AbstractContextManager[None]):

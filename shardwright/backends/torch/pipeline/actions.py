@@ -14,7 +14,8 @@ from torch import nn
 from shardwright.backends.torch.data_parallel.overlap import Exchange
 from shardwright.backends.torch.machine.pipeline_messages import Key, Message, PipelineTransport
 from shardwright.backends.torch.machine.watchdog import Watchdog
-from shardwright.backends.torch.memory.recompute import Call, Recompute
+from shardwright.backends.torch.memory.offload import Offload
+from shardwright.backends.torch.memory.recompute import Recompute
 from shardwright.backends.torch.memory.residency import Residency
 from shardwright.backends.torch.memory.weight_gradients import adding, collecting, deferrable
 from shardwright.backends.torch.pipeline.action_times import Recorder
@@ -23,10 +24,12 @@ from shardwright.backends.torch.pipeline.stage_replay import Depart, Means, Repl
 from shardwright.backends.torch.pipeline.stage_values import Kept, StepValues
 from shardwright.backends.torch.pipeline.step_messages import COMPUTED, Traffic, microbatch_of
 from shardwright.backends.torch.program.randomness import Streams, kept_generators
+from shardwright.backends.torch.program.stage_map import Call, offloaded, recomputed
 from shardwright.backends.torch.program.stages import Division, Edge
 from shardwright.core.schedule import Schedule
 from shardwright.core.schedule.actions import SHARDING, Action, Kind
 from shardwright.core.schedule.passes.sharding import without_idle_gathers
+from shardwright.core.tables.memory import Mode
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
 POSTED_AHEAD = 2
@@ -67,7 +70,7 @@ class Pipeline:
         divisions: for each microbatch the program, divided into as many stages as the schedule has.
         modules: of the model, by path.
         rank: this rank's coordinate on pp.
-        recompute: the module calls whose forward runs again in the backward pass.
+        policies: the module calls that do not keep what their backward reads, and what becomes of it.
         residency: gathers sharded parameters ahead of their use.
         adds_at_once: whether weight gradients may be added to those of earlier microbatches by functions of our own.
     """
@@ -81,7 +84,7 @@ class Pipeline:
         transport: PipelineTransport,
         watchdog: Watchdog,
         streams: Streams,
-        recompute: frozenset[Call],
+        policies: Mapping[Call, Mode],
         residency: Residency,
         *,
         adds_at_once: bool = True,
@@ -93,7 +96,9 @@ class Pipeline:
         self.actions = self.traffic.actions
         self.modules = modules
         self.residency = residency
-        means = Means(modules, streams, transport.device, Recompute(recompute, modules, streams), watchdog, residency)
+        again = Recompute(recomputed(policies), modules, streams)
+        away = Offload(offloaded(policies), transport.device)
+        means = Means(modules, streams, transport.device, again, away, watchdog, residency)
         replays: dict[tuple[int, int], Replay] = {}
         for action in self.actions:
             division = self.divisions[microbatch_of(action)]

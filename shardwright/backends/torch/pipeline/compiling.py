@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from shardwright.backends.torch.memory.fp8_linear import hides_from_compiler
-from shardwright.backends.torch.program.stage_map import StageMap
+from shardwright.backends.torch.program.stage_map import StageMap, recomputed
 from shardwright.backends.torch.program.stages import Division
 from shardwright.core.errors import MissingCapabilityError
 
@@ -32,7 +32,7 @@ class Compiler:
                 f"{stage_map.schedule.name} runs weight gradients apart, and a compiled unit makes them with those of "
                 f"its input: {_INSTEAD} choose a schedule with whole backward passes, such as 1f1b"
             )
-        if stage_map.recompute:
+        if recomputed(stage_map.policies):
             raise MissingCapabilityError(
                 f"a compiled unit chooses itself what it keeps and what it computes again: {_INSTEAD} recompute='none'"
             )

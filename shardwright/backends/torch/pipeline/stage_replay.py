@@ -4,6 +4,7 @@ Everything that follows from the program alone is worked out once, before the fi
 there is then little Python left, which shows where actions take a millisecond.
 """
 
+import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -16,6 +17,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from shardwright.backends.torch.compat import CustomFunctionNode, pytree
 from shardwright.backends.torch.machine.watchdog import Watchdog
+from shardwright.backends.torch.memory.offload import Offload, Trip
 from shardwright.backends.torch.memory.recompute import Recompute
 from shardwright.backends.torch.memory.residency import Call, Residency, own_views, saving_apart
 from shardwright.backends.torch.pipeline.stage_values import Kept, StepValues
@@ -33,7 +35,7 @@ from shardwright.backends.torch.program.program import (
 from shardwright.backends.torch.program.randomness import Streams
 from shardwright.backends.torch.program.stages import Division, Edge
 from shardwright.backends.torch.state.flat_shards import FlatGroup, FlatShards
-from shardwright.core.errors import CaptureError
+from shardwright.core.errors import CaptureError, PlanWarning
 
 Depart = Callable[[Edge, list[torch.Tensor]], None]
 """A function that takes the tensors that leave over an edge: its values, or their gradients."""
@@ -43,12 +45,13 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 @dataclass(frozen=True, slots=True)
 class Means:
     """The means to run a stage: the modules that this rank holds, by path; the random numbers of the step; the calls
-    that are recomputed."""
+    that are recomputed and offloaded."""
 
     modules: Mapping[str, nn.Module]
     streams: Streams
     device: torch.device
     recompute: Recompute
+    offload: Offload
     watchdog: Watchdog
     residency: Residency
 
@@ -66,6 +69,8 @@ class _Env:
     """The last call that uses sharded parameters."""
     views: dict[int, tuple[FlatGroup, ...]] = field(default_factory=dict)
     """The groups of sharded parameters that values are views of."""
+    trip: Trip | None = None
+    """What the last offloaded call has on the host."""
     lasting: dict[int, torch.Tensor] = field(default_factory=dict)
     """Copies of such values that leave the stage: the parameters are freed behind the call."""
 
@@ -81,6 +86,7 @@ class Replay:
         self.calls = [call for call, _, _ in self._calls]
         self.uses = Counter(value for call in self.calls for value in call.given_values)
         """The number of calls that each value is given to."""
+        _say_held_in_objects(self.calls)
         self._laid_out_for: FlatShards | None = None
         sent = {v for edge in self.part.sends for v in edge.values}
         self._copied_when_sent = sent & self.part.copied
@@ -285,7 +291,7 @@ class _Call:
 
     def __init__(self, replay: Replay, step: Step) -> None:
         self.replay, self.step = replay, step
-        self.recomputed = replay.means.recompute.names(step)
+        self.recomputed, self.offloaded = replay.means.recompute.names(step), replay.means.offload.names(step)
         target = step.function if step.path is None else replay.means.modules[step.path]
         assert target is not None
         self.target: Callable[..., Any] = target
@@ -328,8 +334,13 @@ class _Call:
         if groups:
             residency.enter(groups, self.ahead)
         with self._mode() if self._in_mode or self.looked_up else _NOTHING:
-            if self.recomputed and self.step.grad_enabled and torch.is_grad_enabled():
+            is_trained = self.step.grad_enabled and torch.is_grad_enabled()
+            if self.recomputed and is_trained:
                 result = self.replay.means.recompute.run(self.step, tuple(args), kwargs)
+            elif self.offloaded and is_trained:
+                offload, module = self.replay.means.offload, cast("nn.Module", self.target)
+                with offload.sending(self.step.name, module, tensors_in(given), env.trip) as env.trip:
+                    result = self.target(*args, **kwargs)
             else:
                 result = self.target(*args, **kwargs)
         step = self.step
@@ -412,6 +423,22 @@ class _Call:
                 values[value] = tensor
                 made.append(value)
         return made
+
+
+def _say_held_in_objects(calls: Sequence[_Call]) -> None:
+    """Warn of calls that leave tensors in objects that they are given, as in a cache of keys and values: those stay,
+    although the calls are recomputed or offloaded."""
+    ours = [call.step for call in calls if call.recomputed or call.offloaded]
+    found = [s.name for s in ours if any(value is not None for _, made in s.object_outputs for value in made)]
+    if found:
+        warnings.warn(
+            f"{found[0]} and {len(found) - 1} other calls leave tensors in objects that they are given, such as a "
+            f"cache of keys and values: these stay on the device until the backward pass, although the plan recomputes "
+            f"or offloads what the calls keep, and no prediction counts them; where it is such a cache, set "
+            f"use_cache=False in the model's configuration",
+            PlanWarning,
+            stacklevel=2,
+        )
 
 
 def _flat_form(spec: pytree.TreeSpec) -> tuple[int, tuple[str, ...]] | None:

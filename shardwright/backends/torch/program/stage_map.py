@@ -1,7 +1,7 @@
-"""The part of a plan that the runtime uses: the schedule, the work of each stage, and the recomputed calls."""
+"""The part of a plan that the runtime uses: the schedule, the work of each stage, and what calls keep."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from shardwright.backends.torch import CAPABILITIES
 from shardwright.core.errors import MissingCapabilityError, ScheduleError, ShardwrightError
@@ -10,7 +10,10 @@ from shardwright.core.plan.plan import Plan
 from shardwright.core.schedule import Schedule
 from shardwright.core.schedule.actions import Action
 from shardwright.core.schedule.checks import require_runnable
-from shardwright.core.tables.memory import Recompute
+from shardwright.core.tables.memory import Mode, Recompute
+
+Call = tuple[str, int]
+"""A module path and the occurrence of its call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +23,8 @@ class StageMap:
     schedule: Schedule
     calls: tuple[tuple[tuple[str, int], ...], ...]
     parameter_stages: Mapping[str, tuple[int, ...]]
-    recompute: frozenset[tuple[str, int]] = frozenset()
-    """The calls whose forward runs again in the backward pass."""
+    policies: Mapping[Call, Mode] = field(default_factory=dict)
+    """The calls that do not keep what their backward reads, and what becomes of it."""
     loss_scope: LossScope = "replica"
     """The samples that batch norm sees together: `backends.torch.data_parallel.batch_norm`."""
     plan: Plan | None = None
@@ -40,7 +43,7 @@ class StageMap:
                 f"{self.schedule.name} has {self.schedule.stages} stages, and the model is cut into {len(self.calls)}: "
                 f"build the schedule for that number"
             )
-        if self.recompute:
+        if recomputed(self.policies):
             require_whole_backward(self.schedule)
 
     @classmethod
@@ -52,7 +55,7 @@ class StageMap:
         schedule = schedule or plan.build_schedule()
         calls = tuple(tuple((c.path, c.occurrence) for c in held) for held in plan.stage_calls("torch"))
         return cls(
-            schedule, calls, plan.parameter_stages("torch"), recomputed_calls(plan),
+            schedule, calls, plan.parameter_stages("torch"), policies_of(plan),
             plan.decision.loss_scope or "replica", plan, plan.decision.shard, plan.decision.shard_group,
             plan.decision.hierarchical_gathers,
         )  # fmt: skip
@@ -89,7 +92,8 @@ def _require_policies(plan: Plan) -> None:
     if decision.recompute == "selective":
         raise MissingCapabilityError(
             "the plan has recompute='selective', and the torch runtime of this version cannot tell the products of "
-            "attention from the rest of a unit: plan again with recompute='full' or 'none'"
+            "attention from the rest of a unit: plan again with recompute='elementwise', which keeps all products, "
+            "'full' or 'none'"
         )
 
 
@@ -103,10 +107,20 @@ def require_whole_backward(schedule: Schedule) -> None:
         )
 
 
-def recomputed_calls(plan: Plan) -> frozenset[tuple[str, int]]:
-    """The calls of the units that are recomputed."""
-    bound = plan.binding("torch").units
-    return frozenset((call.path, call.occurrence) for unit in plan.recomputed_units for call in bound[unit].calls)
+def policies_of(plan: Plan) -> dict[Call, Mode]:
+    """The calls of the units that do not keep what their backward reads, and what becomes of it."""
+    bound = zip(plan.binding("torch").units, plan.unit_modes, strict=True)
+    return {(call.path, call.occurrence): mode for unit, mode in bound if mode != "none" for call in unit.calls}
+
+
+def recomputed(policies: Mapping[Call, Mode]) -> dict[Call, Mode]:
+    """Those of the calls whose forward runs again in the backward pass."""
+    return {call: mode for call, mode in policies.items() if mode != "offload"}
+
+
+def offloaded(policies: Mapping[Call, Mode]) -> frozenset[Call]:
+    """Those of the calls whose activations are on the host until the backward pass."""
+    return frozenset(call for call, mode in policies.items() if mode == "offload")
 
 
 def keep_microbatches(schedule: Schedule, count: int) -> Schedule:

@@ -12,7 +12,7 @@ from shardwright.backends.torch.capture.batch_dims import Growth, Sample
 from shardwright.backends.torch.capture.model_call import arguments_of
 from shardwright.backends.torch.program.program import Context, Leaf, Program
 from shardwright.backends.torch.program.randomness import Streams
-from shardwright.backends.torch.program.stage_map import recomputed_calls
+from shardwright.backends.torch.program.stage_map import policies_of
 from shardwright.backends.torch.state.parameter_shards import Shards
 from shardwright.backends.torch.tensor_parallel.by_module_calls import Lowerer, PartCall, autocast_of
 from shardwright.backends.torch.tensor_parallel.expanded_step import expand, find_call
@@ -24,6 +24,7 @@ from shardwright.core.errors import PlanError
 from shardwright.core.layout.placements import Placement
 from shardwright.core.plan.plan import Plan
 from shardwright.core.plan.realised_layouts import digest, realise, require_own_version
+from shardwright.core.tables.memory import Mode
 
 log = logging.getLogger("shardwright")
 
@@ -72,7 +73,7 @@ class TensorParallel:
             captured whole.
         whole_units: module path → the reason why a unit runs whole on every rank of the axis.
         stage_of_call: the stage of every unit, by (name, 0).
-        recompute: the units whose forward runs again in the backward pass.
+        policies: the units that do not keep what their backward reads, and what becomes of it.
         replays: the lowered models, one for each recorded step.
         layouts_digest: a hash of the layouts of every op in the last one, the same on all ranks.
     """
@@ -82,7 +83,7 @@ class TensorParallel:
         self.by_calls_because = ""
         self.whole_units: dict[str, str] = {}
         self.stage_of_call: dict[tuple[str, int], int] = {}
-        self.recompute: frozenset[tuple[str, int]] = frozenset()
+        self.policies: dict[tuple[str, int], Mode] = {}
         self.replays: list[Replay] = []
         self.layouts_digest = ""
         self._calls: dict[str, nn.Module] = {}
@@ -121,7 +122,8 @@ class TensorParallel:
             self._calls[unit.name] = UnitCall(
                 unit.function, unit.held, find, replay.holders(self.model, unit), replay.parameters_of(unit)
             )  # fmt: skip
-        self.recompute |= {(replay.units[i].name, 0) for i in self.plan.recomputed_units}
+        modes = zip(replay.units, self.plan.unit_modes, strict=True)
+        self.policies.update({(unit.name, 0): mode for unit, mode in modes if mode != "none"})
         self.replays.append(replay)
         self._wanted = replay.parameters, replay.summed
         self.layouts_digest = digest(realised)
@@ -161,15 +163,15 @@ class TensorParallel:
         found = lowerer.lower(program)
         self._recorded += 1
         self.whole_units.update(found.whole)
-        recomputed = recomputed_calls(self.plan)
+        policies = policies_of(self.plan)
         self.stage_of_call.update(stages)
         for before, step in zip(program.steps, found.program.steps, strict=True):
             if step.path is None or step.path not in found.calls or before.path is None:
                 continue
             call = before.path, before.occurrence
             self.stage_of_call[step.path, 0] = stages[call]
-            if call in recomputed:
-                self.recompute |= {(step.path, 0)}
+            if call in policies:
+                self.policies[step.path, 0] = policies[call]
             self._calls[step.path] = PartCall(found.calls[step.path])
         self._wanted = found.parameters, found.summed
         self._say_whole()

@@ -102,9 +102,9 @@ class CompiledSteps:
         if self._compiler is not None:
             self._compiler.require(stage_map, used)
             modules = {**modules, **self._compiler.units(modules, used, stage_map.schedule.stages_of(rank))}
-        recompute = stage_map.recompute if tensor is None else stage_map.recompute | tensor.recompute
+        policies = {**stage_map.policies, **({} if tensor is None else tensor.policies)}
         pipeline = Pipeline(
-            divisions, schedule, modules, rank, self._transport, split_model.watchdog, streams, recompute,
+            divisions, schedule, modules, rank, self._transport, split_model.watchdog, streams, policies,
             split_model.residency, adds_at_once=self._compiler is None,
         )  # fmt: skip
         stage_rank = [schedule.stage_to_rank(stage) for stage in range(schedule.stages)]

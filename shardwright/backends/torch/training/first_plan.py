@@ -95,5 +95,5 @@ def _text_of(stage_map: StageMap | None) -> str:
         return "none"
     stages = sorted(stage_map.parameter_stages.items())
     layouts = "" if stage_map.plan is None else stage_map.plan.decision.layouts
-    digest = digest_of(stage_map.calls, stages, stage_map.schedule.digest, sorted(stage_map.recompute), layouts)
+    digest = digest_of(stage_map.calls, stages, stage_map.schedule.digest, sorted(stage_map.policies.items()), layouts)
     return f"{len(stage_map.calls)} stages ({digest & 0xFFFFFFFF:08x})"

@@ -15,7 +15,7 @@ from shardwright.backends.torch.program.python_reads import left_as_it_is
 from shardwright.backends.torch.program.randomness import Moment
 from shardwright.backends.torch.program.recording_check import Varying, record_varying
 from shardwright.backends.torch.program.refusals import computes_with_a_clock
-from shardwright.backends.torch.program.stage_map import StageMap
+from shardwright.backends.torch.program.stage_map import StageMap, recomputed
 from shardwright.backends.torch.program.stages import Division, divide
 from shardwright.backends.torch.program.step_recorder import StepRecorder
 from shardwright.backends.torch.program.value_names import text_of
@@ -74,7 +74,7 @@ class Recording:
     def _require_plan_fits(self, program: Program, recorder: StepRecorder) -> None:
         stage_map, name = self._stage_map, type(self._split_model.model).__name__
         written = next((step.function for step in program.steps if step.stage is not None), None)
-        if written is not None and stage_map.recompute:
+        if written is not None and recomputed(stage_map.policies):
             raise UnrecordableError(
                 f"{name} is recomputed in the backward pass, and {name_of(written)} is done for "
                 f"each microbatch anew, so that it would be that of another one then: take recompute='none'"
