@@ -63,9 +63,7 @@ def profiled(framework: str, name: str, width: int, budget_s: float, degrees: Se
     return statistics.median([*seconds, *(reference() for _ in range(4))])
 
 
-def timed(
-    framework: str, name: str, width: int, profiled_width: int, file: str, steps: int, with_memory: bool
-) -> Ran:
+def timed(framework: str, name: str, width: int, profiled_width: int, file: str, steps: int, with_memory: bool) -> Ran:
     """Steps of a plan, and the plain model of the profile between them. Memory is followed after them, as that makes a
     step slower."""
     model, sample, loss = given(framework, name, width)

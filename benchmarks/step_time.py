@@ -164,9 +164,7 @@ class Model:
         """The plans by a new profile, cut as those ``before``."""
         profile = str(self.folder / f"{ranks}.toml")
         degrees = sorted({1, *(FORMS[form]["tp"] for form in rows)})
-        plain_s = self.launcher.run(
-            ranks, step_run.profiled, self.name, WIDTH, self.options.budget, degrees, profile
-        )
+        plain_s = self.launcher.run(ranks, step_run.profiled, self.name, WIDTH, self.options.budget, degrees, profile)
         self._tell(f"profile of {ranks} ranks")
         plans: dict[str, sw.Plan] = {}
         for form, rounds in rows.items():
