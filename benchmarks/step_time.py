@@ -9,11 +9,10 @@ of `shardwright profile --model`, on all ranks at once) and rounds take turns; a
 slow to profile: there all rounds are between two profiles.
 
 How fast the machine is changes within minutes (products that stay in the cache take up to 1.7 times as long, while
-nothing else runs): a profile tells what plans take about when it was taken. So the plain model runs beside every profile
-and between the steps of every plan (`step_reference.py`), and a plan is predicted to take as many times the plain model
-as the profile says. What was measured in a round is held against the mean of what the profiles before and after it
-predict, and what counts is the median over the rounds. What the error is where the seconds are taken as they are stands
-beside it.
+nothing else runs): a profile tells what plans take about when it was taken. So the plain model runs beside every
+profile and between the steps of every plan (`step_reference.py`), and a plan is predicted to take as many times the
+plain model as the profile says. What was measured in a round is held against the mean of what the profiles before and
+after it predict, and what counts is the median over the rounds. The error of the seconds as they are stands beside it.
 
 The plans are of forms that the profile does not run itself (`step_plans.py`); ``--plans profiled`` takes those that it
 does run. Memory is followed in a step after the timed ones of the first round: in PyTorch by torch's own MemTracker, in
