@@ -155,8 +155,8 @@ class _Search:
     def least_s(self) -> float:
         """A bound of every labelling's time: blocks may have labels in parts, and copies wait for nothing.
 
-        Variables: for each block the parts kept, offloaded and recomputed; the seconds of the forwards and of the
-        backwards. When the last forward begins, what is kept or computed again is there.
+        Variables: for each block the parts kept, offloaded and recomputed (`LABELS`); the seconds of the forwards and
+        of the backwards. When the last forward begins, what is kept or computed again is there.
         """
         count = len(self.blocks)
         costs = np.zeros(3 * count + 2)
@@ -185,12 +185,9 @@ class _Search:
         whole = np.zeros((count, 3 * count + 2))
         for i in range(count):
             whole[i, [i, count + i, 2 * count + i]] = 1.0
-        upper = [(0.0, 1.0 if self._has(at // count) else 0.0) for at in range(3 * count)] + [(0.0, None)] * 2
+        upper = [(0.0, float(LABELS[at // count] in self.labels)) for at in range(3 * count)] + [(0.0, None)] * 2
         found = linprog(costs, np.array(rows), np.array(limits), whole, np.ones(count), upper)
         return float(found.fun) if found.success else 0.0
-
-    def _has(self, label: int) -> bool:
-        return ("keep", "offload", "recompute")[label] in self.labels
 
 
 def _plainness(labels: tuple[Label, ...]) -> tuple[int, int]:

@@ -9,7 +9,7 @@ A storage is sent once, however many views of it are saved. It is told by its ve
 in place and one saved after it are two.
 """
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -155,8 +155,3 @@ def _staying(module: nn.Module, given: Iterable[torch.Tensor]) -> Iterator[torch
 def _key(tensor: torch.Tensor) -> tuple[StorageWeakRef, int]:
     """A storage and its version. As long as the key is held, no other storage is taken for it."""
     return StorageWeakRef(tensor.untyped_storage()), tensor._version
-
-
-def held_on_host(trips: Collection[Trip]) -> int:
-    """The bytes of these on the host."""
-    return sum(sent.away.nbytes for trip in trips for sent in trip.aways)
