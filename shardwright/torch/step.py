@@ -12,11 +12,11 @@ from typing import Any, overload
 
 import torch
 
+from shardwright.backends.torch.capture.held_tensors import tensors_in
 from shardwright.backends.torch.compat import pytree
 from shardwright.backends.torch.machine.agreement import Claim
 from shardwright.backends.torch.machine.digests import code_of, digest_of
 from shardwright.backends.torch.pipeline.step_results import Returned, Shares
-from shardwright.backends.torch.program.program import tensors_in
 from shardwright.backends.torch.runtime import Runtime
 from shardwright.backends.torch.training.call import StepCall
 from shardwright.core.errors import ShardwrightError

@@ -226,3 +226,22 @@ def test_a_forward_without_gradients_holds_what_an_op_reads_and_what_it_writes()
     live = LiveBytes(graph, {}, frozenset(), frozenset(), users, {})
     found = live.beside_kept(range(3), {}, {}, lambda tensor: graph.tensors[tensor].elements(2) * 4)
     assert found == (120 + 400, 120 + 400)
+
+
+def test_what_is_kept_elsewhere_comes_back_for_the_ops_that_read_it_and_goes_again() -> None:
+    """Four values a to d; the backward of op 2 reads b and c, that of op 1 reads b, and that of op 0 reads a. With the
+    gradients of what each reads and makes, these are d, c, b and c; then c, b and b; then b, a and a."""
+    b = Builder()
+    values = [b.input("a", -1, 5, dtype="float32")]
+    for name, width in (("exp", 10), ("mul", 25), ("sin", 20)):
+        values.append(b.op("opaque", name, [values[-1]], (-1, width), L.Labelled(((-1, -1), (-1, -1)))))
+    graph = b.build(values[-1])
+    size = {value: graph.tensors[value].elements(2) * 4 for value in values}
+    users = {value: (index,) for index, value in enumerate(values[:-1])}
+    live = LiveBytes(graph, {}, frozenset(values), frozenset(), users, {})
+    kept_by = {0: [values[0]], 1: [values[1]], 2: [values[1], values[2]]}
+    found = live.fetched(range(3), kept_by, {}, size.__getitem__, {})
+    assert [size[value] for value in values] == [40, 80, 200, 160]
+    backwards = [160 + 200 + 80 + 200, 200 + 80 + 80, 80 + 40 + 40]
+    assert found == max(backwards)
+    assert live.fetched(range(3), kept_by, {1: 1000}, size.__getitem__, {}) == max(200 + 80 + 80, 80 + 200) + 1000

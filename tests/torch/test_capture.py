@@ -12,9 +12,12 @@ import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import GPT2Config, GPT2LMHeadModel
 
+import shardwright as sw
 from shardwright.backends.torch import BACKEND
 from shardwright.core.errors import CaptureError
+from shardwright.core.model.graph_document import GraphDocument
 from tests.torch.captured import (
     BLOCKS,
     LAYERS,
@@ -404,3 +407,20 @@ def test_a_model_that_runs_other_ops_in_16_bits_is_captured_as_it_is() -> None:
     assert "aten.clamp" not in {op.name for op in graph.ops}
     assert not any(tensor.stays_wide for tensor in graph.tensors)
     assert graph.for_precision("bf16") is graph
+
+
+def test_keys_and_values_that_a_cache_holds_are_marked_and_stay_beside_what_is_computed_again() -> None:
+    """The second run of a block is given the cache once more, and makes keys and values anew."""
+    ids = torch.zeros(2, 16, dtype=torch.long)
+    peaks = {}
+    for cached in (True, False):
+        shape = {"n_layer": 4, "n_head": 2, "n_embd": 32, "vocab_size": 50, "n_positions": 16}
+        model = GPT2LMHeadModel(GPT2Config(use_cache=cached, **shape))
+        graph = BACKEND.capture(model, {"input_ids": ids, "labels": ids})
+        left = [tensor.shape(2) for tensor in graph.tensors if tensor.is_left]
+        assert left == ([(2, 2, 16, 16)] * 2 * 4 if cached else [])
+        assert GraphDocument.of(graph).graph().tensors == graph.tensors
+        pins = {"batch": 4, "microbatch": 2, "pp": 1, "dp": 2, "tp": 1, "recompute": "full", "precision": "fp32"}
+        plan = sw.plan(graph, sw.Cluster("cpu", devices_per_node=2), **pins)
+        peaks[cached] = plan.predicted.memory[0].activations_bytes
+    assert peaks[True] - peaks[False] == 4 * 2 * (2 * 2 * 16 * 16 * 4)

@@ -81,8 +81,9 @@ class UnitCost:
     kept_by_calls_bytes: tuple[int, int] | None = None
     merged_bytes: tuple[int, int, int] | None = None
     """Bytes as in `UnitWork`."""
-    kept_by_one_bytes: int = 0
-    """The most bytes that one op keeps."""
+    left_bytes: int = 0
+    fetched_bytes: int = 0
+    """Bytes as in `UnitWork`."""
     forward_beside_bytes: int = 0
     """Bytes as in `UnitWork`."""
     phases: tuple[PhaseBytes, ...] = ()
@@ -196,7 +197,8 @@ def unit_cost(
         kept_by_calls_bytes=work.kept_by_calls_bytes,
         merged_bytes=work.merged_bytes,
         forward_beside_bytes=work.forward_beside_bytes,
-        kept_by_one_bytes=work.kept_by_one_bytes,
+        left_bytes=work.left_bytes,
+        fetched_bytes=work.fetched_bytes,
         phases=work.phases,
         collective_hidden_s=hidden,
         parameter_tensors=parameter_tensors,

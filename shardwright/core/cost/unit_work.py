@@ -379,6 +379,19 @@ class _UnitCount:
             entry = counter.width(mask, self.precision)
             self.kept[-1 - mask] = self.mask_bytes[index] = self.held(index, len(op.inputs)) // entry
 
+    def _left(self) -> dict[int, int]:
+        """The memory that the unit's calls leave in objects, and its bytes on one rank."""
+        tensors = self.counter.graph.tensors
+        return {
+            root: self.memory(root)
+            for root in (self.counter.memory_of(t) for t in self.made_here if tensors[t].is_left)
+        }
+
+    def _made_by_products(self) -> set[int]:
+        """The memory of the results of products."""
+        ops = (self.counter.graph.ops[index] for index in self.ops)
+        return {self.counter.memory_of(t) for op in ops if op.kind in _ALONE_KINDS for t in op.outputs}
+
     def _add_kept(self, index: int, roots: list[int], found: dict[int, int]) -> None:
         """Add the memory that an op keeps to what was found."""
         if roots:
@@ -394,6 +407,8 @@ class _UnitCount:
         entering = {
             counter.memory_of(t): self.cut.entering_ways(t) for t in counter.entering(self.unit, self.made_here)
         }
+        left = self._left()
+        kept |= {root: max(kept.get(root, 0), size) for root, size in left.items()}
         held = self.ops, self.kept_by, self.mask_bytes, self.memory, self.working
         passing, passing_beside_given = counter.live.beside_kept(*held)
         phases: tuple[PhaseBytes, ...] = ()
@@ -403,7 +418,8 @@ class _UnitCount:
         entered = sum(self.size_bytes(t) // ways for t, ways in entering.items())
         plain = [number for number, (is_plain, _) in enumerate(self.results) if is_plain]
         again = plain[1::2]
-        kept_results = entered + self.statistics + sum(size for _, size in self.results)
+        left_beside = sum(size for root, size in left.items() if root not in self._made_by_products())
+        kept_results = entered + left_beside + self.statistics + sum(size for _, size in self.results)
         return UnitWork(
             products=tuple(self.products),
             vector_bytes=self.vector_bytes,
@@ -414,7 +430,9 @@ class _UnitCount:
             unfused_dropout_selective_bytes=sum(size for key, size in masks.items() if not is_score(key)),
             selective_products=tuple(self.again),
             selective_vector_bytes=self.vector_again,
-            entering_bytes=entered,
+            entering_bytes=entered + sum(left.values()),
+            left_bytes=sum(left.values()),
+            fetched_bytes=counter.live.fetched(*held),
             passing_bytes=passing,
             given_bytes=passing_beside_given - passing,
             forward_moved=(*forward, *self.small),
@@ -426,13 +444,6 @@ class _UnitCount:
             phases=phases,
             kept_products_bytes=(kept_results, kept_results - sum(self.results[n][1] for n in again)),
             unfused_scores_bytes=self.unfused_scores,
-            kept_by_one_bytes=max(
-                (
-                    self.mask_bytes.get(index, 0) + sum(kept.get(root, 0) for root in self.kept_by.get(index, ()))
-                    for index in self.ops
-                ),
-                default=0,
-            ),
             alternate_products=tuple(self.products[n] for n in again),
             eager_bytes=self.eager_bytes,
             eager_selective_bytes=self.eager_again,

@@ -60,7 +60,8 @@ class UnitWork:
     unfused_dropout_selective_bytes: int
     """The same beside ``saved_selective_bytes``."""
     entering_bytes: int
-    """Bytes of the activations that come from earlier units: all that is kept under full recompute."""
+    """Bytes of the activations that come from earlier units, and of those that are left in objects: all that is kept
+    under full recompute."""
     passing_bytes: int
     """The most bytes that a forward and backward hold beside what is kept: values and gradients under way."""
     forward_moved: tuple[Collective, ...]
@@ -94,8 +95,11 @@ class UnitWork:
     unfused_scores_bytes: int = 0
     """Bytes of the results of products that are kept beside those where an attention with dropout is no kernel of its
     own."""
-    kept_by_one_bytes: int = 0
-    """The most bytes that one op keeps."""
+    fetched_bytes: int = 0
+    """The most bytes that the passes hold where all that is kept is elsewhere between them, and comes back op by op."""
+    left_bytes: int = 0
+    """Bytes that calls leave in objects which they were given, such as a cache of keys and values: recomputed units
+    hold them, as they are given the same objects once more."""
     alternate_products: tuple[Product, ...] = ()
     """Every second product, without attention."""
     eager_bytes: int = 0

@@ -106,6 +106,25 @@ class LiveBytes:
         kept = sum(map(size_of, first_keeper)) + sum(mask_bytes.values())
         return max(0, self._forward_peak(ops, first_keeper, mask_bytes, size_of, working) - kept)
 
+    def fetched(
+        self,
+        ops: range,
+        kept_by: Mapping[int, Collection[int]],
+        mask_bytes: Mapping[int, int],
+        size_of: Callable[[int], int],
+        working: Mapping[int, tuple[int, int]],
+    ) -> int:
+        """The most bytes alive at once where all that is kept lies elsewhere between forward and backward: each value
+        comes back for the first op of the backward that reads it and goes with the last. The arguments are those of
+        `beside_kept`."""
+        for_a_while = {op: working.get(op, (0, 0))[0] + mask_bytes.get(op, 0) for op in ops}
+        forward = self._forward_peak(ops, (), {}, size_of, {op: (size, 0) for op, size in for_a_while.items()})
+        comes = Counter(mask_bytes)
+        for root, index in _last_keepers(kept_by).items():
+            comes[index] += size_of(root)
+        backward = self._backward(ops, _first_keepers(kept_by), mask_bytes, size_of, working, False, comes)
+        return max(forward, max((one.most for one in backward), default=0))
+
     def backward_phases(
         self,
         calls: Sequence[ParameterCall],
@@ -191,8 +210,10 @@ class LiveBytes:
         size_of: Callable[[int], int],
         working: Mapping[int, tuple[int, int]],
         given_stays: bool,
+        comes: Mapping[int, int] | None = None,
     ) -> Iterator[_BackwardOp]:
-        """The ops of the backward pass, which gives up what is kept as it goes."""
+        """The ops of the backward pass, which gives up what is kept as it goes. ``comes``: the bytes of it that come
+        for each op; bytes are counted from nothing then, and else from all that is kept."""
         released: dict[int, int] = {}
         for root, index in first_keeper.items():
             released[index] = released.get(index, 0) + size_of(root)
@@ -207,6 +228,7 @@ class LiveBytes:
         live = of_bias = 0
         for index in reversed(ops):
             op = self.graph.ops[index]
+            live += comes.get(index, 0) if comes else 0
             arriving = [t for t in op.outputs if t in held.memory]
             made: dict[int, int] = {}
             most = again = twice = 0
@@ -258,6 +280,11 @@ def _first_keepers(kept_by: Mapping[int, Collection[int]]) -> dict[int, int]:
         for root in roots:
             found[root] = min(op, found.get(root, op))
     return found
+
+
+def _last_keepers(kept_by: Mapping[int, Collection[int]]) -> dict[int, int]:
+    """The last op that keeps each memory: the backward pass reads it there first."""
+    return {root: op for op, roots in sorted(kept_by.items()) for root in roots}
 
 
 class _Gradients:

@@ -224,7 +224,7 @@ def _fingerprint(graph: Graph, first: int, end: int) -> object:
             if not is_new:
                 operands.append(place)
                 continue
-            of_value = value.fixed, value.per_sample, value.dtype, value.role, value.stays_wide
+            of_value = value.fixed, value.per_sample, value.dtype, value.role, value.stays_wide, value.is_left
             operands.append((place, *of_value))
         rows.append((op.kind, op.labels, op.special, op.offsets, tuple(operands), op.memory))
     return tuple(rows)

@@ -65,6 +65,9 @@ class Tensor:
     stays_wide: bool = False
     """Whether a step that computes in 16 bits has it in float32 all the same, because the model itself casts it (scores
     before a softmax, the logits of a loss)."""
+    is_left: bool = False
+    """Whether a module call leaves it in an object that it was given, such as a cache of keys and values. Recomputed
+    units are given the same objects once more, so that it stays until then."""
 
     def __post_init__(self) -> None:
         if len(self.fixed) != len(self.per_sample):
@@ -82,11 +85,12 @@ class Tensor:
         name: str = "",
         *,
         stays_wide: bool = False,
+        is_left: bool = False,
     ) -> "Tensor":
         """A tensor seen with batch 2 and with batch 3."""
         slopes = tuple(c - b for b, c in zip(shape_at_2, shape_at_3, strict=True))
         fixed = tuple(b - 2 * slope for b, slope in zip(shape_at_2, slopes, strict=True))
-        return cls(fixed, slopes, dtype, role, name, stays_wide)
+        return cls(fixed, slopes, dtype, role, name, stays_wide, is_left)
 
     def shape(self, batch: int) -> tuple[int, ...]:
         return tuple(f + s * batch for f, s in zip(self.fixed, self.per_sample, strict=True))

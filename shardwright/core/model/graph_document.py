@@ -43,6 +43,7 @@ class TensorForm:
     dtype: str
     role: TensorRole
     stays_wide: bool
+    is_left: bool
     name: str
 
 
@@ -147,7 +148,9 @@ class GraphDocument:
             if any(fixed + slope < 0 or slope < 0 for fixed, slope in zip(form.fixed, form.per_sample, strict=False)):
                 raise PlanError(f"tensors: {form.name!r} has a dim of fewer than 0 entries for one sample")
             name = _filled((form.name,), numbers, "tensors")[0]
-            tensors.append(Tensor(form.fixed, form.per_sample, form.dtype, form.role, name, stays_wide=form.stays_wide))
+            tensors.append(
+                Tensor(form.fixed, form.per_sample, form.dtype, form.role, name, form.stays_wide, form.is_left)
+            )
         calls: list[Call] = []
         for path, (*own, parent, occurrence) in _forms(self.call_forms, unfolded(self.calls, "calls"), "calls", 2):
             if parent > len(calls):
@@ -201,7 +204,9 @@ def graph_of(documents: Sequence[GraphDocument]) -> Graph:
 
 def _tensor_row(tensor: Tensor) -> tuple[TensorForm, tuple[int, ...]]:
     name, numbers = _opened(tensor.name)
-    form = TensorForm(tensor.fixed, tensor.per_sample, tensor.dtype, tensor.role, tensor.stays_wide, name)
+    form = TensorForm(
+        tensor.fixed, tensor.per_sample, tensor.dtype, tensor.role, tensor.stays_wide, tensor.is_left, name
+    )
     return form, numbers
 
 

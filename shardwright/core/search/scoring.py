@@ -11,6 +11,7 @@ from shardwright.core.plan.record import Predicted
 from shardwright.core.schedule import AUTO, Schedule
 from shardwright.core.schedule.catalogue import FAMILIES
 from shardwright.core.schedule.costs import StageCosts
+from shardwright.core.schedule.messages_under_way import UnderWay, messages_under_way, usual_messages_under_way
 from shardwright.core.schedule.peak_memory import peak_live
 from shardwright.core.search.bounds import SAFE, Bounds
 from shardwright.core.search.partition_input import partition_input
@@ -88,7 +89,8 @@ class Scorer:
     def _request_of(self, decision: Decision) -> MemoryRequest:
         policy = _policy_of(decision)
         shape = decision.stages, decision.dp, decision.microbatches
-        return self.bounds.memory_request(policy, *shape, decision.whole_below_bytes, decision.bucket_bytes)
+        request = self.bounds.memory_request(policy, *shape, decision.whole_below_bytes, decision.bucket_bytes)
+        return replace(request, under_way=_under_way(decision))
 
     def _memory(self, decision: Decision, ranked: RankTables, live: Sequence[int]) -> tuple[MemoryUse, ...]:
         """The memory of the ranks, as counted for cuts, or as counted for plans where that does not settle the fit."""
@@ -413,6 +415,14 @@ class Scorer:
 def _policy_of(decision: Decision) -> Policy:
     d = decision
     return Policy(d.recompute, d.shard, d.shard_group, d.gathered_stages, d.look_ahead, d.reduce_after)
+
+
+def _under_way(decision: Decision) -> tuple[UnderWay, ...]:
+    """The messages of every rank under the decision's schedule."""
+    if decision.generated:
+        return messages_under_way(decision.build_schedule(None))
+    d = decision
+    return usual_messages_under_way(d.schedule, d.pp, d.microbatches, d.virtual_stages) if d.pp > 1 else ()
 
 
 def _least_pipeline_s(shape: Shape, pipelining: Pipelining, starts: Sequence[int], ranked: RankTables) -> float | None:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from shardwright.core.cost.unit_work import PRECISION_BYTES
+from shardwright.core.schedule.messages_under_way import UnderWay
 from shardwright.core.tables.memory import state_bytes
 
 MANY = 1 << 20
@@ -48,6 +49,8 @@ class MemoryRequest:
     """The choice of the same name in `Decision`."""
     frozen_in_fp32: bool = False
     """Whether parameters that are not trained are in fp32 between steps."""
+    under_way: tuple[UnderWay, ...] = ()
+    """The messages of every rank; () takes two on either side of it."""
 
     @property
     def divides_gradients(self) -> bool:

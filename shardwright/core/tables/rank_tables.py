@@ -15,6 +15,7 @@ from shardwright.core.cost.unit_work import PRECISION_BYTES
 from shardwright.core.errors import PlanError
 from shardwright.core.partition.exact import Matrix, min_max_cut, spread_cut
 from shardwright.core.schedule import StageCosts
+from shardwright.core.schedule.messages_under_way import UnderWay
 from shardwright.core.tables.gathered_units import stage_passes, staying_bytes
 from shardwright.core.tables.memory import MemoryUse, collectives_s
 from shardwright.core.tables.memory_request import MemoryRequest
@@ -252,7 +253,18 @@ class RankTables:
         held = self._held(tuple(starts), tuple(placement), summed=request.is_replicated, again=request.microbatches > 1)
         passing, buckets = (find(starts, placement, request) for find in (self.passing, self.buckets))
         rows = zip(held, passing, buckets, strict=True)
-        return [own.sent + passing + bucket + UNCOUNTED_BYTES for own, passing, bucket in rows]
+        found = [own.sent + passing + bucket + UNCOUNTED_BYTES for own, passing, bucket in rows]
+        for rank, (table, own, messages) in enumerate(zip(self.tables, held, request.under_way, strict=False)):
+            if not table.found_bytes:
+                found[rank] += max(self._piling_up(table, ends, messages) for ends in own.stages)
+        return found
+
+    @staticmethod
+    def _piling_up(table: UnitTable, ends: tuple[int, int], messages: UnderWay) -> int:
+        """The bytes of messages of a stage beyond two on either side."""
+        crossing = (0, *table.boundary_bytes[1:], 0)
+        more = (max(0, count - 2) for count in messages)
+        return sum(count * crossing[end] for count, end in zip(more, ends, strict=True))
 
     def buckets(self, starts: Sequence[int], placement: Sequence[int], request: MemoryRequest) -> list[int]:
         """The bytes of one bucket of whole gradients on every rank, which is there from the first of them on."""

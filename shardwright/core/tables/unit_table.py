@@ -15,6 +15,7 @@ from shardwright.core.partition.exact import Matrix, range_sums
 from shardwright.core.schedule.peak_memory import StageMemory
 from shardwright.core.tables.call_entries import CallEntries, kinds_of
 from shardwright.core.tables.memory import (
+    BY_OP,
     Mode,
     Recompute,
     kept_bytes,
@@ -276,7 +277,8 @@ class UnitTable:
         return kept | {unit for unit in value.enterers if self.modes[unit] == "full"}
 
     def _arrived(self) -> Matrix:
-        """The bytes of the shared values that enter a stage of units a … b-1 and that none of its units keeps."""
+        """The bytes of the values that enter a stage of units a … b-1, that stay there until their gradients go back,
+        and that none of its units keeps: those that several units share, and those of an offloaded first unit."""
         end = len(self.units)
         begin: Matrix = np.zeros((end + 1, end + 2))  # what is added from a stage's end on
         for (value, _), size in zip(self.shared, self.arrivals, strict=False):
@@ -289,23 +291,28 @@ class UnitTable:
             one, other = entered < held, np.maximum(entered, held)
             begin[firsts[one], entered[one] + 1] += size
             begin[firsts[one], other[one] + 1] -= size
+        for unit in self.offloaded - {0} if not self.found_bytes else ():
+            shared = sum(size for value, size in self.shared if value.maker < unit <= max(value.enterers, default=-1))
+            begin[unit, unit + 1] += max(0, self.boundary_bytes[unit] - shared)
         found: Matrix = np.cumsum(begin, axis=1)[:, :-1]
         return found
 
     @cached_property
     def beside_bytes(self) -> NDArray[np.float64]:
         """The bytes that each unit's passes hold beside kept activations: values and gradients under way, and all that
-        is recomputed. Two offloaded units exist at once where copies run beside: one on its way, one in use; else what
-        enters a unit and what the op at hand keeps."""
-        again = [
-            (2 * u.saved_bytes if self.swaps_beside else min(u.saved_bytes, u.entering_bytes + u.kept_by_one_bytes))
-            if mode == "offload"
-            else max(0, u.saved_bytes - kept_bytes(u, mode))
-            if mode != "none"
-            else 0
-            for u, mode in zip(self.units, self.modes, strict=True)
-        ]
-        beside = np.array([u.passing_bytes for u in self.units], dtype=np.float64) + again
+        is recomputed, what is left in objects once more among it. Two offloaded units exist at once where copies run
+        beside: one on its way, one in use; else what enters a unit and what the op at hand keeps."""
+
+        def again(unit: UnitCost, mode: Mode) -> int:
+            if mode == "offload" and self.swaps_beside:
+                return 2 * unit.saved_bytes
+            if mode == "offload":
+                return unit.fetched_bytes - unit.passing_bytes
+            left = unit.left_bytes if mode == "full" or mode in BY_OP else 0
+            return max(0, unit.saved_bytes - kept_bytes(unit, mode) + left) if mode != "none" else 0
+
+        made_again = [again(unit, mode) for unit, mode in zip(self.units, self.modes, strict=True)]
+        beside = np.array([u.passing_bytes for u in self.units], dtype=np.float64) + made_again
         beside += np.array(self.waiting_bytes or 0)
         return beside
 

@@ -331,11 +331,16 @@ def noted_calls(recorder: Recorder, paths: Mapping[int, str]) -> Iterator[None]:
         if path is not None and threading.get_ident() == thread:
             recorder.enter(path)
 
-    def after(module: nn.Module, args: Any, output: Any) -> None:
+    def after(module: nn.Module, args: Any, *kwargs_and_output: Any) -> None:
         if id(module) in paths and threading.get_ident() == thread:
-            recorder.leave(failed=sys.exc_info()[1] is not None)
+            # Where a forward failed, torch hands no keyword arguments to the hooks of all modules.
+            named = kwargs_and_output[0].values() if len(kwargs_and_output) > 1 else ()
+            recorder.leave((*args, *named), failed=sys.exc_info()[1] is not None)
 
-    handles = [register_module_forward_pre_hook(before), register_module_forward_hook(after, always_call=True)]
+    handles = [
+        register_module_forward_pre_hook(before),
+        register_module_forward_hook(after, with_kwargs=True, always_call=True),
+    ]
     try:
         yield
     finally:

@@ -19,6 +19,8 @@ from shardwright.backends.torch.capture.call_forms import (
     pieces_of,
     tensors_in,
 )
+from shardwright.backends.torch.capture.held_tensors import is_plain
+from shardwright.backends.torch.capture.held_tensors import tensors_in as tensors_in_objects
 from shardwright.backends.torch.capture.op_schemas import Func, bind, by_name, dtype_name, key_of, ref_of
 from shardwright.backends.torch.capture.ops import RULES, OpCall, Ref, Template
 from shardwright.backends.torch.capture.ops.products import is_plain_einsum
@@ -98,7 +100,11 @@ class Recorder(TorchDispatchMode):
         """Whether random numbers alone decided a branch."""
         self.reading: set[int] = set()
         """The calls that read values of tensors."""
+        self.left_in_objects: set[int] = set()
+        """Values that module calls made and left in objects that they were given."""
         self._stack = [0]
+        self._begun = [0]
+        """The number of values before each call of the stack."""
         self._occurrences: dict[str, int] = {}
         self._value_of: dict[int, int] = {}
         self._views: dict[int, View] = {}
@@ -120,16 +126,21 @@ class Recorder(TorchDispatchMode):
         """Begin a module call. The first call of the model itself is call 0."""
         occurrence = self._occurrences.get(path, 0)
         self._occurrences[path] = occurrence + 1
+        self._begun.append(len(self.values))
         if path == "" and occurrence == 0:
             self._stack.append(0)
             return
         self.calls.append(Call(path, self._stack[-1], occurrence))
         self._stack.append(len(self.calls) - 1)
 
-    def leave(self, *, failed: bool) -> None:
-        """End the innermost module call."""
+    def leave(self, given: Sequence[Any] = (), *, failed: bool) -> None:
+        """End the innermost module call; ``given`` are its arguments, of which objects may hold what it made."""
         if failed and self.failed_path is None:
             self.failed_path = self.path
+        begun = self._begun.pop()
+        for item in given:
+            if not isinstance(item, (torch.Tensor, list, tuple, dict)) and not is_plain(item):
+                self.left_in_objects |= {n for n in map(self._number_of, tensors_in_objects(item)) if n >= begun}
         if len(self._stack) > 1:
             self._stack.pop()
 
@@ -181,6 +192,14 @@ class Recorder(TorchDispatchMode):
                     view.parent_value = now
         number = self._value_of.get(key)
         return self.name(tensor, "constant", "") if number is None else number
+
+    def _number_of(self, tensor: torch.Tensor) -> int:
+        """The number that a tensor has; -1: none."""
+        view = self._views.get(id(tensor))
+        while view is not None and view.template is None:
+            tensor = view.parent
+            view = self._views.get(id(tensor))
+        return self._value_of.get(id(tensor), -1)
 
     def _new(self, shape: tuple[int, ...], dtype: str, role: TensorRole = "activation", name: str = "") -> int:
         self.values.append(Value(shape, dtype, role, name))

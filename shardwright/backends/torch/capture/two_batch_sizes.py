@@ -84,7 +84,10 @@ class Alignment:
             if n in self._cast_of:
                 found.append(Tensor.from_two(x.shape, y.shape, x.dtype, stays_wide=y.dtype == WIDE))
             else:
-                found.append(Tensor.from_two(x.shape, y.shape, x.dtype, x.role, x.name, stays_wide=is_wide))
+                left = n in self.a.left_in_objects
+                found.append(
+                    Tensor.from_two(x.shape, y.shape, x.dtype, x.role, x.name, stays_wide=is_wide, is_left=left)
+                )
         self._require_linear(found)
         return found
 

@@ -2,8 +2,8 @@
 
 Autograd hands every tensor that an op of the unit saves to a hook, which sends its storage to the host. The first of
 them that the backward asks for brings the unit's storages back, and where copies run beside computing, begins to bring
-those of the units before it. Parameters, buffers and what the unit was given without a gradient stay where they are:
-they are on the device anyway.
+those of the units before it. Parameters, buffers and what the unit was given without a gradient, or from another rank,
+stay where they are: they are on the device anyway.
 
 A storage is sent once, however many views of it are saved. It is told by its version too: a value saved before a write
 in place and one saved after it are two.
@@ -149,7 +149,8 @@ def _staying(module: nn.Module, given: Iterable[torch.Tensor]) -> Iterator[torch
     held = getattr(module, "held_parameters", None)
     yield from module.parameters() if held is None else held()
     yield from module.buffers()
-    yield from (tensor for tensor in given if not tensor.requires_grad)
+    # A leaf that has a gradient came from another rank, and stays until its gradient goes back there.
+    yield from (tensor for tensor in given if not tensor.requires_grad or tensor.is_leaf)
 
 
 def _key(tensor: torch.Tensor) -> tuple[StorageWeakRef, int]:

@@ -17,8 +17,9 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, checkpoint
 from torch.utils.checkpoint import create_selective_checkpoint_contexts as selective_contexts
 
+from shardwright.backends.torch.capture.held_tensors import keep_modules, tensors_in
 from shardwright.backends.torch.compat import pytree
-from shardwright.backends.torch.program.program import ObjectRef, Step, keep_modules, tensors_in
+from shardwright.backends.torch.program.program import ObjectRef, Step
 from shardwright.backends.torch.program.randomness import Streams
 from shardwright.backends.torch.program.stage_map import Call
 from shardwright.core.tables.memory import Mode

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from shardwright.backends.torch.capture.held_tensors import tensors_in
 from shardwright.backends.torch.compat import CustomFunctionNode, pytree
 from shardwright.backends.torch.machine.watchdog import Watchdog
 from shardwright.backends.torch.memory.offload import Offload, Trip
@@ -30,7 +31,6 @@ from shardwright.backends.torch.program.program import (
     ParameterRef,
     Step,
     ValueRef,
-    tensors_in,
 )
 from shardwright.backends.torch.program.randomness import Streams
 from shardwright.backends.torch.program.stages import Division, Edge
@@ -426,16 +426,15 @@ class _Call:
 
 
 def _say_held_in_objects(calls: Sequence[_Call]) -> None:
-    """Warn of calls that leave tensors in objects that they are given, as in a cache of keys and values: those stay,
-    although the calls are recomputed or offloaded."""
-    ours = [call.step for call in calls if call.recomputed or call.offloaded]
+    """Warn of recomputed calls that leave tensors in objects that they are given, as in a cache of keys and values:
+    those stay, as the calls are given the objects once more."""
+    ours = [call.step for call in calls if call.recomputed]
     found = [s.name for s in ours if any(value is not None for _, made in s.object_outputs for value in made)]
     if found:
         warnings.warn(
             f"{found[0]} and {len(found) - 1} other calls leave tensors in objects that they are given, such as a "
             f"cache of keys and values: these stay on the device until the backward pass, although the plan recomputes "
-            f"or offloads what the calls keep, and no prediction counts them; where it is such a cache, set "
-            f"use_cache=False in the model's configuration",
+            f"what the calls keep; where it is such a cache, use_cache=False in the model's configuration saves them",
             PlanWarning,
             stacklevel=2,
         )

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from shardwright.backends.torch.capture.fake_state import VALUE_DEPENDENT
+from shardwright.backends.torch.capture.held_tensors import is_plain, tensors_in
 from shardwright.backends.torch.compat import pytree
 from shardwright.backends.torch.program.draft_steps import CallStack, Frame
 from shardwright.backends.torch.program.program import (
@@ -16,8 +17,6 @@ from shardwright.backends.torch.program.program import (
     ParameterRef,
     SetAttribute,
     ValueRef,
-    is_plain,
-    tensors_in,
 )
 from shardwright.backends.torch.program.python_reads import Reads
 from shardwright.backends.torch.program.refusals import sets_an_attribute, wraps_units

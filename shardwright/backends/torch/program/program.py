@@ -5,9 +5,7 @@ microbatch (`pipeline.actions`). It holds shapes and names, no data.
 """
 
 import copy
-import enum
 import functools
-import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,9 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwright.backends.torch.compat import OpOverload, pytree
+from shardwright.backends.torch.capture.held_tensors import keep_modules, tensors_in
+from shardwright.backends.torch.compat import pytree
 from shardwright.backends.torch.program.python_numbers import Expression
-from shardwright.backends.torch.program.python_places import slots_of
 from shardwright.backends.torch.program.python_values import PythonValues
 
 Context = tuple[str, int, int]
@@ -274,70 +272,6 @@ def name_of(function: Any) -> str:
     if isinstance(function, functools.partial):
         return f"{name_of(function.func)} of {', '.join(map(name_of, function.args))}"
     return getattr(function, "__name__", type(function).__name__)
-
-
-_PLAIN = (
-    int, float, complex, str, bytes, bool, type(None), type(Ellipsis), type, range,
-    torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, torch.Generator,
-    types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType,
-    enum.Enum, nn.Module,
-)  # fmt: skip
-
-
-def is_plain(item: Any) -> bool:
-    """Whether an argument can be kept by reference: it holds no tensor of the step and nobody writes to it."""
-    if isinstance(item, slice):
-        return not tensors_in(item)
-    return isinstance(item, (*_PLAIN, OpOverload))
-
-
-def tensors_in(root: Any) -> list[torch.Tensor]:
-    """Every tensor inside containers and objects, each once, in an order that equal structures share."""
-    if isinstance(root, torch.Tensor):
-        return [root]
-    return [item for item in _held_in(root) if isinstance(item, torch.Tensor)]
-
-
-def keep_modules(root: Any, memo: dict[int, Any]) -> None:
-    """Put the modules inside an object into a deepcopy memo, so that copies refer to the same ones."""
-    memo.update((id(item), item) for item in _held_in(root) if isinstance(item, nn.Module))
-
-
-def _held_in(root: Any) -> list[torch.Tensor | nn.Module]:
-    """Every tensor and module inside containers and objects, each once, in an order that equal structures share;
-    modules are not looked into."""
-    found: list[torch.Tensor | nn.Module] = []
-    seen: set[int] = set()
-    keep: list[Any] = []
-    stack = [root]
-    while stack:
-        item = stack.pop()
-        is_end = isinstance(item, (torch.Tensor, nn.Module))
-        if id(item) in seen or (not is_end and isinstance(item, _PLAIN)):
-            continue
-        seen.add(id(item))
-        if is_end:
-            found.append(item)
-            continue
-        keep.append(item)  # a list made on the way must not be freed, or another would get its id
-        stack.extend(reversed(list(_parts(item))))
-    return found
-
-
-def _parts(item: Any) -> Iterable[Any]:
-    if isinstance(item, slice):
-        return (item.start, item.stop, item.step)
-    parts: list[Any] = []
-    if isinstance(item, dict):
-        parts.extend(item.values())
-        if type(item) is not dict:
-            parts.extend(getattr(item, "__dict__", {}).values())
-        return parts
-    if isinstance(item, (list, tuple, set, frozenset)):
-        return item
-    parts.extend(getattr(item, "__dict__", {}).values())
-    parts.extend(getattr(item, name) for name in slots_of(item) if hasattr(item, name))
-    return parts
 
 
 def make_template(item: Any, name: Callable[[torch.Tensor], Any]) -> Template:

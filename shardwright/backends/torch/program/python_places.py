@@ -33,15 +33,6 @@ def attributes_of(value: Any) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def slots_of(value: Any) -> list[str]:
-    """The names of an object's attributes that are in no dict."""
-    found: list[str] = []
-    for cls in type(value).__mro__:
-        slots = cls.__dict__.get("__slots__", ())
-        found += (slots,) if isinstance(slots, str) else slots
-    return [name for name in found if name not in ("__dict__", "__weakref__")]
-
-
 class Holder:
     """An object that keeps values under keys.
 

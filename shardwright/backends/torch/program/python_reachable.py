@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from shardwright.backends.torch.capture.held_tensors import slots_of
 from shardwright.backends.torch.capture.host_draws import GENERATORS, generator_state
 from shardwright.backends.torch.program.names_in_code import Names, is_library, is_library_module
 from shardwright.backends.torch.program.python_clocks import Clocks
@@ -31,7 +32,6 @@ from shardwright.backends.torch.program.python_places import (
     Items,
     Members,
     attributes_of,
-    slots_of,
 )
 
 LARGE = 2000

@@ -13,10 +13,11 @@ import numpy as np
 import torch
 from torch import nn
 
+from shardwright.backends.torch.capture.held_tensors import tensors_in
 from shardwright.backends.torch.capture.host_draws import CONSTRUCTORS, FROM_NUMPY, DrawnArray, HostFunction, of_array
 from shardwright.backends.torch.compat import DisableTorchFunction, pytree, without_dispatch_modes
 from shardwright.backends.torch.program.draft_steps import CallStack, Draft
-from shardwright.backends.torch.program.program import Context, Guard, tensors_in
+from shardwright.backends.torch.program.program import Context, Guard
 from shardwright.backends.torch.program.python_numbers import Tape
 from shardwright.backends.torch.program.randomness import Moment, kept_generators
 from shardwright.backends.torch.program.refusals import draws_on_the_host, reads_what_it_computed

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from shardwright.backends.torch.capture.held_tensors import is_plain, tensors_in
 from shardwright.backends.torch.compat import pytree
 from shardwright.backends.torch.program.draft_steps import Draft
 from shardwright.backends.torch.program.program import (
@@ -18,9 +19,7 @@ from shardwright.backends.torch.program.program import (
     Template,
     Tree,
     ValueRef,
-    is_plain,
     make_template,
-    tensors_in,
 )
 from shardwright.backends.torch.program.python_numbers import Tape
 from shardwright.backends.torch.program.refusals import where

@@ -21,6 +21,7 @@ from shardwright.backends.torch.capture.fake_state import (
     fake_state,
     real_state,
 )
+from shardwright.backends.torch.capture.held_tensors import tensors_in
 from shardwright.backends.torch.capture.host_draws import generator_state, host_state, patched_functions
 from shardwright.backends.torch.capture.known_values import known_values
 from shardwright.backends.torch.capture.loss_scaler import real_scales
@@ -43,7 +44,6 @@ from shardwright.backends.torch.program.program import (
     Program,
     Tree,
     ValueRef,
-    tensors_in,
 )
 from shardwright.backends.torch.program.python_clocks import Clocks
 from shardwright.backends.torch.program.python_numbers import Number, Tape

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from shardwright.backends.torch.capture.held_tensors import tensors_in
 from shardwright.backends.torch.program.draft_steps import Draft
 from shardwright.backends.torch.program.program import (
     ConstantRef,
@@ -24,7 +25,6 @@ from shardwright.backends.torch.program.program import (
     Value,
     ValueRef,
     steps_behind,
-    tensors_in,
 )
 from shardwright.backends.torch.program.randomness import Moment, kept_generators
 

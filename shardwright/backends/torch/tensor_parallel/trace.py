@@ -13,6 +13,7 @@ from torch import nn
 
 from shardwright.backends.torch import CAPABILITIES
 from shardwright.backends.torch.capture.batch_dims import Leaf, Sample
+from shardwright.backends.torch.capture.held_tensors import tensors_in
 from shardwright.backends.torch.capture.host_draws import host_state
 from shardwright.backends.torch.capture.model import _NeedsValuesError, _Run, _Session, own_loss
 from shardwright.backends.torch.capture.op_schemas import Func
@@ -21,7 +22,7 @@ from shardwright.backends.torch.capture.recorder import Recorder, View
 from shardwright.backends.torch.capture.replaced import replaced
 from shardwright.backends.torch.capture.unflatten import unflatten_products, without_unused
 from shardwright.backends.torch.compat import FakeTensor
-from shardwright.backends.torch.program.program import Context, tensors_in
+from shardwright.backends.torch.program.program import Context
 from shardwright.backends.torch.program.randomness import draws
 from shardwright.core.errors import CaptureError
 from shardwright.core.model.graph import Graph, Op, Tensor
@@ -147,8 +148,8 @@ class TracingRecorder(Recorder):
             if now != number:
                 self.left[number] = now
 
-    def leave(self, *, failed: bool) -> None:
-        super().leave(failed=failed)
+    def leave(self, given: Sequence[Any] = (), *, failed: bool) -> None:
+        super().leave(given, failed=failed)
         self._finished[self._stack[-1]] = self._finished.get(self._stack[-1], 0) + 1
 
     def name(self, tensor: torch.Tensor, role: Any, name: str) -> int:

@@ -7,12 +7,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardwright.backends.torch.capture.held_tensors import tensors_in
 from shardwright.backends.torch.compat import pytree
 from shardwright.backends.torch.loss.shares import LossShares
 from shardwright.backends.torch.machine.mesh import BoundMesh
 from shardwright.backends.torch.machine.watchdog import Watchdog
 from shardwright.backends.torch.pipeline.step_results import Returned, Shares
-from shardwright.backends.torch.program.program import Literal, Tree, tensors_in
+from shardwright.backends.torch.program.program import Literal, Tree
 from shardwright.backends.torch.training.call import Result, Trained, losses_of_batch
 from shardwright.backends.torch.training.messages.serialization import pack, unpack
 from shardwright.core.errors import ShardwrightError

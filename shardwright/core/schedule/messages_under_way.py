@@ -1,0 +1,112 @@
+"""The messages between pipeline ranks that take memory beside what passes keep.
+
+A value or gradient that is sent lives until the sender knows that it was taken, and a sender never waits to know. What
+it knows comes with the messages that it takes: a rank that makes a message has taken before it all that its own actions
+before it needed. So a rank that is given much and gives little back, as the last one of a pipeline whose first one
+runs all forwards first, finds its gradients piling up. Receives are posted one action ahead.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import NamedTuple
+
+from shardwright.core.schedule.action_table import ActionTable
+from shardwright.core.schedule.actions import Action, B, F, I, W
+from shardwright.core.schedule.schedule import Schedule
+
+Key = tuple[bool, int, int]
+"""Whether it is a gradient, the stage that makes it, the microbatch."""
+
+
+class UnderWay(NamedTuple):
+    """The most messages of one rank that take memory while an action runs and as many activations are live as ever: a
+    message is no larger than what a microbatch keeps, so that other moments have less."""
+
+    before: int
+    """Values that came early from stages before, and gradients sent there that may not have been taken."""
+    behind: int
+    """Values sent to stages behind that may not have been taken, and gradients that came early from there."""
+
+
+def messages_under_way(table: ActionTable) -> tuple[UnderWay, ...]:
+    """The messages of every rank."""
+    runs = [[part for action in order for part in action.flat if part.kind in (F, B, I, W)] for order in table.table]
+    last = table.stages - 1
+
+    def between_ranks(stage: int, other: int) -> bool:
+        return 0 <= other <= last and table.stage_to_rank(stage) != table.stage_to_rank(other)
+
+    def needs(action: Action) -> Key | None:
+        if action.kind is W:
+            return None
+        is_gradient = action.kind is not F
+        source = action.stage + (1 if is_gradient else -1)
+        return (is_gradient, source, action.microbatch or 0) if between_ranks(action.stage, source) else None
+
+    def makes(action: Action) -> Key | None:
+        if action.kind is W:
+            return None
+        is_gradient = action.kind is not F
+        target = action.stage - (1 if is_gradient else -1)
+        return (is_gradient, action.stage, action.microbatch or 0) if between_ranks(action.stage, target) else None
+
+    taken_with: dict[Key, list[Key]] = {}
+    """Message → those that its maker had taken since the last one that it made for the same rank."""
+    for run in runs:
+        taken: defaultdict[int, list[Key]] = defaultdict(list)
+        for action in run:
+            if (needed := needs(action)) is not None:
+                taken[table.stage_to_rank(needed[1])].append(needed)
+            if (made := makes(action)) is not None:
+                target = table.stage_to_rank(action.stage - (1 if made[0] else -1))
+                taken_with[made] = taken.pop(target, [])
+
+    def moments(run: list[Action]) -> Iterator[tuple[int, UnderWay]]:
+        """The live activations while each action runs, and the messages."""
+        sent: set[Key] = set()
+        live = 0
+        for here, ahead in zip(run, [*run[1:], None], strict=True):
+            if (came := needs(here)) is not None:
+                sent.difference_update(taken_with[came])
+            early = None if ahead is None else needs(ahead)
+            gradients = sum(is_gradient for is_gradient, _, _ in sent)
+            values = len(sent) - gradients
+            live += here.kind is F
+            yield (
+                live,
+                UnderWay(
+                    gradients + (early is not None and not early[0]),
+                    values + (early is not None and early[0]),
+                ),
+            )
+            live -= here.kind in (B, W)
+            if (made := makes(here)) is not None:
+                sent.add(made)
+
+    def fullest(run: list[Action]) -> UnderWay:
+        found = [*moments(run)]
+        most = max((live for live, _ in found), default=0)
+        at_most = [messages for live, messages in found if live == most]
+        return UnderWay(*map(max, zip(*at_most, strict=True))) if at_most else UnderWay(0, 0)
+
+    return tuple(map(fullest, runs))
+
+
+@lru_cache(maxsize=1024)
+def usual_messages_under_way(name: str, ranks: int, microbatches: int, virtual_stages: int) -> tuple[UnderWay, ...]:
+    """The messages of every rank under a named schedule. They settle, as live activations do: beyond a few rounds of
+    the pipeline they are constant or grow evenly, so long schedules are extrapolated from short ones."""
+
+    def of(count: int) -> tuple[UnderWay, ...]:
+        built = Schedule.build(name, ranks=ranks, microbatches=count, virtual_stages=virtual_stages)
+        return messages_under_way(built)
+
+    first, second = 4 * ranks, 5 * ranks
+    if microbatches <= second:
+        return of(microbatches)
+    growth = (microbatches - second) / (second - first)
+    return tuple(
+        UnderWay(*(int(b + (b - a) * growth + 0.5) for a, b in zip(early, late, strict=True)))
+        for early, late in zip(of(first), of(second), strict=True)
+    )
