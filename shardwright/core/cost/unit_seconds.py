@@ -78,6 +78,7 @@ class UnitCost:
     """The part of ``collective_s`` in the forward pass, which full recompute runs again."""
     between_bytes: int = 0
     """Bytes as in `UnitWork`."""
+    looped_bytes: int = 0
     kept_by_calls_bytes: tuple[int, int] | None = None
     merged_bytes: tuple[int, int, int] | None = None
     """Bytes as in `UnitWork`."""
@@ -194,6 +195,7 @@ def unit_cost(
         given_bytes=work.given_bytes,
         forward_collective_s=ahead,
         between_bytes=work.between_bytes,
+        looped_bytes=work.looped_bytes,
         kept_by_calls_bytes=work.kept_by_calls_bytes,
         merged_bytes=work.merged_bytes,
         forward_beside_bytes=work.forward_beside_bytes,

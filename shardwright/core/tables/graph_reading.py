@@ -94,6 +94,7 @@ class Reading:
             unfused_dropout_selective_bytes=0,
             given_bytes=0,
             put_off_bytes=None,
+            looped_bytes=held([footprint.gathered_in_loops], 1, 1),
             between_bytes=held([footprint.between], counted.saved_bytes, whole.saved_bytes),
         )
 

@@ -434,7 +434,7 @@ class UnitTable:
         if self.operands_stay:
             fullest: Matrix = np.zeros_like(self.range_kept)
             fullest[:-1, 1:] = np.maximum.accumulate(np.where(in_order, beside, 0.0), axis=1)
-            return fullest
+            return fullest + range_sums([u.looped_bytes for u in self.units])
         last = np.where(in_order, self.range_kept[:-1, 1:] + beside, 0.0)
         before = np.zeros_like(last)
         before[:, 1:] = np.maximum.accumulate(last, axis=1)[:, :-1]

@@ -10,6 +10,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Va
 T = TypeVar("T")
 Aval = ShapedArray | jax.ShapeDtypeStruct
 """The shape and dtype of an array."""
+LOOPS = frozenset({"scan", "while"})
+"""The primitives that run one inner program again and again."""
 JITS = frozenset({"jit", "pjit", "closed_call", "core_call"})
 CHECKPOINTS = frozenset({"remat", "remat2", "checkpoint"})
 OWN_DERIVATIVES = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
@@ -38,6 +40,18 @@ def equations_in(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
         yield equation
         for inner in jaxprs_in_params(equation.params):
             yield from equations_in(inner)
+
+
+def computes_again(jaxpr: Jaxpr) -> bool:
+    """Whether a program has parts that run again in the backward pass."""
+    return any(equation.primitive.name in CHECKPOINTS for equation in equations_in(jaxpr))
+
+
+def computes_loops_again(jaxpr: Jaxpr) -> bool:
+    """Whether loops are in those parts."""
+    parts = (equation for equation in equations_in(jaxpr) if equation.primitive.name in CHECKPOINTS)
+    inside = (inner for part in parts for program in jaxprs_in_params(part.params) for inner in equations_in(program))
+    return any(equation.primitive.name in LOOPS for equation in inside)
 
 
 def rows_between(shape: Sequence[int], start: int, end: int) -> dict[str, Any]:

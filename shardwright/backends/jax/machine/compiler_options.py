@@ -10,7 +10,8 @@ It also joins all reductions of a program into one (``cpu-all-reduce-combiner``)
 memory for its sum beside it; other compilers join them up to a size. And it puts operations in the order that lets most
 of them run at the same time, unless it is told to put them in the order that holds least. That order puts gradients of
 weights off where nothing waits for them, and computes early what is to be computed again late: it is of use in a whole
-step without recomputation, and not in a stage's backward pass.
+step without recomputation, and not in a stage's backward pass. Loops are another matter: in the order by time, those
+that are computed again all run at the beginning, and recomputing saves nothing.
 """
 
 import os

@@ -44,7 +44,7 @@ FUSED = frozenset(
 )
 """The primitives that XLA makes part of the loop that reads their result."""
 _Merged = tuple[int, list[int], list[int]]
-_Counted = tuple[tuple[int, list[int], int, int], int, _Merged, tuple[int, int] | None]
+_Counted = tuple[tuple[int, list[int], int, int, int], int, _Merged, tuple[int, int] | None]
 """The bytes of a unit at one batch: as `_bytes` has them, under selective recompute, as `_merged` has them, as
 `_kept_by_calls` has them."""
 REPEATED = frozenset({"broadcast_in_dim", "iota"})
@@ -121,8 +121,8 @@ def footprints(
 
 
 def _footprint(at_2: "_Counted", at_3: "_Counted") -> Footprint:
-    (kept, passing, _, between), again, (held, beside, working), called = at_2
-    (kept_3, passing_3, wide, between_3), again_3, (held_3, beside_3, working_3), called_3 = at_3
+    (kept, passing, _, between, looped), again, (held, beside, working), called = at_2
+    (kept_3, passing_3, wide, between_3, looped_3), again_3, (held_3, beside_3, working_3), called_3 = at_3
     return Footprint(
         kept=_line(kept, kept_3),
         kept_selective=_line(again, again_3),
@@ -132,6 +132,7 @@ def _footprint(at_2: "_Counted", at_3: "_Counted") -> Footprint:
         merged_kept=_line(held, held_3),
         merged_passing=_fullest(beside, beside_3),
         merged_working=_fullest(working, working_3),
+        gathered_in_loops=_line(looped, looped_3),
         kept_by_calls=None
         if called is None or called_3 is None
         else (_line(called[0], called_3[0]), _line(called[1], called_3[1])),
@@ -242,15 +243,16 @@ def _fullest(at_2: Sequence[int], at_3: Sequence[int]) -> tuple[tuple[int, int],
     return tuple(found)
 
 
-def _bytes(functions: StageFunctions) -> tuple[int, list[int], int, int]:
+def _bytes(functions: StageFunctions) -> tuple[int, list[int], int, int, int]:
     """The bytes of a unit: those kept from forward to backward, with the operands that the backward reads again; those
-    held by the backward beside them, at every moment; the part of the kept bytes that is in fp32; and those that pass
-    from the input gradient to the weight gradient."""
+    held by the backward beside them, at every moment; the part of the kept bytes that is in fp32; those that pass from
+    the input gradient to the weight gradient; and those in which loops add gradients up."""
     wide = [aval for aval in _kept(functions) if aval.dtype == jax.numpy.float32]
     weight_grad = functions.weight_grad
     read = zip(weight_grad.reads, weight_grad.avals, strict=True)
     between = sum(_size(aval) for key, aval in read if key[0] == "between")
-    return _kept_bytes(functions), held_bytes(functions.backward), sum(map(_size, wide)), between
+    looped = looped_bytes(functions.backward)
+    return _kept_bytes(functions), held_bytes(functions.backward), sum(map(_size, wide)), between, looped
 
 
 def _kept_by_calls(stages: _Stages, unit: int) -> tuple[int, int] | None:
@@ -284,6 +286,20 @@ def held_bytes(function: StageFunction) -> list[int]:
     program = flatten(jax.make_jaxpr(function.function)(*function.avals))
     sums, found = _added(program, function.makes)
     return _Liveness(program, sums | found).moments()
+
+
+def looped_bytes(function: StageFunction) -> int:
+    """The bytes in which loops of a compiled function add gradients up, which begin as zeros. XLA makes these when the
+    program begins, and keeps them beside what becomes of them."""
+    program = flatten(jax.make_jaxpr(function.function)(*function.avals))
+    zeros = {value for e in program.equations if e.primitive.name == "broadcast_in_dim" for value in e.outputs}
+    found = 0
+    for equation in program.equations:
+        if equation.primitive.name == "scan":
+            first = equation.params["num_consts"]
+            carried = equation.inputs[first : first + equation.params["num_carry"]]
+            found += sum(program.size_bytes(v) for v in carried if isinstance(v, int) and v in zeros)
+    return found
 
 
 def _added(program: FlatProgram, makes: Sequence[Key]) -> tuple[set[int], set[int]]:

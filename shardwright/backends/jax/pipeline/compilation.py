@@ -13,13 +13,14 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from threading import Lock
 from types import TracebackType
 from typing import Any
 
 import jax
 
+from shardwright.backends.jax.capture.inner_programs import computes_loops_again
 from shardwright.backends.jax.machine.compiler_options import compiler_options
 from shardwright.backends.jax.pipeline.relocation import Devices, can_move, load_on
 
@@ -149,15 +150,16 @@ def lower(
     by_memory: bool = False,
 ) -> jax.stages.Lowered:
     """The lowered form of a function of flat arguments. Donated arguments that match no result are freed instead of
-    reused, which JAX would warn of. ``by_memory``: as in `compiler_options`."""
+    reused, which JAX would warn of. ``by_memory``: as in `compiler_options`; programs that compute loops again are put
+    in that order anyway."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
         devices = {device for at in jax.tree.leaves((in_shardings, out_shardings)) for device in at.device_set}
-        jitted = jax.jit(
-            function,
-            in_shardings=in_shardings,
-            out_shardings=out_shardings,
-            donate_argnums=donate,
-            compiler_options=compiler_options(devices, by_memory=by_memory),
+        jitted: Any = partial(
+            jax.jit, function, in_shardings=in_shardings, out_shardings=out_shardings, donate_argnums=donate
         )
-        return jitted.lower(*avals)
+        traced = jitted(compiler_options=compiler_options(devices, by_memory=by_memory)).trace(*avals)
+        if not by_memory and computes_loops_again(traced.jaxpr.jaxpr):
+            traced = jitted(compiler_options=compiler_options(devices, by_memory=True)).trace(*avals)
+        lowered: jax.stages.Lowered = traced.lower()
+        return lowered

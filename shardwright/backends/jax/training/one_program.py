@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shardwright.backends.jax.capture.inner_programs import equations_in
+from shardwright.backends.jax.capture.inner_programs import computes_again, computes_loops_again
 from shardwright.backends.jax.capture.samples import FlatBatch
 from shardwright.backends.jax.capture.tree import Parts
 from shardwright.backends.jax.loss.gradients import accumulate, split_squares, updated
@@ -30,9 +30,6 @@ from shardwright.backends.jax.state.shardings import (
 from shardwright.backends.jax.state.train_state import StepResult, TrainState, own_copy, parts_of
 from shardwright.backends.jax.tensor_parallel.constrained_loss import FusedParameters, TensorParallel, in_fp8
 from shardwright.backends.jax.training.protocol import OfPlan, WithoutActions
-
-RECOMPUTING = frozenset({"checkpoint", "remat", "remat2"})
-"""The primitives whose program runs again in the backward pass."""
 
 
 @dataclass(eq=False)
@@ -193,10 +190,9 @@ class OneProgramTraining(OfPlan):
             donate_argnums=0,
         )
         # A model may compute again by itself: only the program tells.
-        again = any(
-            e.primitive.name in RECOMPUTING for e in equations_in(jitted().trace(state, batch.leaves).jaxpr.jaxpr)
-        )
-        run = jitted(compiler_options=compiler_options(self.mesh.devices.flat, by_memory=not again))
+        program = jitted().trace(state, batch.leaves).jaxpr.jaxpr
+        by_memory = computes_loops_again(program) or not computes_again(program)
+        run = jitted(compiler_options=compiler_options(self.mesh.devices.flat, by_memory=by_memory))
         names = list(compress(parts.names, trained.mask(state.params)))
         return OneProgramStep(run, microbatches, OneProgram(names), self.mesh.size)
 
