@@ -13,7 +13,7 @@ from shardwright.core.cluster.hardware import load_profile
 from tests.cli.conftest import run
 
 
-@pytest.mark.parametrize("framework", ["torch", "jax"])
+@pytest.mark.parametrize("framework", ["torch", pytest.param("jax", marks=pytest.mark.slow)])
 def test_it_writes_a_profile_that_a_cluster_takes(tmp_path: Path, framework: str) -> None:
     path = tmp_path / "here.toml"
     ran = run("profile", path, "--framework", framework, "--budget", 1, "--name", "here", "--json")

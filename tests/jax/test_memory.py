@@ -106,6 +106,7 @@ def test_a_step_of_one_program_takes_what_the_plan_says(recompute: str) -> None:
     assert 0.85 * after <= plan.predicted.peak_memory_bytes[0] <= 1.15 * after
 
 
+@pytest.mark.slow
 def test_what_a_step_takes_is_what_its_compiled_program_says() -> None:
     _, train, state, batch = training(pp=1)
     taken = train.lower(state, batch).compile().memory_analysis()

@@ -44,7 +44,7 @@ def losses_of(train: sw.TrainStep, state: sw.TrainState, steps: int) -> tuple[li
     return losses, state
 
 
-@pytest.mark.parametrize(("pp", "dp"), [(2, 1), (4, 2)])
+@pytest.mark.parametrize(("pp", "dp"), [(2, 1), pytest.param(4, 2, marks=pytest.mark.slow)])
 def test_what_nothing_changes_is_read_by_every_stage(pp: int, dp: int) -> None:
     def create() -> Scaled:
         return Scaled(nnx.Rngs(1))

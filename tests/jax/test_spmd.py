@@ -111,6 +111,7 @@ def test_gradients_pass_where_there_is_work() -> None:
         Comparison().equal(list(found), wanted).require()
 
 
+@pytest.mark.slow
 def test_two_processes_of_four_devices_each(expected: Run) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -126,7 +126,7 @@ def test_a_block_of_gpt2_sends_what_the_plan_says(monkeypatch: pytest.MonkeyPatc
     ("name", "tp"),
     [
         ("llama", 2),
-        ("bert", 2),
+        pytest.param("bert", 2, marks=pytest.mark.slow),
         pytest.param("t5", 2, marks=pytest.mark.slow),
         pytest.param("vit", 2, marks=pytest.mark.slow),
         pytest.param("llama", 4, marks=pytest.mark.slow),

@@ -11,7 +11,7 @@ from tests.torch.workers.accepted_models import CASES
 from tests.torch.workers.accepted_scripts import SCRIPTS
 
 
-@pytest.mark.parametrize("how", ["pp:2", "tp:2", "dp:2"])
+@pytest.mark.parametrize("how", ["pp:2", pytest.param("tp:2", marks=pytest.mark.slow), "dp:2"])
 def test_models_train_split_as_they_train_whole(how: str) -> None:
     outcome = on_ranks("accepted.py", 2, how, timeout_s=200)
     assert outcome.code == 0, outcome.text[-6000:]

@@ -69,9 +69,9 @@ def test_flops_parameters_and_traffic_agree(xl: tuple[sw.Graph, sw.Graph], batch
     ("nodes", "pins"),
     [
         (64, {}),
-        (64, {"pp": 8}),
-        (64, {"pp": 4, "tp": 8}),
-        (64, {"pp": 8, "tp": 2, "microbatch": 2}),
+        pytest.param(64, {"pp": 8}, marks=pytest.mark.slow),
+        pytest.param(64, {"pp": 4, "tp": 8}, marks=pytest.mark.slow),
+        pytest.param(64, {"pp": 8, "tp": 2, "microbatch": 2}, marks=pytest.mark.slow),
         (64, {"pp": 4, "virtual_stages": 3, "schedule": "interleaved-1f1b", "tp": 4}),
         # They keep different activations: PyTorch's twin writes its GELU out, and JAX's attention keeps its scores. So
         # microbatches, schedules and recompute that need more memory would fit one of them.
