@@ -43,6 +43,7 @@ from shardwright.core.tables.graph_reading import read
 from shardwright.core.tables.measured_units import as_counted, calibrated, runs_of_form
 from shardwright.core.tables.memory import Precision, Recompute, SumPrecision, state_bytes_per_element
 from shardwright.core.tables.unit_table import Tie, UnitTable
+from shardwright.core.tables.updated_parameters import NONE_MADE, UpdatedParameters
 from shardwright.core.values.found_once import found_once
 
 LARGE_BYTES = 2**32
@@ -284,7 +285,7 @@ class CostTables:
             given_stay=not traits.stages_are_programs,
             ties_have_one_home=traits.ties_have_one_home,
             found_bytes=PRECISION_BYTES[self.precision] if traits.stages_are_programs else 0,
-            updated=self._updated(tp) if traits.updates_make_values else (),
+            updated=self._updated(tp) if traits.updates_make_values else NONE_MADE,
             adds_in_turn=place.in_stages and traits.adds_in_turn_on_cpu and place.device.kind == "cpu",
             operands_stay=place.in_stages and traits.stages_are_programs,
             looked_up=self._looked_up(tp) if traits.stages_are_programs else (),
@@ -302,10 +303,11 @@ class CostTables:
         )
 
     @found_once
-    def _updated(self, tp: int) -> tuple[tuple[int, tuple[int, ...], int], ...]:
-        """The trained parameters, in the order in which the model names them, as in `UnitTable.updated`."""
+    def _updated(self, tp: int) -> UpdatedParameters:
+        """The trained parameters, in the order in which the model names them."""
         calls = [(unit.index, call) for unit in self.folded.units for call in self.counter.calls(unit)]
-        return updated_of(self.graph, calls, self._users(), partial(self._entries, tp=tp))
+        rows = updated_of(self.graph, calls, self._users(), partial(self._entries, tp=tp))
+        return UpdatedParameters(rows, len(self.folded.units))
 
     def _looked_up(self, tp: int) -> tuple[int, ...]:
         """The entries of trained tables, on one rank and for each unit, that only the unit's look-ups read."""

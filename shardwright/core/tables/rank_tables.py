@@ -245,7 +245,7 @@ class RankTables:
     def _update_bytes(self, rank: int, stages: tuple[tuple[int, int], ...], request: MemoryRequest) -> int:
         """The bytes that the optimizer holds beside its states, with all else that no graph shows."""
         ways = request.ways if request.shard else 1
-        made = self.tables[rank].update_bytes(stages, ways, request.optimizer, together=not request.on_cpus)
+        made = self.tables[rank].updated.made_bytes(stages, ways, request.optimizer, together=not request.on_cpus)
         return made + UNCOUNTED_BYTES if made else 0
 
     def buffers(self, starts: Sequence[int], placement: Sequence[int], request: MemoryRequest) -> list[int]:

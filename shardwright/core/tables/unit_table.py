@@ -22,8 +22,7 @@ from shardwright.core.tables.memory import (
     modes_of,
     recomputed_s,
 )
-from shardwright.core.tables.optimizers import update_bytes
-from shardwright.core.values.found_once import found_once
+from shardwright.core.tables.updated_parameters import NONE_MADE, UpdatedParameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +91,7 @@ class UnitTable:
     found_bytes: int = 0
     """The bytes of the gradient of one parameter entry that waits until a stage's backward is done and its gradients
     are added up together; 0 where each is added as soon as it is made."""
-    updated: tuple[tuple[int, tuple[int, ...], int], ...] = ()
-    """The trained parameters in the order of the optimizer: their entries on one rank, the units that use them, and the
-    entries of all that are divided together with each. Empty where an optimizer makes nothing for a while as it updates
-    them."""
+    updated: UpdatedParameters = NONE_MADE
     adds_in_turn: bool = False
     """Whether one such gradient waits at a time."""
     operands_stay: bool = False
@@ -329,29 +325,6 @@ class UnitTable:
         """The bytes of the model's buffers on a rank of these stages; ``replicated``: with those remembered."""
         used = sum(size for size, users in self.model_buffers if any(a <= unit < b for unit in users for a, b in held))
         return used + (sum(sum(self.remembered_bytes[a:b]) for a, b in held) if replicated else 0)
-
-    @found_once
-    def update_bytes(self, held: tuple[tuple[int, int], ...], ways: int, optimizer: str, *, together: bool) -> int:
-        """The bytes that an optimizer makes for a while as it updates the parameters of these stages, of which a rank
-        has one part of ``ways``."""
-        if not self.updated:
-            return 0
-        sizes, together_with, uses = self._updated_by_unit
-        here = np.any([uses[:, a:b].any(axis=1) for a, b in held], axis=0)
-        share = -(-sizes // ways)
-        # What is divided is one flat buffer, of which a rank has one part: a small parameter of it whole perhaps.
-        pieces = share if together else np.minimum(sizes, -(-together_with // ways))
-        return update_bytes(pieces[here].tolist(), optimizer, together=together)
-
-    @cached_property
-    def _updated_by_unit(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
-        """The entries of each updated parameter, those that are divided together with it, and whether each unit uses
-        it."""
-        uses = np.zeros((len(self.updated), len(self.units)), dtype=np.bool_)
-        for number, (_, users, _) in enumerate(self.updated):
-            uses[number, list(users)] = True
-        sizes, together_with = (np.array([row[column] for row in self.updated]) for column in (0, 2))
-        return sizes, together_with, uses
 
     @cached_property
     def range_working(self) -> Matrix:
