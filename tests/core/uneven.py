@@ -17,12 +17,12 @@ from shardwright.core.rules import op_rules as L
 from shardwright.core.schedule import Schedule, schedule_names
 from shardwright.core.schedule.catalogue import FAMILIES
 from shardwright.core.schedule.family import Sizes
+from shardwright.core.schedule.named_schedule import named_schedule
 from shardwright.core.schedule.simulate import simulate
 from shardwright.core.search.best_first import Search
 from shardwright.core.search.predict import Pipeline
 from shardwright.core.search.request import Request
 from shardwright.core.search.search import tables_of
-from shardwright.core.tables.memory import named_schedule
 from tests.core.toy import Builder
 
 LINKS = ("nvlink3", "pcie3", "ethernet-100g", "ethernet-25g")

@@ -13,9 +13,10 @@ from shardwright.core.schedule.catalogue import FAMILIES
 from shardwright.core.schedule.checks import require_trains
 from shardwright.core.schedule.family import Family, Sizes
 from shardwright.core.schedule.files import from_csv
+from shardwright.core.schedule.named_schedule import named_schedule
 from shardwright.core.schedule.passes.sharding import ReduceAfter, insert_residency
 from shardwright.core.schedule.schedule import require_buildable
-from shardwright.core.tables.memory import Precision, Recompute, SumPrecision, named_schedule
+from shardwright.core.tables.memory import Precision, Recompute, SumPrecision
 from shardwright.core.tables.optimizers import OPTIMIZERS
 from shardwright.core.values.fields import Amount, Choices, Count, Words, require_fields
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from shardwright.core.schedule.action_table import ActionTable
 from shardwright.core.schedule.actions import Action, B, F, I, W
-from shardwright.core.schedule.schedule import Schedule
+from shardwright.core.schedule.named_schedule import named_schedule
 
 Key = tuple[bool, int, int]
 """Whether it is a gradient, the stage that makes it, the microbatch."""
@@ -99,8 +99,7 @@ def usual_messages_under_way(name: str, ranks: int, microbatches: int, virtual_s
     the pipeline they are constant or grow evenly, so long schedules are extrapolated from short ones."""
 
     def of(count: int) -> tuple[UnderWay, ...]:
-        built = Schedule.build(name, ranks=ranks, microbatches=count, virtual_stages=virtual_stages)
-        return messages_under_way(built)
+        return messages_under_way(named_schedule(name, ranks, count, virtual_stages))
 
     first, second = 4 * ranks, 5 * ranks
     if microbatches <= second:

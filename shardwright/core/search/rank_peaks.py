@@ -6,11 +6,12 @@ from dataclasses import replace
 
 from shardwright.core.plan.decision import Decision
 from shardwright.core.schedule.actions import Action, B, W
+from shardwright.core.schedule.named_schedule import named_schedule
 from shardwright.core.schedule.peak_memory import peak_below_sum
 from shardwright.core.search.space import splits_backward
 from shardwright.core.tables.gathered_stages import gathering_schedule, peaks
 from shardwright.core.tables.gathered_units import stage_passes
-from shardwright.core.tables.memory import MemoryUse, live_bytes, live_microbatches, named_schedule
+from shardwright.core.tables.memory import MemoryUse, live_bytes, live_microbatches
 from shardwright.core.tables.memory_request import MemoryRequest
 from shardwright.core.tables.rank_tables import RankTables
 from shardwright.core.tables.stage_memory import stage_memories

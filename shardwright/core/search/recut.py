@@ -18,13 +18,13 @@ from shardwright.core.partition.cut_search import BEAM, MOST_LISTED, Starts, sea
 from shardwright.core.partition.exact import Matrix, range_sums
 from shardwright.core.plan.decision import placement_of
 from shardwright.core.schedule.makespans import Makespans, StageSeconds
+from shardwright.core.schedule.named_schedule import named_schedule
 from shardwright.core.schedule.peak_memory import walk_activations
 from shardwright.core.schedule.schedule import Schedule
 from shardwright.core.search.bounds import Bounds
 from shardwright.core.search.exchanges import Held
 from shardwright.core.search.predict import largest_unit
 from shardwright.core.search.space import Pipelining, Policy, Shape
-from shardwright.core.tables.memory import named_schedule
 from shardwright.core.tables.rank_tables import RankTables
 from shardwright.core.tables.unit_table import UnitTable
 

@@ -90,7 +90,8 @@ class Scorer:
         policy = _policy_of(decision)
         shape = decision.stages, decision.dp, decision.microbatches
         request = self.bounds.memory_request(policy, *shape, decision.whole_below_bytes, decision.bucket_bytes)
-        return replace(request, under_way=_under_way(decision))
+        is_message = not self.tables.graph.memory_traits.stages_are_programs
+        return replace(request, under_way=_under_way(decision) if is_message else ())
 
     def _memory(self, decision: Decision, ranked: RankTables, live: Sequence[int]) -> tuple[MemoryUse, ...]:
         """The memory of the ranks, as counted for cuts, or as counted for plans where that does not settle the fit."""

@@ -13,10 +13,10 @@ from functools import lru_cache
 from shardwright.core.cost.unit_work import PRECISION_BYTES
 from shardwright.core.schedule import Schedule
 from shardwright.core.schedule.actions import Action, B, F, I, Kind, W
+from shardwright.core.schedule.named_schedule import named_schedule
 from shardwright.core.schedule.passes.sharding import insert_residency
 from shardwright.core.schedule.peak_memory import walk_activations
 from shardwright.core.tables.gathered_units import stage_passes
-from shardwright.core.tables.memory import named_schedule
 from shardwright.core.tables.memory_request import MemoryRequest
 from shardwright.core.tables.rank_tables import RankTables
 from shardwright.core.tables.stage_memory import sharing_before, stage_memories

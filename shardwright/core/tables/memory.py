@@ -7,7 +7,7 @@ from typing import Literal
 
 from shardwright.core.cost.unit_seconds import UnitCost
 from shardwright.core.cost.unit_work import PRECISION_BYTES
-from shardwright.core.schedule import Schedule
+from shardwright.core.schedule.named_schedule import named_schedule
 from shardwright.core.schedule.peak_memory import peak_live
 from shardwright.core.tables.optimizers import optimizer_of
 from shardwright.core.values.fields import Amount
@@ -189,12 +189,6 @@ def live_bytes(
     growth = (microbatches - second) / (second - first)
     early, late = (_peaks(name, ranks, count, virtual_stages, sizes, freed_by_input_grad) for count in (first, second))
     return tuple(int(b + (b - a) * growth + 0.5) for a, b in zip(early, late, strict=True))
-
-
-@lru_cache(maxsize=64)
-def named_schedule(name: str, ranks: int, microbatches: int, virtual_stages: int) -> Schedule:
-    """The schedule of `Schedule.build`, built once for the schedules used last: many choices of memory share it."""
-    return Schedule.build(name, ranks=ranks, microbatches=microbatches, virtual_stages=virtual_stages)
 
 
 @lru_cache(maxsize=4096)
