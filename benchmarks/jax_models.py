@@ -24,7 +24,7 @@ _DRAWN = np.random.default_rng(0)
 
 
 def _sized(width: int) -> None:
-    """Give the models of the tests these sizes, which they read as they are built, and Llama as it runs."""
+    """Give the models of the tests these sizes, which they read as they are built."""
     for zoo in (zoo_nnx, zoo_dropout):
         zoo.WIDTH, zoo.HEADS, zoo.VOCABULARY, zoo.LENGTH = width, HEADS, VOCABULARY, SEQUENCE
     zoo_dropout.LAYERS, zoo_dropout.RATE = LAYERS, 0.0

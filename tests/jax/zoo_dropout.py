@@ -73,7 +73,7 @@ class LlamaLayer(nnx.Module):
     """Eight query heads share four key heads: the fused product has blocks of different sizes."""
 
     def __init__(self, rngs: nnx.Rngs):
-        self.head = WIDTH // 8
+        self.width, self.head = WIDTH, WIDTH // 8
         self.norm_1 = nnx.RMSNorm(WIDTH, rngs=rngs)
         self.qkv = nnx.Linear(WIDTH, 2 * WIDTH, use_bias=False, rngs=rngs)
         self.o = nnx.Linear(WIDTH, WIDTH, use_bias=False, rngs=rngs)
@@ -85,11 +85,12 @@ class LlamaLayer(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         batch, length, _ = x.shape
         fused = self.qkv(self.norm_1(x))
-        q, k, v = fused[..., :WIDTH], fused[..., WIDTH : WIDTH * 3 // 2], fused[..., WIDTH * 3 // 2 :]
+        width = self.width
+        q, k, v = fused[..., :width], fused[..., width : width * 3 // 2], fused[..., width * 3 // 2 :]
         q = rotated(q.reshape(batch, length, 8, self.head))
         k = rotated(k.reshape(batch, length, 4, self.head))
         mixed = jax.nn.dot_product_attention(q, k, v.reshape(batch, length, 4, self.head), is_causal=True)
-        x = x + self.dropout(self.o(mixed.reshape(batch, length, WIDTH)))
+        x = x + self.dropout(self.o(mixed.reshape(batch, length, width)))
         gate, up = jnp.split(self.gate_up(self.norm_2(x)), 2, axis=-1)
         return x + self.dropout(self.down(jax.nn.silu(gate) * up))
 
