@@ -82,7 +82,7 @@ class UnitCost:
     kept_by_calls_bytes: tuple[int, int] | None = None
     merged_bytes: tuple[int, int, int] | None = None
     """Bytes as in `UnitWork`."""
-    left_bytes: int = 0
+    left_bytes: tuple[int, int] = (0, 0)
     fetched_bytes: int = 0
     """Bytes as in `UnitWork`."""
     forward_beside_bytes: int = 0

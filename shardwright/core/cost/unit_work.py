@@ -165,6 +165,10 @@ class WorkCounter(ValueFlow):
                 again += [c for c in ahead if c.kind == "all_gather"]
         return tuple(map(tuple, found))
 
+    def is_read_within(self, tensor: int, ops: range) -> bool:
+        """Whether no other ops read a tensor."""
+        return all(user in ops for user in self._users.get(tensor, ()))
+
     def _is_read_by_a_product(self, tensor: int) -> bool:
         return any(self._is_far(user) for user in self._users.get(tensor, []))
 
@@ -262,8 +266,8 @@ class _UnitCount:
         self.made_here = {t: i for i in self.ops for t in counter.graph.ops[i].outputs}
         self.products: list[Product] = []
         self.again: list[Product] = []
-        self.results: list[tuple[bool, int]] = []
-        """Whether each product is a plain one, and the bytes of its result."""
+        self.results: list[tuple[bool, int, int]] = []
+        """Whether each product is a plain one, the bytes of its result, and the memory of that."""
         self.small: list[Collective] = []
         self.small_backward: list[Collective] = []
         self.fp8 = counter.fp8.ops if precision == "fp8" else {}
@@ -317,7 +321,7 @@ class _UnitCount:
             made = self.counter.product(op, self.batch, self.cut.of_labels(index, op), size)
             self.products.append(self._in_fp8(index, made) if index in self.fp8 else made)
             result = sum(self.held(index, len(op.inputs) + i) for i in range(len(op.outputs)))
-            self.results.append((op.kind == "contraction", result))
+            self.results.append((op.kind == "contraction", result, self._root(op.outputs[0])))
             if is_again:
                 self.again.append(self.products[-1])
         elif op.kind not in FREE_KINDS:
@@ -379,18 +383,19 @@ class _UnitCount:
             entry = counter.width(mask, self.precision)
             self.kept[-1 - mask] = self.mask_bytes[index] = self.held(index, len(op.inputs)) // entry
 
-    def _left(self) -> dict[int, int]:
-        """The memory that the unit's calls leave in objects, and its bytes on one rank."""
-        tensors = self.counter.graph.tensors
-        return {
-            root: self.memory(root)
-            for root in (self.counter.memory_of(t) for t in self.made_here if tensors[t].is_left)
-        }
+    def _root(self, tensor: int) -> int:
+        """The tensor whose memory this one is a view or a part of."""
+        return self.counter.kept.roots.get(tensor, tensor)
 
-    def _made_by_products(self) -> set[int]:
-        """The memory of the results of products."""
-        ops = (self.counter.graph.ops[index] for index in self.ops)
-        return {self.counter.memory_of(t) for op in ops if op.kind in _ALONE_KINDS for t in op.outputs}
+    def _left(self) -> dict[int, int]:
+        """The memory of the unit's own that its calls leave in objects, and its bytes on one rank. What a later unit
+        reads is not among it: that enters the unit."""
+        tensors, found = self.counter.graph.tensors, dict[int, int]()
+        for tensor in self.made_here:
+            root = self._root(tensor)
+            if tensors[tensor].is_left and root in self.made_here and self.counter.is_read_within(tensor, self.ops):
+                found[root] = self.memory(root)
+        return found
 
     def _add_kept(self, index: int, roots: list[int], found: dict[int, int]) -> None:
         """Add the memory that an op keeps to what was found."""
@@ -408,7 +413,6 @@ class _UnitCount:
             counter.memory_of(t): self.cut.entering_ways(t) for t in counter.entering(self.unit, self.made_here)
         }
         left = self._left()
-        kept |= {root: max(kept.get(root, 0), size) for root, size in left.items()}
         held = self.ops, self.kept_by, self.mask_bytes, self.memory, self.working
         passing, passing_beside_given = counter.live.beside_kept(*held)
         phases: tuple[PhaseBytes, ...] = ()
@@ -416,10 +420,12 @@ class _UnitCount:
             phases = counter.live.backward_phases(counter.calls(self.unit), *held)
         forward, backward, gathered, at_the_end = moved
         entered = sum(self.size_bytes(t) // ways for t, ways in entering.items())
-        plain = [number for number, (is_plain, _) in enumerate(self.results) if is_plain]
+        plain = [number for number, (is_plain, *_) in enumerate(self.results) if is_plain]
         again = plain[1::2]
-        left_beside = sum(size for root, size in left.items() if root not in self._made_by_products())
-        kept_results = entered + left_beside + self.statistics + sum(size for _, size in self.results)
+        of_products = {root for *_, root in self.results}
+        left_beside = sum(size for root, size in left.items() if root not in of_products)
+        kept_results = entered + left_beside + self.statistics + sum(size for _, size, _ in self.results)
+        not_kept = sum(size for _, size, root in (self.results[n] for n in again) if root not in left)
         return UnitWork(
             products=tuple(self.products),
             vector_bytes=self.vector_bytes,
@@ -431,7 +437,7 @@ class _UnitCount:
             selective_products=tuple(self.again),
             selective_vector_bytes=self.vector_again,
             entering_bytes=entered + sum(left.values()),
-            left_bytes=sum(left.values()),
+            left_bytes=(sum(left.values()), left_beside),
             fetched_bytes=counter.live.fetched(*held),
             passing_bytes=passing,
             given_bytes=passing_beside_given - passing,
@@ -442,7 +448,7 @@ class _UnitCount:
             put_off_bytes=counter.put_off_bytes(self.ops, self.cut, self.held),
             forward_beside_bytes=counter.live.forward_beside_kept(*held) if phases else passing,
             phases=phases,
-            kept_products_bytes=(kept_results, kept_results - sum(self.results[n][1] for n in again)),
+            kept_products_bytes=(kept_results, kept_results - not_kept),
             unfused_scores_bytes=self.unfused_scores,
             alternate_products=tuple(self.products[n] for n in again),
             eager_bytes=self.eager_bytes,

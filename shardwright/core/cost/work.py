@@ -99,9 +99,9 @@ class UnitWork:
     own."""
     fetched_bytes: int = 0
     """The most bytes that the passes hold where all that is kept is elsewhere between them, and comes back op by op."""
-    left_bytes: int = 0
-    """Bytes that calls leave in objects which they were given, such as a cache of keys and values: recomputed units
-    hold them, as they are given the same objects once more."""
+    left_bytes: tuple[int, int] = (0, 0)
+    """Bytes that calls leave in objects which they were given, such as a cache of keys and values; and those of them
+    that are no results of products. Recomputed units hold the objects, as they are given them once more."""
     alternate_products: tuple[Product, ...] = ()
     """Every second product, without attention."""
     eager_bytes: int = 0

@@ -64,25 +64,23 @@ def messages_under_way(table: ActionTable) -> tuple[UnderWay, ...]:
 
     def moments(run: list[Action]) -> Iterator[tuple[int, UnderWay]]:
         """The live activations while each action runs, and the messages."""
-        sent: set[Key] = set()
-        live = 0
+        values, gradients, live = set[Key](), set[Key](), 0
         for here, ahead in zip(run, [*run[1:], None], strict=True):
             if (came := needs(here)) is not None:
-                sent.difference_update(taken_with[came])
+                values.difference_update(taken_with[came])
+                gradients.difference_update(taken_with[came])
             early = None if ahead is None else needs(ahead)
-            gradients = sum(is_gradient for is_gradient, _, _ in sent)
-            values = len(sent) - gradients
             live += here.kind is F
             yield (
                 live,
                 UnderWay(
-                    gradients + (early is not None and not early[0]),
-                    values + (early is not None and early[0]),
+                    len(gradients) + (early is not None and not early[0]),
+                    len(values) + (early is not None and early[0]),
                 ),
             )
             live -= here.kind in (B, W)
             if (made := makes(here)) is not None:
-                sent.add(made)
+                (gradients if made[0] else values).add(made)
 
     def fullest(run: list[Action]) -> UnderWay:
         found = [*moments(run)]
@@ -98,14 +96,12 @@ def usual_messages_under_way(name: str, ranks: int, microbatches: int, virtual_s
     """The messages of every rank under a named schedule. They settle, as live activations do: beyond a few rounds of
     the pipeline they are constant or grow evenly, so long schedules are extrapolated from short ones."""
 
-    def of(count: int) -> tuple[UnderWay, ...]:
-        return messages_under_way(named_schedule(name, ranks, count, virtual_stages))
-
     first, second = 4 * ranks, 5 * ranks
     if microbatches <= second:
-        return of(microbatches)
+        return messages_under_way(named_schedule(name, ranks, microbatches, virtual_stages))
     growth = (microbatches - second) / (second - first)
+    early, late = (usual_messages_under_way(name, ranks, count, virtual_stages) for count in (first, second))
     return tuple(
-        UnderWay(*(int(b + (b - a) * growth + 0.5) for a, b in zip(early, late, strict=True)))
-        for early, late in zip(of(first), of(second), strict=True)
+        UnderWay(*(int(b + (b - a) * growth + 0.5) for a, b in zip(of_first, of_second, strict=True)))
+        for of_first, of_second in zip(early, late, strict=True)
     )

@@ -18,6 +18,7 @@ from shardwright.core.partition.cut_search import BEAM, MOST_LISTED, Starts, sea
 from shardwright.core.partition.exact import Matrix, range_sums
 from shardwright.core.plan.decision import placement_of
 from shardwright.core.schedule.makespans import Makespans, StageSeconds
+from shardwright.core.schedule.messages_under_way import messages_under_way
 from shardwright.core.schedule.named_schedule import named_schedule
 from shardwright.core.schedule.peak_memory import walk_activations
 from shardwright.core.schedule.schedule import Schedule
@@ -184,7 +185,11 @@ class Recut:
         kept = self._by_stage(self.cuts, "kept", lambda table: table.range_kept)
         freed = self._by_stage(self.cuts, "freed", lambda t: t.range_freed_by_input_grad - t.range_between)
         working = self._by_stage(self.cuts, "working", lambda table: table.range_working)
-        sent = self._by_stage(self.cuts, "sent", lambda _: 2.0 * (crossing[:, None] + crossing[None, :]))
+        no_range = np.zeros((len(crossing), len(crossing)))
+        before = self._by_stage(self.cuts, "before", lambda _: no_range + crossing[:, None])
+        behind = self._by_stage(self.cuts, "behind", lambda _: no_range + crossing[None, :])
+        is_program = bool(self.ranked.tables[0].found_bytes)
+        messages = messages_under_way(self._makespans.schedule)
         found = []
         for rank, order in enumerate(self._makespans.schedule.table):
             own = np.flatnonzero(self._of_rank[rank])
@@ -193,5 +198,7 @@ class Recut:
             most = np.zeros(len(self.cuts))
             for live, _ in walk_activations(order, sizes, less):
                 most = np.maximum(most, live)
-            found.append(most + working[own].max(axis=0) + sent[own].max(axis=0))
+            ahead, back = (2 if is_program else max(2, count) for count in messages[rank])
+            sent = ahead * before[own] + back * behind[own]
+            found.append(most + working[own].max(axis=0) + sent.max(axis=0))
         return np.stack(found)

@@ -90,8 +90,18 @@ class Scorer:
         policy = _policy_of(decision)
         shape = decision.stages, decision.dp, decision.microbatches
         request = self.bounds.memory_request(policy, *shape, decision.whole_below_bytes, decision.bucket_bytes)
-        is_message = not self.tables.graph.memory_traits.stages_are_programs
-        return replace(request, under_way=_under_way(decision) if is_message else ())
+        if decision.generated and not self.tables.graph.memory_traits.stages_are_programs:
+            under_way = messages_under_way(decision.compute_schedule(None))
+        else:
+            pipelining = Pipelining(decision.schedule, decision.virtual_stages)
+            under_way = self._under_way(pipelining, decision.pp, decision.microbatches)
+        return replace(request, under_way=under_way)
+
+    def _under_way(self, pipelining: Pipelining, pp: int, microbatches: int) -> tuple[UnderWay, ...]:
+        """The messages of every rank under a schedule; () where stages are programs, of which results are handed on."""
+        if pp == 1 or self.tables.graph.memory_traits.stages_are_programs:
+            return ()
+        return usual_messages_under_way(pipelining.schedule, pp, microbatches, pipelining.virtual_stages)
 
     def _memory(self, decision: Decision, ranked: RankTables, live: Sequence[int]) -> tuple[MemoryUse, ...]:
         """The memory of the ranks, as counted for cuts, or as counted for plans where that does not settle the fit."""
@@ -134,12 +144,12 @@ class Scorer:
         if not roomy:
             return []
         found: dict[tuple[int, ...], list[Policy]] = {}
-        free = self._starts(shape, roomy[0], placement, live, ranked, fit=False)
+        free = self._starts(shape, roomy[0], pipelining, placement, live, ranked, fit=False)
         if free is not None:
             found[free] = list(roomy)
         if self.request.stage_starts is None:
             for policy in roomy:
-                fitting = self._starts(shape, policy, placement, live, ranked, fit=True)
+                fitting = self._starts(shape, policy, pipelining, placement, live, ranked, fit=True)
                 if fitting is not None and fitting != free:
                     found.setdefault(fitting, []).append(policy)
         return [
@@ -322,7 +332,7 @@ class Scorer:
         ranked = self.bounds.ranked(shape, policy.recompute)
         placement = placement_of(pipelining.schedule, ranked.ranks, pipelining.virtual_stages)
         live = live_microbatches(pipelining.schedule, ranked.ranks, shape.microbatches, pipelining.virtual_stages)
-        starts = self._starts(shape, policy, placement, live, ranked, fit=False)
+        starts = self._starts(shape, policy, pipelining, placement, live, ranked, fit=False)
         if starts is None:
             return None
         decision = self.bounds.decision(shape, policy, pipelining, starts)
@@ -338,6 +348,7 @@ class Scorer:
         self,
         shape: Shape,
         policy: Policy,
+        pipelining: Pipelining,
         placement: Sequence[int],
         live: Sequence[int],
         ranked: RankTables,
@@ -352,6 +363,8 @@ class Scorer:
         whole_below, bucket = self.bounds.whole_below_bytes(shape, policy), self.bounds.bucket_bytes(shape, policy)
         sizes = len(placement), shape.mesh.axis_size("dp"), shape.microbatches
         request = self.bounds.memory_request(policy, *sizes, whole_below, bucket)
+        under_way = self._under_way(pipelining, shape.mesh.axis_size("pp"), shape.microbatches)
+        request = replace(request, under_way=under_way)
         if self.request.partitioner == DEFAULT:
             found = tables.cut(placement, live, request) if fit else ranked.free_cut(tuple(placement))
             return None if found is None else tuple(found)
@@ -416,14 +429,6 @@ class Scorer:
 def _policy_of(decision: Decision) -> Policy:
     d = decision
     return Policy(d.recompute, d.shard, d.shard_group, d.gathered_stages, d.look_ahead, d.reduce_after)
-
-
-def _under_way(decision: Decision) -> tuple[UnderWay, ...]:
-    """The messages of every rank under the decision's schedule."""
-    if decision.generated:
-        return messages_under_way(decision.build_schedule(None))
-    d = decision
-    return usual_messages_under_way(d.schedule, d.pp, d.microbatches, d.virtual_stages) if d.pp > 1 else ()
 
 
 def _least_pipeline_s(shape: Shape, pipelining: Pipelining, starts: Sequence[int], ranked: RankTables) -> float | None:

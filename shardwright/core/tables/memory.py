@@ -142,10 +142,11 @@ def modes_of(
     ]
 
 
-def kept_bytes(unit: UnitCost, recompute: Mode) -> int:
-    """The bytes of activations that a unit keeps on the device for one microbatch."""
+def kept_bytes(unit: UnitCost, recompute: Mode, *, beside_recomputed: bool = True) -> int:
+    """The bytes of activations that a unit keeps on the device for one microbatch. ``beside_recomputed``: whether other
+    units are recomputed, which hold the objects that this one leaves values in."""
     if recompute == "offload":
-        return 0
+        return unit.left_bytes[0] if beside_recomputed else 0
     if recompute == "full":
         return unit.entering_bytes
     if recompute in BY_OP:

@@ -254,8 +254,8 @@ class RankTables:
         passing, buckets = (find(starts, placement, request) for find in (self.passing, self.buckets))
         rows = zip(held, passing, buckets, strict=True)
         found = [own.sent + passing + bucket + UNCOUNTED_BYTES for own, passing, bucket in rows]
-        for rank, (table, own, messages) in enumerate(zip(self.tables, held, request.under_way, strict=False)):
-            if not table.found_bytes:
+        if request.under_way:
+            for rank, (table, own, messages) in enumerate(zip(self.tables, held, request.under_way, strict=True)):
                 found[rank] += max(self._piling_up(table, ends, messages) for ends in own.stages)
         return found
 

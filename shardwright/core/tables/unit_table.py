@@ -228,7 +228,10 @@ class UnitTable:
         """The bytes of activations that a stage of units a … b-1 keeps for one microbatch; a value that several of its
         units share counts once."""
         modes = self.modes
-        kept = range_sums([kept_bytes(u, mode) for u, mode in zip(self.units, modes, strict=True)])
+        again = any(mode == "full" or mode in BY_OP for mode in modes)
+        kept = range_sums(
+            [kept_bytes(u, mode, beside_recomputed=again) for u, mode in zip(self.units, modes, strict=True)]
+        )
         neighbours = enumerate(itertools.pairwise(modes)) if self.twice_bytes else ()
         whole = {(unit, unit + 1) for unit, both in neighbours if both == ("none", "none")}
         pairs = [
@@ -288,7 +291,8 @@ class UnitTable:
             begin[firsts[one], entered[one] + 1] += size
             begin[firsts[one], other[one] + 1] -= size
         for unit in self.offloaded - {0} if not self.found_bytes else ():
-            shared = sum(size for value, size in self.shared if value.maker < unit <= max(value.enterers, default=-1))
+            entering = zip(self.shared, self.arrivals, strict=False)
+            shared = sum(size for (v, _), size in entering if v.maker < unit <= max(v.enterers, default=-1))
             begin[unit, unit + 1] += max(0, self.boundary_bytes[unit] - shared)
         found: Matrix = np.cumsum(begin, axis=1)[:, :-1]
         return found
@@ -297,14 +301,14 @@ class UnitTable:
     def beside_bytes(self) -> NDArray[np.float64]:
         """The bytes that each unit's passes hold beside kept activations: values and gradients under way, and all that
         is recomputed, what is left in objects once more among it. Two offloaded units exist at once where copies run
-        beside: one on its way, one in use; else what enters a unit and what the op at hand keeps."""
+        beside: one on its way, one in use; else what the op at hand keeps comes back for it."""
 
         def again(unit: UnitCost, mode: Mode) -> int:
             if mode == "offload" and self.swaps_beside:
                 return 2 * unit.saved_bytes
             if mode == "offload":
                 return unit.fetched_bytes - unit.passing_bytes
-            left = unit.left_bytes if mode == "full" or mode in BY_OP else 0
+            left = unit.left_bytes[0] if mode == "full" else unit.left_bytes[1] if mode in BY_OP else 0
             return max(0, unit.saved_bytes - kept_bytes(unit, mode) + left) if mode != "none" else 0
 
         made_again = [again(unit, mode) for unit, mode in zip(self.units, self.modes, strict=True)]

@@ -20,12 +20,13 @@ class UpdatedParameters:
     units: int = 0
     """The number of the model's units."""
 
-    @found_once
     def made_bytes(self, held: tuple[tuple[int, int], ...], ways: int, optimizer: str, *, together: bool) -> int:
         """The bytes that an optimizer makes for a while as it updates the parameters of stages of units ``held``, of
         which a rank has one part of ``ways``: in a loop, or ``together``."""
-        if not self.rows:
-            return 0
+        return self._made_bytes(held, ways, optimizer, together=together) if self.rows else 0
+
+    @found_once
+    def _made_bytes(self, held: tuple[tuple[int, int], ...], ways: int, optimizer: str, *, together: bool) -> int:
         sizes, together_with, uses = self._by_unit
         here = np.any([uses[:, a:b].any(axis=1) for a, b in held], axis=0)
         share = -(-sizes // ways)

@@ -292,7 +292,7 @@ def looped_bytes(function: StageFunction) -> int:
     """The bytes in which loops of a compiled function add gradients up, which begin as zeros. XLA makes these when the
     program begins, and keeps them beside what becomes of them."""
     program = flatten(jax.make_jaxpr(function.function)(*function.avals))
-    zeros = {value for e in program.equations if e.primitive.name == "broadcast_in_dim" for value in e.outputs}
+    zeros = {value for e in program.equations if _makes_zeros(e) for value in e.outputs}
     found = 0
     for equation in program.equations:
         if equation.primitive.name == "scan":
@@ -300,6 +300,11 @@ def looped_bytes(function: StageFunction) -> int:
             carried = equation.inputs[first : first + equation.params["num_carry"]]
             found += sum(program.size_bytes(v) for v in carried if isinstance(v, int) and v in zeros)
     return found
+
+
+def _makes_zeros(equation: Equation) -> bool:
+    source = equation.inputs[0] if equation.primitive.name == "broadcast_in_dim" else None
+    return source is not None and not isinstance(source, int) and not source.val
 
 
 def _added(program: FlatProgram, makes: Sequence[Key]) -> tuple[set[int], set[int]]:

@@ -26,7 +26,7 @@ from shardwright.backends.torch.capture.ops import RULES, OpCall, Ref, Template
 from shardwright.backends.torch.capture.ops.products import is_plain_einsum
 from shardwright.backends.torch.capture.remembered_results import Inferred, memory_of
 from shardwright.backends.torch.capture.value_reads import masks_of
-from shardwright.backends.torch.compat import TorchDispatchMode
+from shardwright.backends.torch.compat import TorchDispatchMode, pytree
 from shardwright.core.model.graph import Call, OpKind, TensorRole
 from shardwright.core.rules import op_rules as labels
 from shardwright.core.rules.op_rules import Labelled
@@ -138,8 +138,8 @@ class Recorder(TorchDispatchMode):
         if failed and self.failed_path is None:
             self.failed_path = self.path
         begun = self._begun.pop()
-        for item in given:
-            if not isinstance(item, (torch.Tensor, list, tuple, dict)) and not is_plain(item):
+        for item in pytree.tree_leaves(given):
+            if not isinstance(item, torch.Tensor) and not is_plain(item):
                 self.left_in_objects |= {n for n in map(self._number_of, tensors_in_objects(item)) if n >= begun}
         if len(self._stack) > 1:
             self._stack.pop()
