@@ -272,3 +272,38 @@ def test_the_memory_of_stages_in_one_program_is_refused_by_name() -> None:
     )
     with pytest.raises(sw.ShardwrightError, match="one SPMD program"):
         train.memory_bytes(train.init(create()), batch)
+
+
+class Recurrent(nnx.Module):
+    """Layers that are loops over time."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.layers = nnx.List([nnx.RNN(nnx.OptimizedLSTMCell(64, 64, rngs=rngs), rngs=rngs) for _ in range(4)])
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def squares(model: Recurrent, batch: dict[str, jax.Array]) -> jax.Array:
+    return (model(batch["x"]) ** 2).mean()
+
+
+@pytest.mark.parametrize("pp", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_loops_over_time_that_are_computed_again_are_so_one_by_one(pp: int) -> None:
+    """In the order by time, XLA's CPU compiler runs all of them at once, and a step holds as much as without."""
+    taken, predicted = {}, {}
+    batch = {"x": np.ones((64, 16, 64), np.float32)}
+    sample = {"x": jax.ShapeDtypeStruct((16, 16, 64), jnp.float32)}
+    captured = sw.capture(nnx.eval_shape(lambda: Recurrent(nnx.Rngs(0))), sample, squares)
+    for recompute in ("none", "full"):
+        pins = {"pp": pp, "dp": 1, "tp": 1, "microbatch": 16, "recompute": recompute, "precision": "fp32", "shard": 0}
+        cluster = sw.Cluster("cpu", devices_per_node=pp)
+        plan = sw.plan(captured, cluster, batch=64, schedule="1f1b", frameworks=["jax"], **pins)
+        train = sw.train_step(squares, optax.sgd(0.1), plan, devices=jax.devices()[:pp])
+        taken[recompute] = train.memory_bytes(train.init(lambda: Recurrent(nnx.Rngs(0))), batch)[0]
+        predicted[recompute] = plan.predicted.peak_memory_bytes[0]
+    layer = predicted["none"] - predicted["full"]
+    assert taken["none"] - taken["full"] > 0.6 * layer > 0
+    assert predicted["full"] > 0.85 * taken["full"]
