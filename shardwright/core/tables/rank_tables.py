@@ -256,7 +256,8 @@ class RankTables:
         found = [own.sent + passing + bucket + UNCOUNTED_BYTES for own, passing, bucket in rows]
         if request.under_way:
             for rank, (table, own, messages) in enumerate(zip(self.tables, held, request.under_way, strict=True)):
-                found[rank] += max(self._piling_up(table, ends, messages) for ends in own.stages)
+                if max(messages) > 2:
+                    found[rank] += max(self._piling_up(table, ends, messages) for ends in own.stages)
         return found
 
     @staticmethod
