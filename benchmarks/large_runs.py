@@ -170,6 +170,7 @@ def _llama() -> sw.Graph:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
+        use_cache=False,  # theirs has no cache of keys and values
         num_hidden_layers=32, hidden_size=4096, intermediate_size=14336, num_attention_heads=32,
         num_key_value_heads=8, vocab_size=128256, max_position_embeddings=8192, attn_implementation="sdpa",
     )  # fmt: skip
