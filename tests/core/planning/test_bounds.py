@@ -157,7 +157,7 @@ ONE_STAGE_EACH = {"dp": 1, "virtual_stages": 1, "microbatch": 8}
 @pytest.mark.parametrize(
     ("layers", "mib", "options"),
     [
-        *((9, mib, SMALL) for mib in (44, 60, 80, 110)),
+        *((9, mib, SMALL) for mib in (47, 60, 80, 110)),
         (11, 180, ONE_STAGE_EACH | {"pp": 3, "batch": 16}),
         (10, 120, ONE_STAGE_EACH | {"pp": 3, "batch": 24}),
         (9, 250, ONE_STAGE_EACH | {"pp": 2, "batch": 16}),
