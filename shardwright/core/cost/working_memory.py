@@ -117,8 +117,8 @@ class LiveBytes:
         """The most bytes alive at once where all that is kept lies elsewhere between forward and backward: each value
         comes back for the first op of the backward that reads it and goes with the last. The arguments are those of
         `beside_kept`."""
-        for_a_while = {op: working.get(op, (0, 0))[0] + mask_bytes.get(op, 0) for op in ops}
-        forward = self._forward_peak(ops, (), {}, size_of, {op: (size, 0) for op, size in for_a_while.items()})
+        for_a_while = {op: (working.get(op, (0, 0))[0] + mask_bytes.get(op, 0), 0) for op in ops}
+        forward = self._forward_peak(ops, (), {}, size_of, for_a_while)
         comes = Counter(mask_bytes)
         for root, index in _last_keepers(kept_by).items():
             comes[index] += size_of(root)

@@ -95,7 +95,6 @@ def messages_under_way(table: ActionTable) -> tuple[UnderWay, ...]:
 def usual_messages_under_way(name: str, ranks: int, microbatches: int, virtual_stages: int) -> tuple[UnderWay, ...]:
     """The messages of every rank under a named schedule. They settle, as live activations do: beyond a few rounds of
     the pipeline they are constant or grow evenly, so long schedules are extrapolated from short ones."""
-
     first, second = 4 * ranks, 5 * ranks
     if microbatches <= second:
         return messages_under_way(named_schedule(name, ranks, microbatches, virtual_stages))

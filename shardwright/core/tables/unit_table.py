@@ -92,6 +92,7 @@ class UnitTable:
     """The bytes of the gradient of one parameter entry that waits until a stage's backward is done and its gradients
     are added up together; 0 where each is added as soon as it is made."""
     updated: UpdatedParameters = NONE_MADE
+    """The parameters that the optimizer updates."""
     adds_in_turn: bool = False
     """Whether one such gradient waits at a time."""
     operands_stay: bool = False
