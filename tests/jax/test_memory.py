@@ -159,6 +159,40 @@ def test_stages_in_16_bits_keep_what_the_plan_counts() -> None:
     assert sum(use.parameters_bytes for use in plan.predicted.memory_by_stage_rank) == halves
 
 
+class Untied(nnx.Module):
+    """A head of its own, whose logits are most of what its stage holds."""
+
+    def __init__(self) -> None:
+        rngs = nnx.Rngs(0)
+        self.embed, self.head = nnx.Embed(1024, 32, rngs=rngs), nnx.Linear(32, 1024, use_bias=False, rngs=rngs)
+        self.layers = nnx.List([nnx.Linear(32, 32, rngs=rngs) for _ in range(4)])
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = jax.nn.relu(layer(x))
+        return self.head(x)
+
+
+def shifted_loss(model: Untied, batch: dict[str, jax.Array]) -> jax.Array:
+    logits, wanted = model(batch["tokens"])[:, :-1], batch["tokens"][:, 1:]
+    return optax.softmax_cross_entropy_with_integer_labels(logits, wanted).mean()
+
+
+def test_a_gradient_of_shifted_logits_is_there_in_two_orders_and_before_it_is_padded() -> None:
+    given = {"tokens": jnp.zeros((4, 64), jnp.int32)}
+    captured = sw.capture(nnx.eval_shape(Untied), given, shifted_loss)
+    cluster = sw.Cluster("cpu", devices_per_node=2)
+    pins = {"precision": "fp32", "recompute": "none", "shard": 0, "dp": 1, "tp": 1, "schedule": "1f1b"}
+    plan = sw.plan(captured, cluster, batch=16, microbatch=4, pp=2, **pins)
+    train = sw.train_step(shifted_loss, optax.adamw(1e-3), plan, devices=jax.devices()[:2])
+    after = train.memory_bytes(train.init(Untied), {"tokens": np.zeros((16, 64), np.int32)})
+    said = plan.predicted.peak_memory_bytes
+    logits = 4 * 64 * 1024 * 4
+    assert after[1] > 4 * logits
+    assert 0.97 * after[1] <= said[1] <= 1.06 * after[1], (said, after)
+
+
 class Tower(nnx.Module):
     def __init__(self) -> None:
         self.layers = nnx.List([nnx.Linear(32, 32, rngs=nnx.Rngs(layer)) for layer in range(6)])

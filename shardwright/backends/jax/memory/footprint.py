@@ -349,6 +349,8 @@ class _Liveness:
         for index, equation in enumerate(equations):
             alive += sum(self.program.size_bytes(value) for value in equation.outputs if value in spans)
             found.append(alive + self._copied_bytes(equation))
+            if relaid := self._relaid_bytes(equation):
+                found.append(max(0, alive - sum(map(self.program.size_bytes, equation.outputs)) + relaid))
             alive -= sum(map(self.program.size_bytes, dying.get(index, ())))
         return found
 
@@ -382,10 +384,43 @@ class _Liveness:
             return 0
         return sum(self.program.size_bytes(value) for value in equation.values)
 
+    def _relaid_bytes(self, equation: Equation) -> int:
+        """The bytes beside the operands of one plain product, before its result is there, where its first operand is
+        read along another dim than its last. It is laid out anew, and where fused ops make it, anew from what these
+        read, which is there until then. Without the gradient that the product makes, which counts as one that waits."""
+        if equation.primitive.name != "dot_general" or not isinstance(equation.inputs[0], int):
+            return 0
+        (contracted, _), (batched, _) = equation.params["dimension_numbers"]
+        operand = equation.inputs[0]
+        if batched or not contracted or max(contracted) == len(self.program.avals[operand].shape) - 1:
+            return 0
+        found = self.program.size_bytes(operand)
+        found += sum(map(self.program.size_bytes, self._read_by_fused(operand)))
+        made = sum(self.program.size_bytes(value) for value in equation.outputs if self._is_gradient(value))
+        return max(0, found - made)
+
+    def _read_by_fused(self, value: int) -> set[int]:
+        """The stored values from which fused ops make a value."""
+        maker, found = self.maker.get(value), set[int]()
+        if maker is None or maker.primitive.name not in FUSED | SAME_MEMORY | {"pad"}:
+            return found
+        for read in maker.values:
+            found |= {read} if read in self._spans else self._read_by_fused(read)
+        return found
+
+    def _is_gradient(self, value: int) -> bool:
+        """Whether a value is a gradient that waits, but for the order of its dims."""
+        while value not in self.in_place:
+            readers = self.readers.get(value, [])
+            if len(readers) != 1 or readers[0].primitive.name not in SAME_MEMORY | {"transpose"}:
+                return False
+            (value,) = readers[0].outputs
+        return True
+
     def _is_stored(self, value: int) -> bool:
         maker = self.maker[value]
         name = maker.primitive.name
-        if name in SAME_MEMORY or value in self.in_place:
+        if name in SAME_MEMORY or value in self.in_place or self._is_folded(maker):
             return False
         if not (name in FUSED or self._is_outer(maker)) or value in self.results:
             return True
@@ -393,6 +428,13 @@ class _Liveness:
         if any(self._needs_memory(reader) for reader in readers):
             return name not in REPEATED
         return len(readers) > 1 and name not in REPEATED
+
+    def _is_folded(self, equation: Equation) -> bool:
+        """Whether an equation turns a matrix round for plain products alone, which read it either way."""
+        if equation.primitive.name != "transpose" or len(equation.params["permutation"]) != 2:
+            return False
+        readers = self.readers.get(equation.outputs[0], [])
+        return all(e.primitive.name == "dot_general" and not e.params["dimension_numbers"][1][0] for e in readers)
 
     def _is_outer(self, equation: Equation) -> bool:
         """Whether an equation is a product that sums over one entry: XLA multiplies instead."""
