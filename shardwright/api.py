@@ -2,7 +2,7 @@
 
 import textwrap
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from inspect import signature
 from typing import Any, ParamSpec, Protocol, get_type_hints
@@ -17,6 +17,7 @@ from shardwright.core.schedule import Schedule, StageCosts
 from shardwright.core.schedule.simulate import simulate_schedule
 from shardwright.core.schedule.timeline import Timeline
 from shardwright.core.search import make_plan
+from shardwright.core.search.named_units import as_the_model_asks, by_module
 from shardwright.core.search.request import Options, Request, request_for
 from shardwright.core.tables.graph_reading import unknown_memory_of, unpriced_of
 from shardwright.core.values.fields import Field, fields_of
@@ -58,7 +59,7 @@ def _planner(options: Callable[Asked, Options]) -> _Planner[Asked]:
             raise TypeError(f"plan() has no option {unknown[0]!r}: {nearest(unknown[0], known)}")
         if "batch" not in asked:
             raise TypeError("plan() needs batch=, the samples per step over all replicas")
-        return make_plan(graph, cluster, resolve(options(*args, **asked), graph))
+        return make_plan(graph, cluster, resolve(options(*args, **_spelled_out(asked, graph)), graph))
 
     known = {field.name: field for field in fields(Options)}
     own = list(signature(plan).parameters.values())[:2]
@@ -94,6 +95,17 @@ def _described(field: Field) -> str:
     return textwrap.fill(text, 120, initial_indent=" " * 8, subsequent_indent=" " * 12, break_on_hyphens=False)
 
 
+def _spelled_out(asked: Mapping[str, Any], graph: Graph) -> dict[str, Any]:
+    """What was asked for, with recompute by module as units. Raises PlanError for both."""
+    recompute = asked.get("recompute")
+    if not isinstance(recompute, Mapping):
+        return dict(asked)
+    for name in ("kept_units", "offloaded_units", "offload"):
+        if asked.get(name):
+            raise PlanError(f"recompute by module and {name}={asked[name]!r} both name units: leave out one of them")
+    return {**asked, **by_module(graph, recompute)}
+
+
 plan = _planner(Options)
 
 
@@ -113,6 +125,7 @@ def resolve(options: Options, graph: Graph) -> Request:
     if (unknown := unknown_memory_of(graph)) is not None:
         warnings.warn(f"{graph.model_name}: {unknown}", stacklevel=3)
     runtimes = runtimes_of(graph.capabilities, options.frameworks)
+    options = as_the_model_asks(graph, options, lambda text: warnings.warn(text, PlanWarning, stacklevel=4))
     return request_for(options, pins_of(graph, options.layouts), runtimes)
 
 

@@ -1,9 +1,9 @@
 """The training interface for JAX: ``import shardwright.jax as sw``.
 
 Beside the names of `shardwright` itself (``capture``, ``plan``, ``Cluster`` …): `train_step`, functional as JAX users
-write; `weighted`, which a loss function returns for a loss that has a weight; `TrainState`, the pytree that is handed
-from step to step; `init` and `shutdown`, for runs of several processes. Raises MissingFrameworkError, naming the extra,
-where JAX cannot be imported.
+write; `weighted`, which a loss function returns for a loss that has a weight; `Rows` and `reduce_gradient`, for
+gradients of a few rows of a table; `TrainState`, the pytree that is handed from step to step; `init` and `shutdown`,
+for runs of several processes. Raises MissingFrameworkError, naming the extra, where JAX cannot be imported.
 """
 
 from shardwright.backends.registry import require_framework
@@ -31,6 +31,7 @@ from shardwright import (  # noqa: E402
     simulate,
 )
 from shardwright.backends.jax.capture.loss_results import Weighted, weighted  # noqa: E402
+from shardwright.backends.jax.data_parallel.row_gradients import Rows, reduce_gradient  # noqa: E402
 from shardwright.backends.jax.machine.rendezvous import init, shutdown  # noqa: E402
 from shardwright.backends.jax.state.train_state import TrainState  # noqa: E402
 from shardwright.backends.jax.train import TrainStep, train_step  # noqa: E402
@@ -44,6 +45,7 @@ __all__ = [
     "Partial",
     "Plan",
     "Replicate",
+    "Rows",
     "Schedule",
     "ShardwrightError",
     "Split",
@@ -57,6 +59,7 @@ __all__ = [
     "explain",
     "init",
     "plan",
+    "reduce_gradient",
     "shutdown",
     "simulate",
     "train_step",

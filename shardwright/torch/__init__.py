@@ -27,6 +27,7 @@ from shardwright import (  # noqa: E402
     plan,
     simulate,
 )
+from shardwright.backends.torch.capture.own_checkpoints import set_activation_checkpointing  # noqa: E402
 from shardwright.backends.torch.capture.tensor_parallel_marks import set_tensor_parallelism, tensor_parallelism  # noqa: E402
 from shardwright.backends.torch.data_parallel.row_gradients import reduce_gradient  # noqa: E402
 from shardwright.backends.torch.tensor_parallel.registry import tp_register, tp_register_with_module  # noqa: E402
@@ -105,6 +106,7 @@ __all__ = [
     "record_timeline",
     "reduce_gradient",
     "sampler",
+    "set_activation_checkpointing",
     "set_seed",
     "set_tensor_parallelism",
     "shutdown",

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 
+from shardwright.core.cost.row_gradients import POLICIES, Policy
 from shardwright.core.errors import MissingCapabilityError, PlanError, ShardwrightError, nearest
 from shardwright.core.layout.mesh import Mesh
 from shardwright.core.plan.decision import LossScope, require_residency
@@ -52,6 +53,7 @@ _CHOICES: dict[str, tuple[tuple[str | None, ...], str]] = {
     "debug": ((None, "numerics"), "'numerics', or None"),
     "optimize": ((None, "speed", "memory"), "'speed' or 'memory'"),
     "ddp_dist_backend": (("auto", "nccl", "gloo"), "auto, nccl or gloo"),
+    "sparse_gradients": (POLICIES, "'auto', 'dense' or 'sparse'"),
 }
 """The values of a key, and the same in words."""
 
@@ -96,6 +98,9 @@ class Config:
         hierarchical_gathers: whether replicas that share state, several on each of several nodes, gather between the
             nodes and then within each, and sum the other way round; None: where the planner finds it faster.
             ``sdp_hierarchical_allgather`` is SageMaker's name.
+        sparse_gradients: how gradients of rows, of ``nn.Embedding(sparse=True)``, travel between replicas: "sparse"
+            gathers the rows of all, "dense" sums whole tables, "auto" takes what moves fewer bytes in each step. They
+            arrive as rows either way. Where parameters are sharded or split by a tensor axis they are made whole.
         shard_optimizer_state: SageMaker's name for ``shard=1``.
         sharded_data_parallel_degree: SageMaker's name for ``shard=3`` with this ``shard_group``.
         sdp_reduce_bucket_size: under shard 3, the most entries of gradients that are summed, and of parameters that are
@@ -142,6 +147,7 @@ class Config:
     look_ahead: int | None = None
     reduce_after: ReduceAfter | None = None
     hierarchical_gathers: bool | None = None
+    sparse_gradients: Policy = "auto"
     shard_optimizer_state: bool = False
     sharded_data_parallel_degree: int = 1
     sdp_reduce_bucket_size: int | None = None

@@ -73,6 +73,7 @@ class DistributedModel(nn.Module):
             mode=ConfiguredMode(config, bound), compute=session.compute,
         )  # fmt: skip
         self.runtime.gradients.passes_per_step = passes
+        self.runtime.gradients.row_policy = config.sparse_gradients
         split_model = self.runtime.split_model
         split_model.most_summed, split_model.clips_at = config.sdp_reduce_bucket_size, config.sdp_gradient_clipping
         split_model.residency.most_whole = config.sdp_max_live_parameters

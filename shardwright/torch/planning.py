@@ -45,6 +45,8 @@ def plan_at_first_step(config: Config, bound: BoundMesh, model: nn.Module, graph
     dp, pp = bound.size("dp"), bound.size("pp")
     level = config.shard_level if dp > 1 else 0
     precision, entries = config.precision or _precision(model), config.sdp_param_persistence_threshold
+    # What a configuration does not ask for is not excluded by it: the model may compute units again by itself.
+    recompute = "auto" if config.recompute == "none" and any(c.is_recomputed for c in graph.calls) else config.recompute
     plan: Plan = search(
         graph,
         Cluster(
@@ -54,7 +56,7 @@ def plan_at_first_step(config: Config, bound: BoundMesh, model: nn.Module, graph
         batch=samples * config.microbatches * dp,
         pp=pp, tp=bound.size("tp"), dp=dp, sequence_parallel=_divides_sequence(config),
         microbatch=samples, schedule=_schedule_for_cut(config),
-        virtual_stages=config.virtual_stages, recompute=config.recompute,
+        virtual_stages=config.virtual_stages, recompute=recompute,
         loss_scope=config.loss_scope, shard=level, shard_group=config.sharing_replicas if level else None,
         gathered_stages=config.gathered_stages if level == 3 else 0,
         look_ahead=config.look_ahead if level == 3 else None, reduce_after=config.reduces if level else None,

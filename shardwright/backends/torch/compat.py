@@ -39,11 +39,15 @@ except ImportError as error:
         f"torch {torch.__version__} lacks what Shardwright records steps with ({error}): install torch 2.6 to 2.13"
     ) from error
 
+CHECKPOINTS = ("_checkpoint_without_reentrant_generator", "CheckpointFunction")
+"""The names in `torch.utils.checkpoint` by which it does its work: the generator around a call, and the autograd
+function of reentrant checkpoints."""
 FAKE_TENSOR_LOGGER = "torch._subclasses.fake_tensor"
 COMPILER = "torch._dynamo"
 """The module of torch.compile: it is loaded when it is first used."""
 
 __all__ = [
+    "CHECKPOINTS",
     "COMPILER",
     "EXTRA_STATE_KEY",
     "FAKE_TENSOR_LOGGER",

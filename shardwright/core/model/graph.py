@@ -192,6 +192,9 @@ class Call:
     parent: int
     occurrence: int = 0
     """The number of calls of this path before it."""
+    is_recomputed: bool = False
+    """Whether the model asks for the call to be computed again in the backward pass: it lies in a checkpoint of the
+    model's own, or was marked."""
 
 
 @dataclass(frozen=True, slots=True)

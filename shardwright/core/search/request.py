@@ -70,7 +70,11 @@ class Options:
     ] = None
     recompute: Annotated[
         Recompute | Literal["auto"],
-        Option('which activations are computed again in the backward pass; "auto" searches'),
+        Option(
+            'which activations are computed again in the backward pass; "auto" searches, but for units that the model '
+            'itself checkpoints or that are marked, which are computed again. In Python also a policy, "none", '
+            '"full" or "offload", for each pattern of module paths, as {"transformer.h.*": "full"}'
+        ),
     ] = "auto"
     kept_units: Annotated[
         Sequence[Annotated[int, Ge(0)]] | None,

@@ -107,7 +107,7 @@ def bytes_follow_the_formula() -> None:
                 sent.clear()
                 sw.reduce_gradient(looked_up(rank, 30), policy, group=group)
                 of = RowGradient(ROWS, 4 * WIDTH, most, size)
-                agreeing = 8 * 7 * (size - 1) + (8 * (size - 1) if policy == "sparse" else 0)
+                agreeing = 8 * 8 * (size - 1) + (8 * (size - 1) if policy == "sparse" else 0)
                 assert sum(sent) == agreeing + of.moved_bytes(policy), (size, policy, sent)
     finally:
         dist.all_gather_into_tensor, dist.all_reduce = gather, reduce

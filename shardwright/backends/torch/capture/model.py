@@ -7,6 +7,7 @@ op needs values (`.item()`, `nonzero`), both runs are repeated on real tensors, 
 import logging
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -23,6 +24,7 @@ from shardwright.backends.torch.capture.batch_dims import Leaf, Sample
 from shardwright.backends.torch.capture.fp8_products import plain_products
 from shardwright.backends.torch.capture.known_values import known_values
 from shardwright.backends.torch.capture.op_schemas import dtype_name
+from shardwright.backends.torch.capture.own_checkpoints import marked_paths, plain_checkpoints
 from shardwright.backends.torch.capture.precision import step_dtype
 from shardwright.backends.torch.capture.recorder import Recorder
 from shardwright.backends.torch.capture.stand_in import (
@@ -48,7 +50,7 @@ from shardwright.backends.torch.compat import (
     set_mkldnn_enabled,
 )
 from shardwright.core.capabilities import Capabilities
-from shardwright.core.errors import CaptureError
+from shardwright.core.errors import CaptureError, PlanWarning
 from shardwright.core.model.graph import Graph, Parameter, TensorRole
 
 SIZES = (2, 3)
@@ -122,6 +124,7 @@ class _Session:
         self.tensors = tensors_of(model)
         self.buffers = {id(buffer) for buffer in model.buffers()}
         self.paths = {id(module): path for path, module in model.named_modules()}
+        self.recomputed = marked_paths(model)
         self.templates: dict[Any, Any] = {}
         self.chance = False
         """The outcome of branches that random numbers alone decide."""
@@ -210,6 +213,7 @@ class _Session:
         self, size: int, mode: Any, stand_ins: Mapping[int, torch.Tensor], make: Callable[[Leaf, int], torch.Tensor]
     ) -> _Run:
         recorder = self.make_recorder(self.templates, self.chance)
+        recorder.recomputed = self.recomputed
         with swapped_in(self.model, stand_ins), mode, plain_torch(), no_remembered_results(self.model):
             args, kwargs, made = self.sample.arguments(lambda leaf: make(leaf, size), size)
             self._name_all(recorder, stand_ins, made)
@@ -217,6 +221,7 @@ class _Session:
                 # Below autograd, composite ops reach the recorder whole, and no graph is kept for a backward pass.
                 with (
                     noted_calls(recorder, self.paths),
+                    plain_checkpoints(recorder.checkpoint),
                     recorder,
                     AutogradQuestions(recorder, with_values=self.with_values),
                     nullcontext() if self.with_values else known_values(),
@@ -280,6 +285,7 @@ class _Session:
     def graph(self, small: _Run, large: _Run, capabilities: Capabilities) -> Graph:
         """The two runs as one graph. Raises CaptureError where they differ."""
         a = small.recorder
+        self._say_left_checkpoints(a)
         returned = small.outputs, large.outputs
         aligned = Alignment(a, large.recorder, returned, SIZES, self.with_values, self.compute is not None)
         inputs = len(self.sample.leaves)  # inputs, then what the model holds, keep their numbers: see `_name_all`
@@ -307,6 +313,17 @@ class _Session:
             )
 
         return made(False, made(True) if aligned.has_casts else None)
+
+    def _say_left_checkpoints(self, recorder: Recorder) -> None:
+        """Warn of checkpoints of the model's own that a plan does without."""
+        if found := dict.fromkeys(recorder.checkpointed_functions):
+            places = ", ".join(path or type(self.model).__name__ for path in found)
+            warnings.warn(
+                f"{places}: what is checkpointed here is no call of a module, or is checkpointed by a policy "
+                f"(context_fn); a plan counts it as kept, or recomputes the unit around it",
+                PlanWarning,
+                stacklevel=4,
+            )
 
     def _parameters(self, first: int) -> tuple[Parameter, ...]:
         """The model's parameters, whose values were numbered right after the inputs."""

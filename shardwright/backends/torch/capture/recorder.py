@@ -5,7 +5,8 @@ composite op that the table of `ops` does not name is decomposed, and the ops th
 ops are recorded as functions: the tensor that was written, and every tensor that shares its memory, gets a new value.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -102,6 +103,12 @@ class Recorder(TorchDispatchMode):
         """The calls that read values of tensors."""
         self.left_in_objects: set[int] = set()
         """Values that module calls made and left in objects that they were given."""
+        self.checkpointed_functions: list[str] = []
+        """The paths of the calls in which a function was checkpointed that calls no module."""
+        self.recomputed: Collection[str] = ()
+        """The paths of modules that were marked to be computed again."""
+        self._checkpoints = 0
+        """The number of checkpoints of the model's own around what runs."""
         self._stack = [0]
         self._begun = [0]
         """The number of values before each call of the stack."""
@@ -130,7 +137,8 @@ class Recorder(TorchDispatchMode):
         if path == "" and occurrence == 0:
             self._stack.append(0)
             return
-        self.calls.append(Call(path, self._stack[-1], occurrence))
+        is_recomputed = self._checkpoints > 0 or path in self.recomputed
+        self.calls.append(Call(path, self._stack[-1], occurrence, is_recomputed))
         self._stack.append(len(self.calls) - 1)
 
     def leave(self, given: Sequence[Any] = (), *, failed: bool) -> None:
@@ -143,6 +151,18 @@ class Recorder(TorchDispatchMode):
                 self.left_in_objects |= {n for n in map(self._number_of, tensors_in_objects(item)) if n >= begun}
         if len(self._stack) > 1:
             self._stack.pop()
+
+    @contextmanager
+    def checkpoint(self, is_whole: bool) -> Iterator[None]:
+        """A checkpoint of the model's own around what runs; ``is_whole``: all of it is computed again."""
+        calls = len(self.calls)
+        self._checkpoints += is_whole
+        try:
+            yield
+        finally:
+            self._checkpoints -= is_whole
+            if len(self.calls) == calls or not is_whole:
+                self.checkpointed_functions.append(self.path)
 
     def refuse(self, reason: str) -> None:
         """Note that the model does something that a graph of ops does not hold; ``reason`` says what. A plan does

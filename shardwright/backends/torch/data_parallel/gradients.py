@@ -12,13 +12,16 @@ from torch.utils.hooks import RemovableHandle
 
 from shardwright.backends.torch.data_parallel.comm_hook import CommHook
 from shardwright.backends.torch.data_parallel.overlap import Exchange
+from shardwright.backends.torch.data_parallel.row_gradients import row_tables
 from shardwright.backends.torch.machine.data_groups import DataGroups
 from shardwright.backends.torch.machine.mesh import BoundMesh
 from shardwright.backends.torch.machine.pipeline_messages import as_carried
 from shardwright.backends.torch.machine.watchdog import Watchdog
 from shardwright.backends.torch.state.flat_shards import FlatShards
+from shardwright.backends.torch.state.gradient_hook import added, entries_of
 from shardwright.backends.torch.state.ownership import Ownership
 from shardwright.backends.torch.state.parts import Parts
+from shardwright.core.cost.row_gradients import Policy
 from shardwright.core.errors import ShardwrightError
 
 _DOUBLES = (torch.float64, torch.complex128)
@@ -55,6 +58,8 @@ class Gradients:
         self._under_way = False
         self.bucket_bytes: int | None = None
         """The size of a bucket of whole gradients, where a plan says it."""
+        self.row_policy: Policy = "auto"
+        """The form in which gradients of rows travel between replicas."""
         self.comm_hook: CommHook | None = None
         """The user's hook in the place of the sums over replicas."""
         self.is_clipped = False
@@ -161,10 +166,17 @@ class Gradients:
             names = dict.fromkeys((*self._order, *reversed(trainable)))
             chosen = {name: trainable[name] for name in names if name in trainable}
             self._exchange = Exchange(
-                chosen, self.data, self.watchdog, self.parts.flat, self.comm_hook, self.bucket_bytes
-            )
+                chosen, self.data, self.watchdog, self.parts.flat, self.comm_hook, self.bucket_bytes,
+                self._row_tables(), self.row_policy,
+            )  # fmt: skip
             self._exchanged = made_for
         return self._exchange
+
+    def _row_tables(self) -> frozenset[torch.Tensor]:
+        """The tables whose gradients are summed as rows: where replicas and tables are whole, and no hook of the user's
+        takes buckets."""
+        is_whole = self.parts.flat is None and self.parts.tensor is None and self.comm_hook is None
+        return row_tables(self.ownership.model) if is_whole and self.bound.size("dp") > 1 else frozenset()
 
     def finish(self, total_weight: float | None, factor: float = 1.0) -> None:
         """Sum over dp, over the tensor axis and over the holders of tied parameters, divide by the total weight if any
@@ -197,7 +209,7 @@ class Gradients:
                 parameter.grad.div_(divisor)
             before = self._before.get(name)
             if before is not None:
-                parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
+                parameter.grad = before if parameter.grad is None else _added(before, parameter.grad)
         self._before = {}
 
     def _hold(self, gradients: dict[str, torch.Tensor], divisor: float) -> None:
@@ -206,7 +218,7 @@ class Gradients:
             self._looks = register_optimizer_step_pre_hook(self._look_at_optimizer)
         for name, gradient in gradients.items():
             gradient.div_(divisor)
-            self._held[name] = self._held[name].add_(gradient) if name in self._held else gradient
+            self._held[name] = _added(self._held[name], gradient) if name in self._held else gradient
         for name, parameter in self.ownership.local_parameters().items():
             parameter.grad = self._before.get(name)
         self._before = {}
@@ -314,8 +326,15 @@ class Gradients:
         return self.last_norm
 
 
+def _added(sum_so_far: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """The sum of two gradients, in the memory of the first but where that one is of rows."""
+    return added(sum_so_far, gradient) if sum_so_far.is_sparse else sum_so_far.add_(gradient)
+
+
 def _norm(gradient: torch.Tensor, norm_type: float, dtype: torch.dtype) -> torch.Tensor:
-    """The norm in ``dtype``; the norm of complex entries is that of their absolute values."""
-    entries = gradient.abs() if gradient.is_complex() else gradient
+    """The norm in ``dtype``; the norm of complex entries is that of their absolute values. Rows that are not there are
+    zeros."""
+    given = entries_of(gradient)
+    entries = given.abs() if given.is_complex() else given
     norm: torch.Tensor = torch.linalg.vector_norm(entries, norm_type, dtype=dtype)
     return norm

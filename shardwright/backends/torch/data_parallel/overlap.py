@@ -8,7 +8,7 @@ DistributedDataParallel (Li et al., VLDB 2020, section 3.2.3). Where replicas ar
 where parameters are sharded, each rank sums its shard of it.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -17,19 +17,19 @@ from torch import nn
 
 from shardwright.backends.capabilities import TORCH_MEMORY
 from shardwright.backends.torch.data_parallel.comm_hook import CommHook, GradientBucket
+from shardwright.backends.torch.data_parallel.row_bucket import RowBucket
 from shardwright.backends.torch.machine.data_groups import DataGroups
 from shardwright.backends.torch.machine.watchdog import Watchdog
 from shardwright.backends.torch.state.flat_layout import FlatLayout
 from shardwright.backends.torch.state.flat_shards import GRADIENTS, FlatGroup, FlatShards
-from shardwright.backends.torch.state.gradient_hook import GradientHook, GradientSums, dense_strides
+from shardwright.backends.torch.state.gradient_hook import HALF, GradientHook, GradientSums, dense_strides
+from shardwright.core.cost.row_gradients import Policy
 from shardwright.core.errors import ShardwrightError
 
 SOLE_SHARE = 4
 """A gradient of this part of a bucket, or more, is a bucket of its own, which is summed where it lies."""
 READY_BYTES = 25 * 2**20
 """The bytes of gradients after which the small ones among them leave."""
-_HALF = (torch.bfloat16, torch.float16)
-"""The dtypes whose gradients add up in float32."""
 
 
 class Bucket:
@@ -53,7 +53,7 @@ class Bucket:
         else:
             self.layout, self._places = group.layout, group.places
         self.device = some.device
-        self._dtype = torch.float32 if some.dtype in _HALF else some.dtype
+        self._dtype = torch.float32 if some.dtype in HALF else some.dtype
         self._sums = GradientSums(self._places, self.layout.entries, self._dtype, self.device)
         self.present: set[int] = set()
         """The parameters that had a gradient on this rank in this step."""
@@ -158,6 +158,8 @@ class Exchange:
         flat: the sharded parameters; None where replicas are whole.
         comm_hook: what sums whole buckets in the place of an all-reduce.
         bucket_bytes: the size of a bucket; None: as `MemoryTraits` has it for the device.
+        tables: the parameters of which gradients of rows are made.
+        row_policy: the form in which these travel.
 
     Raises:
         ShardwrightError: there is a ``comm_hook``, and parameters are sharded.
@@ -170,6 +172,7 @@ class Exchange:
     def __init__(
         self, order: Mapping[str, nn.Parameter], groups: DataGroups, watchdog: Watchdog,
         flat: FlatShards | None = None, comm_hook: CommHook | None = None, bucket_bytes: int | None = None,
+        tables: Collection[torch.Tensor] = (), row_policy: Policy = "auto",
     ) -> None:  # fmt: skip
         self._groups, self._watchdog = groups, watchdog
         self._divides_gradients = flat is not None and flat.level >= GRADIENTS
@@ -179,17 +182,21 @@ class Exchange:
         self.told: Callable[[str], None] = lambda name: None
         group_of = flat.group_of if flat is not None and flat.is_shared else {}
         sharded = dict.fromkeys(group_of[name] for name in order if name in group_of)
-        rest = {name: parameter for name, parameter in order.items() if name not in group_of}
+        of_rows = [(name, parameter) for name, parameter in order.items() if parameter in tables]
+        rest = {name: p for name, p in order.items() if name not in group_of and p not in tables}
         whole = _grouped(rest.items(), bucket_bytes)
-        self._buckets = [Bucket(group.parameters, self._groups, group) for group in sharded]
-        self._buckets += [Bucket(dict(held), self._groups, None) for held in whole]
+        buckets = [Bucket(group.parameters, self._groups, group) for group in sharded]
+        buckets += [Bucket(dict(held), self._groups, None) for held in whole]
+        tables_apart = [RowBucket(name, parameter, self._groups, row_policy) for name, parameter in of_rows]
         if comm_hook is not None and sharded:
             raise ShardwrightError(
                 f"the communication hook {comm_hook.named()} was registered, and the plan shards parameters, whose "
                 f"gradients no rank has whole: register none, or plan with shard=0"
             )
-        for number, bucket in enumerate(self._buckets):
-            bucket.comm_hook, bucket.number, bucket.is_last = comm_hook, number, number == len(self._buckets) - 1
+        for number, bucket in enumerate(buckets):
+            bucket.comm_hook, bucket.number, bucket.is_last = comm_hook, number, number == len(buckets) - 1
+        self._buckets: list[Bucket | RowBucket] = [*buckets, *tables_apart]
+        self._sent_early = buckets
         self._bucket_of = {name: bucket for bucket in self._buckets for name in bucket.names}
         self._handles = [
             parameter.register_post_accumulate_grad_hook(bucket.hook(index, self._tell, self._is_active))
@@ -217,7 +224,7 @@ class Exchange:
             leaves_each = self.each_microbatch and not holds_back and bucket.group not in (None, *self._staying)
             bucket.begin(leaves_each=leaves_each)
         at_once = self.each_microbatch or holds_back
-        self._queue = [] if at_once else [(bucket, set(bucket.names)) for bucket in self._buckets]
+        self._queue = [] if at_once else [(bucket, set(bucket.names)) for bucket in self._sent_early]
         self._under_way, self._holds_back, self._sent, self._anywhere = True, holds_back, None, None
 
     def _tell(self, name: str) -> None:
@@ -247,11 +254,11 @@ class Exchange:
         while self._queue and not self._queue[0][1]:
             self._send(self._queue.pop(0)[0])
 
-    def _send(self, bucket: Bucket) -> None:
+    def _send(self, bucket: Bucket | RowBucket) -> None:
         """Begin the sum of a bucket: what is whole is summed in place; what is sharded is received beside what is
         sent, so that the one before ends first."""
         with self._watchdog.waiting(f"the start of a sum over {self._groups.said()}"):
-            if bucket.group is not None:
+            if isinstance(bucket, Bucket) and bucket.group is not None:
                 if self._sent is not None:
                     self._sent.receive()
                 self._sent = bucket
@@ -273,7 +280,7 @@ class Exchange:
         closed = [name for name in names if name in self._bucket_of]
         if self.each_microbatch and not self._holds_back:
             wanted = {id(self._bucket_of[name]) for name in closed}
-            leaving = [b for b in self._buckets if b.group is not None and b.group not in self._staying]
+            leaving = [b for b in self._sent_early if b.group is not None and b.group not in self._staying]
             self._queue = [(b, set(b.names) & set(closed)) for b in leaving if id(b) in wanted]
         self._expected, self._came = set(closed) if hooked else set(), set()
         try:

@@ -5,10 +5,11 @@ gradients are like. Rows are added up on each rank first, so that one that a bat
 once.
 """
 
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from shardwright.core.cost.row_gradients import POLICIES, Policy, RowGradient
 from shardwright.core.errors import ShardwrightError, nearest
@@ -36,14 +37,40 @@ def reduce_gradient(
     Raises:
         ShardwrightError: on every rank, where gradients differ in shape, dtype or policy, or one cannot be summed.
     """
-    problem = _problem(gradient, policy)
-    own = gradient.coalesce() if gradient.is_sparse and not problem else gradient
-    form = _agreed(own, policy, problem, group, limit_bytes)
-    if form == "dense":
-        whole = own.to_dense() if own.is_sparse else own.clone()
-        dist.all_reduce(whole, group=group)
-        return whole
-    return _gathered(own if own.is_sparse else _as_rows(own), group)
+    own, (form, _) = _agreed(gradient, policy, group, limit_bytes)
+    return _summed_whole(own, group) if form == "dense" else _gathered(own, group)
+
+
+def sum_as_made(gradient: torch.Tensor, policy: Policy, group: Any) -> torch.Tensor:
+    """The sum over ranks of a gradient, in the layout that one rank with all samples would have: rows where that of
+    every rank is of rows, so that optimizers know which ones were looked up. It travels as in `reduce_gradient`."""
+    own, (form, are_rows) = _agreed(gradient, policy, group, None)
+    if form == "sparse":
+        found = _gathered(own, group)
+        return found if are_rows else found.to_dense()
+    if not are_rows:
+        return _summed_whole(own, group)
+    is_there = torch.zeros(own.shape[0], dtype=torch.uint8, device=own.device)
+    is_there[own.indices()[0]] = 1
+    dist.all_reduce(is_there, op=dist.ReduceOp.MAX, group=group)
+    whole, rows = _summed_whole(own, group), is_there.nonzero().T
+    return torch.sparse_coo_tensor(rows, whole[rows[0]], own.shape, is_coalesced=True, check_invariants=False)
+
+
+def row_tables(model: nn.Module) -> frozenset[torch.Tensor]:
+    """The parameters of which gradients of rows are made: tables of ``sparse=True`` that no other module shares."""
+    tables: set[torch.Tensor] = set()
+    others: set[torch.Tensor] = set()
+    for module in model.modules():
+        is_table = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+        (tables if is_table else others).update(module.parameters(recurse=False))
+    return frozenset(tables - others)
+
+
+def _summed_whole(own: torch.Tensor, group: Any) -> torch.Tensor:
+    whole = own.to_dense() if own.is_sparse else own.clone()
+    dist.all_reduce(whole, group=group)
+    return whole
 
 
 def _problem(gradient: torch.Tensor, policy: str) -> str:
@@ -61,16 +88,25 @@ def _problem(gradient: torch.Tensor, policy: str) -> str:
     return ""
 
 
-def _agreed(
-    gradient: torch.Tensor, policy: Policy, problem: str, group: Any, limit_bytes: int | None
-) -> Literal["dense", "sparse"]:
-    """The form that all ranks take. Raises ShardwrightError on all of them where they differ."""
+class _Form(NamedTuple):
+    """The form in which a gradient travels, and whether every rank has rows of it."""
+
+    travels: Literal["dense", "sparse"]
+    are_rows: bool
+
+
+def _agreed(given: torch.Tensor, policy: Policy, group: Any, limit_bytes: int | None) -> tuple[torch.Tensor, _Form]:
+    """This rank's gradient, each row once, and the form that all ranks take. Raises ShardwrightError on all of them
+    where they differ."""
+    problem = _problem(given, policy)
+    gradient = given.coalesce() if given.is_sparse and not problem else given
     rows = gradient.shape[0] if gradient.dim() else 0
     entries = gradient.shape[1:].numel() if gradient.dim() else 0
     own = 0 if problem else gradient._nnz() if gradient.is_sparse else rows
     dtype = _DTYPES.index(gradient.dtype) if gradient.dtype in _DTYPES else -1
     limit = -1 if limit_bytes is None else limit_bytes
-    told = [int(bool(problem)), rows, entries, dtype, POLICIES.index(policy) if policy in POLICIES else -1, limit, own]
+    told = [int(bool(problem)), rows, entries, dtype, POLICIES.index(policy) if policy in POLICIES else -1, limit,
+            int(gradient.is_sparse), own]  # fmt: skip
     size = dist.get_world_size(group)
     everyone = torch.empty(size * len(told), dtype=torch.int64, device=gradient.device)
     dist.all_gather_into_tensor(everyone, torch.tensor(told, device=gradient.device), group=group)
@@ -84,10 +120,8 @@ def _agreed(
         if len(set(values)) > 1:
             shown = [str(_DTYPES[v]) if at == 3 else POLICIES[v] if at == 4 else v for v in values]
             raise ShardwrightError(f"reduce_gradient: ranks differ in {names[at]}, {shown}: expected the same on all")
-    if policy != "auto":
-        return policy
     of = RowGradient(rows, entries * gradient.element_size(), max(said[-1] for said in every), size)
-    return of.chosen(limit_bytes)
+    return gradient, _Form(of.chosen(limit_bytes) if policy == "auto" else policy, all(said[-2] for said in every))
 
 
 def _as_rows(gradient: torch.Tensor) -> torch.Tensor:
@@ -96,8 +130,9 @@ def _as_rows(gradient: torch.Tensor) -> torch.Tensor:
     return torch.sparse_coo_tensor(rows, gradient[rows[0]], gradient.shape, is_coalesced=True, check_invariants=False)
 
 
-def _gathered(gradient: torch.Tensor, group: Any) -> torch.Tensor:
+def _gathered(own_gradient: torch.Tensor, group: Any) -> torch.Tensor:
     """The sum of coalesced rows of all ranks. A gather is of equal parts, so ranks with fewer rows fill up."""
+    gradient = own_gradient if own_gradient.is_sparse else _as_rows(own_gradient)
     size, device = dist.get_world_size(group), gradient.device
     own = gradient._nnz()
     counts = torch.empty(size, dtype=torch.int64, device=device)

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext,
 from torch.utils.checkpoint import create_selective_checkpoint_contexts as selective_contexts
 
 from shardwright.backends.torch.capture.held_tensors import keep_modules, tensors_in
+from shardwright.backends.torch.capture.own_checkpoints import plain_checkpoints
 from shardwright.backends.torch.compat import pytree
 from shardwright.backends.torch.program.program import ObjectRef, Step
 from shardwright.backends.torch.program.randomness import Streams
@@ -164,7 +165,8 @@ class _Unit:
             for position in self.positions:
                 given[position] = _copied(self.objects[position])
             args, kwargs = pytree.tree_unflatten(given, spec)
-        return self.module(*args, **kwargs)
+        with plain_checkpoints():
+            return self.module(*args, **kwargs)
 
 
 def _copied(item: Any) -> Any:

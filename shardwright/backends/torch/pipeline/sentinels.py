@@ -16,6 +16,7 @@ from torch import nn
 from shardwright.backends.torch.compat import norms_of
 from shardwright.backends.torch.machine.watchdog import Watchdog
 from shardwright.backends.torch.pipeline.first_bad_op import OpChecks
+from shardwright.backends.torch.state.gradient_hook import entries_of
 from shardwright.core.errors import NonFiniteError
 
 Answer = Literal["warn", "error", "ignore"]
@@ -83,7 +84,7 @@ class Sentinel:
             return
         noted = self._noted
         noted.culprit = self.ops.first() if self.ops is not None else ""
-        held = [(name, p.grad) for name, p in parameters.items() if p.grad is not None and not p.grad.is_sparse]
+        held = [(name, entries_of(p.grad)) for name, p in parameters.items() if p.grad is not None]
         if self._overflow_is_normal([g for _, g in held]):
             noted.losses.clear()
         elif held:

@@ -25,6 +25,7 @@ from shardwright.backends.torch.capture.held_tensors import tensors_in
 from shardwright.backends.torch.capture.host_draws import generator_state, host_state, patched_functions
 from shardwright.backends.torch.capture.known_values import known_values
 from shardwright.backends.torch.capture.loss_scaler import real_scales
+from shardwright.backends.torch.capture.own_checkpoints import plain_checkpoints
 from shardwright.backends.torch.capture.product_flops import ProductFlops
 from shardwright.backends.torch.capture.remembered_results import memory_of
 from shardwright.backends.torch.capture.stand_in import no_remembered_results
@@ -158,7 +159,8 @@ class StepRecorder:
             reading = self.reads.watching(getattr(body, "python_roots", ()))
             known = nullcontext() if self.real else known_values(self._runs_again)
             clocks = self.clocks.followed()
-            with reading, clocks, patched_modules(self.modules), drawing, Functions(self), Ops(self), known:
+            plain = plain_checkpoints()  # what is computed again is the plan's to say
+            with reading, clocks, patched_modules(self.modules), drawing, plain, Functions(self), Ops(self), known:
                 try:
                     result = body(stand_ins)
                 except VALUE_DEPENDENT as error:

@@ -9,6 +9,8 @@ from shardwright.backends.torch.compat import accumulation_hooks, has_memory_of_
 
 Place = tuple[torch.Size, tuple[int, ...], int]
 """The (shape, strides, first entry) of a tensor in a flat buffer."""
+HALF = (torch.bfloat16, torch.float16)
+"""The dtypes whose gradients add up in float32."""
 
 
 class GradientSums:
@@ -96,6 +98,44 @@ class GradientSums:
         self.take()
 
 
+class RowSums:
+    """Gradients of one table that add up over microbatches: rows, or whole where one of them is.
+
+    Attributes:
+        dtype: the dtype of the sums.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self._sum: torch.Tensor | None = None
+
+    def add(self, index: int, gradient: torch.Tensor) -> None:
+        """Add a gradient to the sum."""
+        more = gradient.detach().to(self.dtype)
+        self._sum = more if self._sum is None else added(self._sum, more)
+
+    def sum_of(self, index: int) -> torch.Tensor | None:
+        """None: nobody adds to the sum but `add`."""
+        return None
+
+    def take(self) -> torch.Tensor | None:
+        """The sum, None where nothing was added. What is added next begins another."""
+        taken, self._sum = self._sum, None
+        return taken
+
+
+def added(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """The sum of two gradients, of rows or whole: each row once; whole where one of them is."""
+    if not one.is_sparse:
+        return one + other
+    return (one + other).coalesce() if other.is_sparse else other + one
+
+
+def entries_of(gradient: torch.Tensor) -> torch.Tensor:
+    """The entries of a gradient that are not zeros for want of a row."""
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
+
+
 class GradientHook:
     """A hook on a parameter that tells of each gradient in a step, and adds it to its sum.
 
@@ -108,7 +148,7 @@ class GradientHook:
     is_of_the_runtime = True
 
     def __init__(
-        self, name: str, index: int, sums: GradientSums, tell: Callable[[str], None],
+        self, name: str, index: int, sums: GradientSums | RowSums, tell: Callable[[str], None],
         is_active: Callable[[], bool], keeps_data: bool,
     ) -> None:  # fmt: skip
         self.name, self.index, self.sums, self.tell = name, index, sums, tell

@@ -1,0 +1,1 @@
+"""Gradients over replicas, outside of what `jax.jit` sums by itself."""

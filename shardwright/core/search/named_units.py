@@ -1,0 +1,120 @@
+"""What becomes of the activations of units that are named by the paths of their modules, or by the model itself."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+from shardwright.core.errors import PlanError, nearest
+from shardwright.core.model.fold import Unit, fold
+from shardwright.core.model.graph import Graph
+from shardwright.core.search.request import Options
+
+POLICIES = ("none", "full", "offload")
+
+
+def by_module(graph: Graph, asked: Mapping[str, str]) -> dict[str, Any]:
+    """The options of `plan()` for policies by module: for each pattern of module paths (``transformer.h.[0-5]``, or a
+    module with all below it) "none", "full" or "offload". The first pattern that matches a unit counts; units that
+    none matches keep their activations.
+
+    Raises:
+        PlanError: a pattern that matches no unit, or only parts of units (the nearest paths are named), or a policy
+            that is not of units.
+    """
+    if not asked:
+        raise PlanError("recompute={}: expected a policy for each pattern of module paths")
+    for pattern, policy in asked.items():
+        if policy not in POLICIES:
+            raise PlanError(
+                f"recompute={{{pattern!r}: {policy!r}}}: by module there is 'none', 'full' or 'offload'; policies by "
+                f"op, as 'elementwise', are of the whole model"
+            )
+    units, found = fold(graph).units, dict[int, str]()
+    for unit in units:
+        for pattern, policy in asked.items():
+            if any(_matches(call.path, pattern) for call in unit.calls):
+                found[unit.index] = policy
+                break
+    for pattern in asked:
+        if not any(_matches(call.path, pattern) for unit in units for call in unit.calls):
+            raise PlanError(_no_match(graph, units, pattern))
+    kept = tuple(unit.index for unit in units if found.get(unit.index, "none") == "none")
+    away = tuple(unit for unit, policy in found.items() if policy == "offload")
+    if len(kept) == len(units):
+        return {"recompute": "none"}
+    return {"recompute": "full", "kept_units": kept or None, "offloaded_units": away or None}
+
+
+def as_the_model_asks(graph: Graph, options: Options, warn: Callable[[str], None]) -> Options:
+    """The options with the units that the model itself computes again, by checkpoints or marks, where nobody says what
+    is recomputed: these are recomputed, the others kept.
+
+    Raises:
+        PlanError: the options say that such units are kept.
+    """
+    if not any(call.is_recomputed for call in graph.calls):
+        return options
+    units = fold(graph).units
+    whole = [unit for unit in units if unit.calls and all(_is_recomputed(graph, unit, c.path) for c in unit.calls)]
+    marked = {unit.index for unit in whole}
+    parts = {
+        call.path
+        for unit in units
+        if unit.index not in marked
+        for call in _calls_of(graph, unit)
+        if call.is_recomputed and not graph.calls[call.parent].is_recomputed
+    }
+    if parts:
+        some = sorted(parts)
+        warn(
+            f"{some[0]} and {len(some) - 1} other modules are parts of units, and the model asks to compute them "
+            f"again: a plan keeps units or recomputes them whole, so that these are counted as kept; they run as the "
+            f"model has it"
+        )
+    if not whole:
+        return options
+    said = f"{whole[0].calls[0].path} and {len(whole) - 1} other units are checkpointed by the model itself, or marked"
+    if options.recompute == "none" or marked & set(options.kept_units or ()):
+        raise PlanError(
+            f"recompute={options.recompute!r} keeps units that are to be recomputed: {said}. Leave recompute out, or "
+            f"switch the model's checkpoints off"
+        )
+    if options.recompute != "auto":
+        return options
+    kept = tuple(unit.index for unit in units if unit.index not in marked)
+    if options.offload:
+        raise PlanError(f"offload=True searches for the units that are recomputed, and {said}: leave out one of them")
+    return replace(options, recompute="full", kept_units=kept or None)
+
+
+def _matches(path: str, pattern: str) -> bool:
+    return fnmatchcase(path, pattern) or path.startswith(f"{pattern}.") or fnmatchcase(path, f"{pattern}.*")
+
+
+def _calls_of(graph: Graph, unit: Unit) -> Iterator[Any]:
+    """All calls in which ops of a unit lie."""
+    seen = set()
+    for op in graph.ops[unit.first_op : unit.end_op]:
+        call = op.call
+        while call not in seen:
+            seen.add(call)
+            call = graph.calls[call].parent
+    return (graph.calls[call] for call in sorted(seen))
+
+
+def _is_recomputed(graph: Graph, unit: Unit, path: str) -> bool:
+    return any(call.path == path and call.is_recomputed for call in _calls_of(graph, unit))
+
+
+def _no_match(graph: Graph, units: Sequence[Unit], pattern: str) -> str:
+    paths = [call.path for unit in units for call in unit.calls]
+    inside = next((call.path for call in graph.calls if _matches(call.path, pattern)), None)
+    if inside is not None:
+        around = next((path for path in paths if inside.startswith(f"{path}.")), None)
+        if around is not None:
+            return (
+                f"recompute={{{pattern!r}: …}}: {inside} is a part of the unit {around}, and units are kept, "
+                f"recomputed or offloaded whole: name {around!r}"
+            )
+    return f"recompute={{{pattern!r}: …}} matches no module of {graph.model_name}: {nearest(pattern, paths)}"
