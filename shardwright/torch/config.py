@@ -27,7 +27,6 @@ PIPELINE_MODES = ("auto", "recorded", "messages")
 
 _LATER: dict[str, tuple[Any, str]] = {
     "auto_partition": (True, "stages are cut by the planner"),
-    "offload_activations": (False, "activations stay on the device"),
     "fp16_params": (False, "use torch.autocast around the step"),
     "delayed_parameter_initialization": (False, "build the model under sw.delay_param_initialization()"),
 }
@@ -68,6 +67,8 @@ class Config:
             flow may depend on values, and calls modules where they are; "auto" takes messages where recording fails.
         recompute: "full" runs the forward of repeated blocks again in the backward pass; "elementwise" all but their
             products and attention, "alternate" these and every second product.
+        offload_activations: whether the activations of the blocks that ``recompute="full"`` would run again are on the
+            host between forward and backward instead, each back one block ahead of its use; not with ``recompute``.
         prescaled_batch: whether all ranks of the tensor axis are given the same batch. Without it each has samples of
             its own, and a step is over all of them.
         optimize: on the tensor axis, "memory" divides along the sequence the values that every rank would hold whole,
@@ -130,6 +131,7 @@ class Config:
     placement_strategy: str = "PDT"
     cluster: str | None = None
     recompute: Literal["none", "elementwise", "alternate", "full"] = "none"
+    offload_activations: bool = False
     prescaled_batch: bool = True
     optimize: Literal["speed", "memory"] | None = None
     loss_scope: LossScope | None = None
@@ -200,7 +202,7 @@ class Config:
             )
 
     def _require_types(self) -> None:
-        for name in ("ddp", "prescaled_batch", "shard_optimizer_state", "bf16", "fp8", "fp16"):
+        for name in ("ddp", "prescaled_batch", "shard_optimizer_state", "bf16", "fp8", "fp16", "offload_activations"):
             if not isinstance(getattr(self, name), bool):
                 raise ShardwrightError(f"{name}={getattr(self, name)!r}: expected True or False")
         if not isinstance(self.hierarchical_gathers, bool | None):
@@ -224,6 +226,11 @@ class Config:
             raise ShardwrightError(f"shard={self.shard!r}: expected 0, 1, 2 or 3")
         if self.shard_group is not None and (type(self.shard_group) is not int or self.shard_group < 1):
             raise ShardwrightError(f"shard_group={self.shard_group!r}: expected a number of replicas")
+        if self.offload_activations and self.recompute != "none":
+            raise ShardwrightError(
+                f"offload_activations=True and recompute={self.recompute!r}: the same activations are kept on the "
+                f"host, or computed again; leave out one of them"
+            )
         self._require_one_sharding()
         self._require_limits()
         self._require_residency()

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from shardwright.backends.torch.capture.own_checkpoints import marked_paths
 from shardwright.backends.torch.capture.precision import step_dtype
 from shardwright.backends.torch.compat import IncompatibleKeys, pytree
 from shardwright.backends.torch.machine.agreement import Claim
@@ -86,17 +87,23 @@ class DistributedModel(nn.Module):
         if session.plan is not None:
             self._warn_of_precision(session.plan.decision.precision)
             self.runtime.split(StageMap.of_plan(session.plan))
-        elif session.bound.size("pp") == session.bound.size("tp") == 1 and config.shard_level < 3 and not config.fp8:
+        elif self._is_run_whole(module):
             self.runtime.split(
                 StageMap.whole(
                     session.config.schedule(None),
-                    recompute=session.config.recompute,
                     loss_scope=session.config.loss_scope or "replica",
                     shard=config.shard_level,
                     shard_group=config.sharing_replicas,
                     hierarchical=config.hierarchical_gathers is not False,
                 )
             )
+
+    def _is_run_whole(self, module: nn.Module) -> bool:
+        """Whether one rank holds the whole model and calls it as it is, so that it needs no plan."""
+        config, bound = self.session.config, self.session.bound
+        by_units = config.recompute != "none" or config.offload_activations or bool(marked_paths(module))
+        is_whole = bound.size("pp") == bound.size("tp") == 1 and config.shard_level < 3
+        return is_whole and not config.fp8 and not by_units
 
     def _agree(self, module: nn.Module) -> None:
         """Go on when all ranks wrap the same model. Take the values of rank 0 where peers begin with others."""

@@ -1,8 +1,9 @@
 """Planning at the first step, when `init` was given degrees and no plan: the captured model with the degrees pinned."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -47,16 +48,16 @@ def plan_at_first_step(config: Config, bound: BoundMesh, model: nn.Module, graph
     precision, entries = config.precision or _precision(model), config.sdp_param_persistence_threshold
     # What a configuration does not ask for is not excluded by it: the model may compute units again by itself.
     recompute = "auto" if config.recompute == "none" and any(c.is_recomputed for c in graph.calls) else config.recompute
-    plan: Plan = search(
-        graph,
-        Cluster(
-            config.cluster or _hardware(bound.device), nodes=bound.mesh.size // bound.ranks_per_node,
-            devices_per_node=bound.ranks_per_node,
-        ),
+    cluster = Cluster(
+        config.cluster or _hardware(bound.device), nodes=bound.mesh.size // bound.ranks_per_node,
+        devices_per_node=bound.ranks_per_node,
+    )  # fmt: skip
+    find: Callable[..., Plan] = partial(
+        search, graph, cluster,
         batch=samples * config.microbatches * dp,
         pp=pp, tp=bound.size("tp"), dp=dp, sequence_parallel=_divides_sequence(config),
         microbatch=samples, schedule=_schedule_for_cut(config),
-        virtual_stages=config.virtual_stages, recompute=recompute,
+        virtual_stages=config.virtual_stages,
         loss_scope=config.loss_scope, shard=level, shard_group=config.sharing_replicas if level else None,
         gathered_stages=config.gathered_stages if level == 3 else 0,
         look_ahead=config.look_ahead if level == 3 else None, reduce_after=config.reduces if level else None,
@@ -64,6 +65,10 @@ def plan_at_first_step(config: Config, bound: BoundMesh, model: nn.Module, graph
         whole_below_bytes=None if level < 3 or entries is None else entries * PRECISION_BYTES[precision],
         precision=precision, layouts=_layouts(config.layouts, model),
     )  # fmt: skip
+    plan = find(recompute="full" if config.offload_activations else recompute)
+    if config.offload_activations:
+        starts = plan.decision.stage_starts
+        plan = find(recompute="full", offloaded_units=plan.recomputed_units, stage_starts=starts)
     stage_map = StageMap.of_plan(plan, config.schedule(plan.stage_costs()))
     # On nodes of unlike numbers of ranks, which were planned as one, groups may lie evenly all the same.
     asks = config.hierarchical_gathers is not False and not bound.has_even_nodes

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from shardwright.backends.torch.capture.own_checkpoints import marked_paths
 from shardwright.backends.torch.machine.mesh import BoundMesh
 from shardwright.backends.torch.program.stage_map import StageMap
 from shardwright.backends.torch.training.messages.engine import BACKWARD_FIRST, FORWARD_FIRST
@@ -55,12 +56,14 @@ class ConfiguredMode:
         """Plan a model that came without a plan. Raises PlanError when none satisfies the configuration."""
         return plan_at_first_step(self.config, self.bound, model, graph)
 
-    def require_messages(self, plan: Plan | None) -> None:
+    def require_messages(self, plan: Plan | None, model: nn.Module) -> None:
         """Raise MissingCapabilityError where steps that are to run by messages would compute, or hold, something else
         than the configuration or the plan asks for."""
         config, decision = self.config, None if plan is None else plan.decision
         asked = {
             "recompute": config.recompute != "none" or (decision is not None and decision.recompute != "none"),
+            "set_activation_checkpointing": bool(marked_paths(model)),
+            "offload_activations": config.offload_activations,
             "loss_scope='global'": config.loss_scope == "global"
             or (decision is not None and decision.loss_scope == "global"),
             "compile": bool(config.compile),

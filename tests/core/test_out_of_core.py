@@ -11,8 +11,9 @@ from shardwright.core.out_of_core.chain_run import ChainRun, Span, run_chain
 from shardwright.core.out_of_core.labels import SAME, _Search, best_labels
 
 
-def drawn(rng: np.random.Generator, count: int) -> tuple[list[Block], int]:
-    """Unequal blocks, and a limit between the largest of them and all of them."""
+def drawn(rng: np.random.Generator, count: int, *, some_stay: bool = False) -> tuple[list[Block], int]:
+    """Unequal blocks, and a limit between the largest of them and all of them. ``some_stay``: some may not be computed
+    again."""
     blocks = []
     for _ in range(count):
         kept = int(rng.integers(1, 100))
@@ -22,15 +23,17 @@ def drawn(rng: np.random.Generator, count: int) -> tuple[list[Block], int]:
             Block(
                 forward, forward * float(rng.uniform(1, 3)), each, each * float(rng.uniform(0.7, 1.4)), kept,
                 int(rng.integers(0, kept // 2 + 1)), int(rng.integers(0, 20)),
+                may_recompute=not some_stay or bool(rng.integers(0, 2)),
             )
         )  # fmt: skip
     least = max(b.kept_bytes + b.passing_bytes for b in blocks)
     return blocks, int(rng.uniform(least, sum(b.kept_bytes for b in blocks) + 20))
 
 
-def every_labelling(blocks: list[Block], memory_bytes: int) -> float | None:
-    """The shortest makespan of all labellings."""
-    runs = (run_chain(blocks, labels, memory_bytes) for labels in product(LABELS, repeat=len(blocks)))
+def every_labelling(blocks: list[Block], memory_bytes: int, *, copies_beside: bool = True) -> float | None:
+    """The shortest makespan of all labellings that the blocks may have."""
+    may = [LABELS if block.may_recompute else ("keep", "offload") for block in blocks]
+    runs = (run_chain(blocks, labels, memory_bytes, copies_beside=copies_beside) for labels in product(*may))
     return min((run.makespan_s for run in runs if run is not None), default=None)
 
 
@@ -49,6 +52,27 @@ def require_best(rng: np.random.Generator, count: int) -> None:
 def test_labels_are_the_best_of_all(case: int) -> None:
     rng = np.random.default_rng(case)
     require_best(rng, int(rng.integers(1, 6)))
+
+
+@pytest.mark.parametrize("case", range(30))
+@pytest.mark.parametrize("beside", [True, False])
+def test_labels_are_the_best_where_copies_take_the_devices_time_and_some_blocks_stay(case: int, beside: bool) -> None:
+    rng = np.random.default_rng(5000 + case)
+    blocks, memory_bytes = drawn(rng, int(rng.integers(2, 6)), some_stay=True)
+    found = best_labels(blocks, memory_bytes, copies_beside=beside)
+    wanted = every_labelling(blocks, memory_bytes, copies_beside=beside)
+    assert (found is None) == (wanted is None)
+    if found is not None:
+        assert found.run.makespan_s == pytest.approx(wanted, rel=1e-9)
+        assert all(b.may_recompute for b, label in zip(blocks, found.labels, strict=True) if label == "recompute")
+        assert best_labels(blocks * 4, memory_bytes, copies_beside=beside).bound_s >= 0  # more than are enumerated
+
+
+def test_copies_that_take_the_devices_time_are_part_of_passes() -> None:
+    block = Block(1.0, 2.0, 0.25, 0.5, 10)
+    run = run_chain([block, block], ["offload", "keep"], 20, copies_beside=False)
+    assert run.makespan_s == pytest.approx(2 * 3.0 + 0.75)
+    assert run_chain([block, block], ["offload", "keep"], 20).makespan_s == pytest.approx(6.0)
 
 
 @pytest.mark.slow

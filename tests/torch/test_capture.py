@@ -424,3 +424,16 @@ def test_keys_and_values_that_a_cache_holds_are_marked_and_stay_beside_what_is_c
         plan = sw.plan(graph, sw.Cluster("cpu", devices_per_node=2), **pins)
         peaks[cached] = plan.predicted.memory[0].activations_bytes
     assert peaks[True] - peaks[False] == 4 * 2 * (2 * 2 * 16 * 16 * 4)
+
+
+def test_a_single_number_selects_one_entry() -> None:
+    class Selecting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x).index_select(1, torch.tensor(1)).square().mean()
+
+    (op,) = (op for op in sw.capture(Selecting(), torch.zeros(2, 4)).ops if "index_select" in op.name)
+    assert op.kind == "gather"

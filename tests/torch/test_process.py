@@ -151,9 +151,9 @@ def test_placement_strategies_order_the_axes() -> None:
 
 
 def test_what_this_version_lacks_is_refused_by_name_and_its_neutral_value_taken() -> None:
-    read_config({"offload_activations": False, "auto_partition": True})
-    with pytest.raises(MissingCapabilityError, match="offload_activations=True"):
-        read_config({"offload_activations": True})
+    read_config({"fp16_params": False, "auto_partition": True})
+    with pytest.raises(MissingCapabilityError, match="fp16_params=True"):
+        read_config({"fp16_params": True})
 
 
 def test_what_has_no_effect_is_said() -> None:

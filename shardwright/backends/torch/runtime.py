@@ -53,7 +53,7 @@ class StepMode(Protocol):
     def plan(self, model: nn.Module, graph: Graph) -> StageMap:
         """Plan a model that came without a plan. Raises PlanError when none satisfies the configuration."""
 
-    def require_messages(self, plan: Plan | None) -> None:
+    def require_messages(self, plan: Plan | None, model: nn.Module) -> None:
         """Raise MissingCapabilityError where messages would compute something else than was asked for."""
 
     def unheeded(self, stage_map: StageMap | None) -> str:
@@ -254,7 +254,7 @@ class Runtime:
                 f"float32 parameters: leave out bf16, fp16 or the plan's precision, or change the model so that it can "
                 f"be recorded ('pipeline_mode': 'recorded' says what hinders it)"
             )
-        mode.require_messages(None if stage_map is None else stage_map.plan)
+        mode.require_messages(None if stage_map is None else stage_map.plan, self.split_model.model)
         if ranks > 1 and self.bound.rank == 0:
             warnings.warn(
                 f"a model that runs by message passing runs whole on each of the {ranks} ranks of the "

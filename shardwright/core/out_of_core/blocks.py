@@ -31,9 +31,11 @@ class Block:
     """The part of these that it is computed again from."""
     passing_bytes: int = 0
     """What its passes hold for a while beside."""
+    may_recompute: bool = True
+    """Whether it may be computed again."""
 
     def __post_init__(self) -> None:
-        for name in Block.__slots__:
+        for name in Block.__slots__[:-1]:
             if not getattr(self, name) >= 0:
                 raise ShardwrightError(f"Block({name}={getattr(self, name)}): expected 0 or more")
         if self.entering_bytes > self.kept_bytes:

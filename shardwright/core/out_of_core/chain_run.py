@@ -3,7 +3,8 @@ the link back.
 
 Passes run in order. A block's activations leave as soon as its forward is done, and come back in the order of the
 backward, as early as there is room beside all that earlier backwards will still need: so that none ever waits for one
-behind it. Nothing runs that does not fit.
+behind it. Nothing runs that does not fit. On CPUs, where copies take the device's own time, a pass takes longer by the
+copies of its block.
 """
 
 from collections.abc import Sequence
@@ -36,16 +37,19 @@ class ChainRun:
 
 
 def run_chain(
-    blocks: Sequence[Block], labels: Sequence[Label], memory_bytes: int, until_s: float = float("inf")
-) -> ChainRun | None:
+    blocks: Sequence[Block], labels: Sequence[Label], memory_bytes: int, until_s: float = float("inf"), *,
+    copies_beside: bool = True,
+) -> ChainRun | None:  # fmt: skip
     """The run of a chain under a memory limit. None where it comes to a stop for want of memory, or lasts longer than
-    ``until_s``."""
-    return _Run(blocks, labels, memory_bytes).run(until_s)
+    ``until_s``. ``copies_beside``: whether copies run beside computing."""
+    return _Run(blocks, labels, memory_bytes, copies_beside).run(until_s)
 
 
 class _Run:
-    def __init__(self, blocks: Sequence[Block], labels: Sequence[Label], memory_bytes: int) -> None:
-        self.blocks, self.labels = blocks, labels
+    def __init__(
+        self, blocks: Sequence[Block], labels: Sequence[Label], memory_bytes: int, copies_beside: bool
+    ) -> None:
+        self.blocks, self.labels, self.copies_beside = blocks, labels, copies_beside
         self.free = self.least_free = memory_bytes
         self.memory_bytes = memory_bytes
         count = len(blocks)
@@ -94,13 +98,13 @@ class _Run:
                 self._run("compute", what, block, now, self._seconds(what, block))
         if "out" not in self.busy and self.leaving:
             block = self.leaving.pop(0)
-            self._run("out", "S", block, now, self.blocks[block].out_s)
+            self._run("out", "S", block, now, self.blocks[block].out_s * self.copies_beside)
         if "in" not in self.busy and self.coming and self.turn >= len(self.blocks):
             block = self.coming[0]
             if self.has_left[block] and self.blocks[block].kept_bytes + self._reserved(block) <= self.free:
                 self.coming.pop(0)
                 self._take(self.blocks[block].kept_bytes)
-                self._run("in", "S", block, now, self.blocks[block].in_s)
+                self._run("in", "S", block, now, self.blocks[block].in_s * self.copies_beside)
 
     def _needed(self, what: str, block: int) -> int:
         of = self.blocks[block]
@@ -110,7 +114,11 @@ class _Run:
         return (self.again[block] if what == "R" else kept) + of.passing_bytes
 
     def _seconds(self, what: str, block: int) -> float:
-        return self.blocks[block].backward_s if what == "B" else self.blocks[block].forward_s
+        of = self.blocks[block]
+        copied = self.labels[block] == "offload" and not self.copies_beside
+        if what == "B":
+            return of.backward_s + of.in_s * copied
+        return of.forward_s + of.out_s * copied
 
     def _reserved(self, block: int) -> int:
         """What the passes before a block's backward have still to allocate, without what each frees in between."""

@@ -39,15 +39,17 @@ class Labelling:
         return self.run.makespan_s <= self.bound_s * (1 + SAME)
 
 
-def best_labels(blocks: Sequence[Block], memory_bytes: int, *, may_offload: bool = True) -> Labelling | None:
+def best_labels(
+    blocks: Sequence[Block], memory_bytes: int, *, may_offload: bool = True, copies_beside: bool = True
+) -> Labelling | None:
     """The labels with the shortest makespan; of equally short ones, those that keep most, then recompute least. None
-    where no labels fit.
+    where no labels fit. ``copies_beside``: whether copies run beside computing, as not on CPUs.
 
     Raises:
         ShardwrightError: no blocks were given, or one alone does not fit.
     """
     require_room(blocks, memory_bytes)
-    search = _Search(blocks, memory_bytes, LABELS if may_offload else ("keep", "recompute"))
+    search = _Search(blocks, memory_bytes, LABELS if may_offload else ("keep", "recompute"), copies_beside)
     for labels in search.patterns():
         search.try_labels(labels)
     if len(blocks) > EXACT:
@@ -58,8 +60,10 @@ def best_labels(blocks: Sequence[Block], memory_bytes: int, *, may_offload: bool
 
 
 class _Search:
-    def __init__(self, blocks: Sequence[Block], memory_bytes: int, labels: tuple[Label, ...]) -> None:
-        self.blocks, self.memory_bytes, self.labels = blocks, memory_bytes, labels
+    def __init__(
+        self, blocks: Sequence[Block], memory_bytes: int, labels: tuple[Label, ...], copies_beside: bool = True
+    ) -> None:
+        self.blocks, self.memory_bytes, self.labels, self.copies_beside = blocks, memory_bytes, labels, copies_beside
         self.best: tuple[ChainRun, tuple[Label, ...]] | None = None
         self._tried: set[tuple[Label, ...]] = set()
         self.computing_s = sum(b.forward_s + b.backward_s for b in blocks)
@@ -70,13 +74,22 @@ class _Search:
         run, labels = self.best
         return Labelling(labels, run, run.makespan_s if bound_s is None else min(bound_s, run.makespan_s))
 
+    def _labels_of(self, block: int) -> tuple[Label, ...]:
+        """The labels that a block may have."""
+        return self.labels if self.blocks[block].may_recompute else tuple(x for x in self.labels if x != "recompute")
+
     def try_labels(self, labels: tuple[Label, ...]) -> bool:
-        """Whether labels are better than the best so far."""
+        """Whether labels are better than the best so far. A block that may not be computed again is offloaded."""
+        instead: Label = "offload" if "offload" in self.labels else "keep"
+        labels = tuple(
+            instead if label == "recompute" and not block.may_recompute else label
+            for label, block in zip(labels, self.blocks, strict=True)
+        )
         if labels in self._tried:
             return False
         self._tried.add(labels)
         until = float("inf") if self.best is None else self.best[0].makespan_s * (1 + SAME)
-        run = run_chain(self.blocks, labels, self.memory_bytes, until)
+        run = run_chain(self.blocks, labels, self.memory_bytes, until, copies_beside=self.copies_beside)
         if run is None or (self.best is not None and not self._is_better(run, labels)):
             return False
         self.best = run, labels
@@ -116,7 +129,7 @@ class _Search:
                 if self.best is None:
                     return
                 labels = self.best[1]
-                for label in self.labels:
+                for label in self._labels_of(i):
                     helped |= self.try_labels((*labels[:i], label, *labels[i + 1 :]))
                 if i:
                     labels = self.best[1]
@@ -140,15 +153,18 @@ class _Search:
             self.try_labels(behind)
             return
         of = self.blocks[block]
-        for label in self.labels:
+        for label in self._labels_of(block):
             left = left_bytes + of.left_bytes(label)
             if left > self.memory_bytes:
                 continue
             again = again_s + (of.forward_s if label == "recompute" else 0.0)
-            self._label((label, *behind), left, again, travelling_s + (of.in_s if label == "offload" else 0.0))
+            copied = label == "offload"
+            if not self.copies_beside:
+                again += (of.out_s + of.in_s) * copied
+            self._label((label, *behind), left, again, travelling_s + of.in_s * copied)
 
     def _bound_s(self, again_s: float, travelling_s: float) -> float:
-        """Compute does all passes; copies back begin when the last forward does."""
+        """Compute does all passes, and copies that take its time; others back begin when the last forward does."""
         forwards = sum(b.forward_s for b in self.blocks[:-1])
         return max(self.computing_s + again_s, forwards + travelling_s)
 
@@ -174,7 +190,10 @@ class _Search:
 
         ahead = sum(b.forward_s for b in self.blocks)
         at_least((forward,), ahead, {})
-        at_least((backward,), self.computing_s - ahead, {2 * count + i: b.forward_s for i, b in enumerate(self.blocks)})
+        more = {2 * count + i: b.forward_s for i, b in enumerate(self.blocks)}
+        if not self.copies_beside:
+            more |= {count + i: b.out_s + b.in_s for i, b in enumerate(self.blocks)}
+        at_least((backward,), self.computing_s - ahead, more)
         both = self.blocks[-1].forward_s
         at_least((backward,), -both, {count + i: b.in_s for i, b in enumerate(self.blocks)})
         held = np.zeros(3 * count + 2)
@@ -185,7 +204,8 @@ class _Search:
         whole = np.zeros((count, 3 * count + 2))
         for i in range(count):
             whole[i, [i, count + i, 2 * count + i]] = 1.0
-        upper = [(0.0, float(LABELS[at // count] in self.labels)) for at in range(3 * count)] + [(0.0, None)] * 2
+        may = [LABELS[at // count] in self._labels_of(at % count) for at in range(3 * count)]
+        upper = [*((0.0, float(each)) for each in may), (0.0, None), (0.0, None)]
         found = linprog(costs, np.array(rows), np.array(limits), whole, np.ones(count), upper)
         return float(found.fun) if found.success else 0.0
 

@@ -2,7 +2,6 @@
 
 import hashlib
 import warnings
-from collections import Counter
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import TypeVar
@@ -28,7 +27,7 @@ from shardwright.core.plan.record import PlanRecord
 from shardwright.core.plan.throughput import Throughput, throughput
 from shardwright.core.plan.training_run import Training
 from shardwright.core.schedule import Schedule, StageCosts
-from shardwright.core.tables.memory import Mode, modes_of
+from shardwright.core.tables.memory import Mode, modes_of, recomputable_units
 from shardwright.core.values.amounts import bytes_text, seconds_text
 from shardwright.core.values.text_files import path_of, read_text
 
@@ -114,9 +113,8 @@ class Plan(PlanRecord):
     @property
     def unit_modes(self) -> tuple[Mode, ...]:
         """The treatment of each unit's activations."""
-        classes, decision = Counter(self.model.unit_classes), self.decision
-        repeated = [classes[held] > 1 for held in self.model.unit_classes]
-        return tuple(modes_of(decision.recompute, repeated, decision.kept_units, decision.offloaded_units))
+        decision, recomputable = self.decision, recomputable_units(self.model.unit_classes)
+        return tuple(modes_of(decision.recompute, recomputable, decision.kept_units, decision.offloaded_units))
 
     @property
     def recomputed_units(self) -> tuple[int, ...]:

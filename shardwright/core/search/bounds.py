@@ -280,7 +280,8 @@ class Bounds:
         table = self._first(shape, policy.recompute)
         each, trained = self.least_state(shape, policy, self.request.stages_per_rank or max(VIRTUAL_STAGES))
         held = each * float(table.range_elements[0, -1]) + trained * float(table.range_trained[0, -1])
-        held += float(table.range_kept[0, -1])
+        if not self.request.offload:  # else they may be on the host
+            held += float(table.range_kept[0, -1])
         if self.cluster.is_uniform:
             return held <= pp * self._limit_bytes(self.cluster.memory_bytes(0))
         return held <= sum(self.ranked(shape, policy.recompute).limits_bytes)

@@ -1,23 +1,20 @@
 """The choice of recomputed units where it is left open: as few as memory requires, some of them offloaded instead.
 
 It follows KARMA (arXiv 2008.11421): a unit whose activations fit is kept. The first of those that do not fit are
-offloaded to the host and fetched back, where that is faster than computing them again.
+offloaded to the host and fetched back, where that is faster than computing them again. Of a stage of few units, and of
+a model on one rank, the labels of all units are chosen together by the timeline of their passes and copies
+(`labelled_units`); there units that have no others like them may be offloaded too.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from shardwright.core.plan.decision import Decision
-from shardwright.core.tables.memory import MemoryUse
+from shardwright.core.search.labelled_units import Kept, Memory, labelled
 from shardwright.core.tables.memory_request import MemoryRequest
 from shardwright.core.tables.rank_tables import RankTables
 
 MOST_GIVEN_UP = 3
 """The most kept units of each stage that may give their memory to activations on the way to the host or back."""
-
-Memory = Callable[[Decision, RankTables, Sequence[int]], tuple[MemoryUse, ...]]
-"""A function for the memory of the ranks, from a decision, the unit costs and the live microbatches of each rank."""
-Kept = tuple[RankTables, tuple[int, ...], tuple[MemoryUse, ...]]
-"""The unit costs with some units kept, these units, and the memory of the ranks."""
 
 
 def as_few_as_memory_asks_for(
@@ -40,7 +37,9 @@ def as_few_as_memory_asks_for(
             break
         kept = left
     found = keeping, kept, memory
-    return _offloading(decision, found, live, memory_of) if may_offload else found
+    if not may_offload:
+        return found
+    return labelled(decision, ranked, live, memory_of, _offloading(decision, found, live, memory_of)) or found
 
 
 def _offloading(decision: Decision, found: Kept, live: Sequence[int], memory_of: Memory) -> Kept:

@@ -14,6 +14,7 @@ from shardwright.core.schedule.costs import StageCosts
 from shardwright.core.schedule.messages_under_way import UnderWay, messages_under_way, usual_messages_under_way
 from shardwright.core.schedule.peak_memory import peak_live
 from shardwright.core.search.bounds import SAFE, Bounds
+from shardwright.core.search.labelled_units import labelled
 from shardwright.core.search.partition_input import partition_input
 from shardwright.core.search.predict import LONGEST_SIMULATED, Pipeline, least_makespan_s
 from shardwright.core.search.rank_peaks import by_stage, less_apart, with_activations
@@ -140,7 +141,10 @@ class Scorer:
             return []
         placement = placement_of(name, shape.mesh.axis_size("pp"), virtual)
         live = live_microbatches(name, ranked.ranks, shape.microbatches, virtual)
-        roomy = [p for p in policies if ranked.has_room(live, virtual, *bounds.least_state(shape, p, virtual))]
+        roomy = [
+            p for p in policies
+            if self._may_offload or ranked.has_room(live, virtual, *bounds.least_state(shape, p, virtual))
+        ]  # fmt: skip
         if not roomy:
             return []
         found: dict[tuple[int, ...], list[Policy]] = {}
@@ -241,6 +245,8 @@ class Scorer:
             memory = self._memory(self.bounds.decision(shape, policy, pipelining, starts), ranked, live)
             if not ranked.over_bytes(memory):
                 fitting.append((policy, memory))
+        if not fitting and self._may_offload and self.request.recomputes_what_memory_asks_for(recompute):
+            return self._out_of_core(cut, ranked, live)
         if not fitting:
             return None
         kept = tuple(sorted(self.request.kept_units or ()))
@@ -253,6 +259,18 @@ class Scorer:
             fitting = [(policy, memory)]
         least = self._least_s(shape, [policy for policy, _ in fitting], pipelining, starts, ranked)
         return Draft(shape, pipelining, starts, tuple(fitting), max(cut.bound_s, least), ranked, kept)
+
+    def _out_of_core(self, cut: Cut, ranked: RankTables, live: Sequence[int]) -> Draft | None:
+        """A cut that does not fit with all units recomputed, with units offloaded that are never recomputed."""
+        for policy in cut.policies:
+            decision = self.bounds.decision(cut.shape, policy, cut.pipelining, cut.starts)
+            found = labelled(decision, ranked, live, self._memory, None)
+            if found is not None:
+                tables, kept, memory = found
+                least = self._least_s(cut.shape, [policy], cut.pipelining, cut.starts, tables)
+                fitting = ((policy, memory),)
+                return Draft(cut.shape, cut.pipelining, cut.starts, fitting, max(cut.bound_s, least), tables, kept)
+        return None
 
     def is_needless(self, cut: Cut) -> bool:
         """Whether a cut would recompute what memory asks for, and it asks for nothing."""

@@ -1,6 +1,5 @@
 """The unit costs at every tensor degree and microbatch size, counted once and shared by all candidates of a search."""
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -41,7 +40,13 @@ from shardwright.core.solver.op_layouts import (
 from shardwright.core.tables.call_entries import CallEntries, entries_of, updated_of
 from shardwright.core.tables.graph_reading import read
 from shardwright.core.tables.measured_units import as_counted, calibrated, runs_of_form
-from shardwright.core.tables.memory import Precision, Recompute, SumPrecision, state_bytes_per_element
+from shardwright.core.tables.memory import (
+    Precision,
+    Recompute,
+    SumPrecision,
+    recomputable_units,
+    state_bytes_per_element,
+)
 from shardwright.core.tables.unit_table import Tie, UnitTable
 from shardwright.core.tables.updated_parameters import NONE_MADE, UpdatedParameters
 from shardwright.core.values.found_once import found_once
@@ -386,10 +391,8 @@ class CostTables:
 
     @property
     def repeated(self) -> tuple[bool, ...]:
-        """Whether each unit has others like it, as a plan tells them apart (`Plan.recomputed_units`). Layers of one
-        stack, which read different rows of it, are alike."""
-        members = Counter(self.structure.unit_classes)
-        return tuple(members[held] > 1 for held in self.structure.unit_classes)
+        """Whether each unit is recomputed in full, as in `Plan.recomputed_units`."""
+        return recomputable_units(self.structure.unit_classes)
 
     def _send_s(self, size_bytes: int, tp: int, place: Place) -> float:
         """Seconds of a message from the previous stage, when all ranks of the stage send at once.

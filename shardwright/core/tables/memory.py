@@ -1,5 +1,6 @@
 """Bytes per rank, by class: parameters, gradients, optimizer state, live activations, buffers."""
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -124,6 +125,17 @@ def state_bytes_per_element(
     """The bytes of one parameter with its gradient and optimizer state, on one rank: see `state_bytes`."""
     many = 1 << 20
     return sum(state_bytes(many, precision, optimizer, shard, ways, gradient_precision)) / many
+
+
+def recomputable_units(unit_classes: Sequence[int]) -> tuple[bool, ...]:
+    """Whether each unit is recomputed in full, or but for its products: those that have others like them, and not the
+    units before and after them, embeddings and head. Of a model in which most units have none like them, as of VGG or
+    U-Net, all but the last, whose backward follows its forward at once. Layers of one stack are alike."""
+    members = Counter(unit_classes)
+    repeated = [members[held] > 1 for held in unit_classes]
+    if 2 * sum(repeated) >= len(repeated):
+        return tuple(repeated)
+    return (*[True] * (len(repeated) - 1), False)
 
 
 def unit_recompute(recompute: Recompute, repeated: bool) -> Recompute:

@@ -1,6 +1,7 @@
 """Activations on the host: KARMA's blocks by brute force and by its formula, and what a search makes of them."""
 
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -9,8 +10,11 @@ import shardwright as sw
 from shardwright.core.cluster.hardware import load_profile
 from shardwright.core.cost.unit_seconds import UnitCost
 from shardwright.core.errors import MissingCapabilityError, PlanError
+from shardwright.core.plan.decision import Decision
 from shardwright.core.plan.file import to_text
 from shardwright.core.plan.plan import Plan
+from shardwright.core.search.labelled_units import labelled
+from shardwright.core.tables.memory import MemoryUse
 from shardwright.core.tables.rank_tables import RankTables
 from shardwright.core.tables.unit_table import UnitTable
 from tests.core.toy import decoder
@@ -87,6 +91,77 @@ def test_what_memory_has_no_room_for_is_offloaded_where_that_is_faster() -> None
     slow = sw.plan(GRAPH, cluster(3 * 2**30, host_bytes_per_s=1e8), offload=True, **PINS)
     assert slow.decision.offloaded_units == (), "a link so slow that nothing is worth sending"
     assert slow.predicted.step_time_s == pytest.approx(again.predicted.step_time_s)
+
+
+def labels_of(tables: RankTables, labels: tuple[str, ...]) -> RankTables:
+    kept = [unit for unit, label in enumerate(labels) if label == "none"]
+    return tables.keeping(kept, [unit for unit, label in enumerate(labels) if label == "offload"])
+
+
+def test_labels_of_few_unlike_units_are_near_the_best_of_all() -> None:
+    """Against all labellings, by the tables' own seconds and bytes, on a GPU and on a CPU."""
+    worst, differ, missed = 0.0, 0, 0
+    for seed in range(30):
+        random = np.random.default_rng(seed)
+        count = int(random.integers(3, 7))
+        units = tuple(
+            UnitCost(
+                *(float(s) for s in random.uniform(0.2, 2.0, 3)), 0.0, 0.0, saved_bytes=int(random.integers(500, 2000)),
+                saved_selective_bytes=0, entering_bytes=int(random.integers(0, 200)), passing_bytes=0,
+                fetched_bytes=300, parameter_elements=1,
+            )
+            for _ in range(count)
+        )  # fmt: skip
+        again = (*(bool(each) for each in random.integers(0, 2, count - 1)), False)
+        table = UnitTable(
+            units, (0,) * count, (0.0,) * count, (), 1, "full", again,
+            host_bytes_per_s=float(random.uniform(300, 3000)), swaps_beside=bool(seed % 2),
+        )  # fmt: skip
+        whole = RankTables((table,), (1 << 40,))
+        decision = Decision(
+            pp=1, dp=1, tp=1, batch=1, microbatch=1, schedule="1f1b", stage_starts=(0,), recompute="full"
+        )
+
+        def memory_of(decision: Decision, tables: RankTables, live: object) -> tuple[MemoryUse, ...]:
+            own = tables.tables[0]
+            return (MemoryUse(0, 0, 0, int(own.range_kept[0, -1]), int(own.range_working[0, -1])),)
+
+        free = memory_of(decision, whole.keeping(range(count)), (1,))[0].total_bytes
+        limit = int(free * random.uniform(0.5, 0.95))
+        tables = whole.with_limit(limit)
+        best = float("inf")
+        may = [("none", "offload", "full")[: 2 + own] for own in again[:-1]]
+        for labels in product(*may, ("none",)):
+            tried = labels_of(tables, labels)
+            if not tried.over_bytes(memory_of(decision, tried, (1,))):
+                best = min(best, tried.work((0,), (0,))[0].seconds)
+        found = labelled(decision, tables, (1,), memory_of, None)
+        if best == float("inf"):
+            assert found is None
+            continue
+        if found is None:
+            missed += 1
+            continue
+        assert not found[0].over_bytes(found[2])
+        seconds = found[0].work((0,), (0,))[0].seconds
+        worst, differ = max(worst, seconds / best), differ + (seconds > best * (1 + 1e-9))
+    assert worst < 1.2, worst
+    assert differ < 15, differ
+    assert missed <= 2, missed
+
+
+def test_units_without_others_like_them_are_offloaded_where_nothing_else_fits() -> None:
+    graph = decoder(layers=4, hidden=256, heads=4, vocabulary=8192, sequence=256)
+    pins = {"batch": 16, "pp": 1, "dp": 1, "tp": 1, "shard": 0, "microbatch": 16, "headroom": 0.0}
+    again = sw.plan(graph, cluster(2**36), recompute="full", devices=1, **pins)
+    away = sw.plan(graph, cluster(2**36), recompute="full", devices=1, offloaded_units=range(5), **pins)
+    limit = (again.predicted.peak_memory_bytes[0] + away.predicted.peak_memory_bytes[0]) // 2
+    assert limit < again.predicted.peak_memory_bytes[0]
+    with pytest.raises(PlanError, match="does not fit"):
+        sw.plan(graph, cluster(limit), devices=1, **pins)
+    plan = sw.plan(graph, cluster(limit), offload=True, devices=1, **pins)
+    assert plan.decision.offloaded_units
+    assert plan.predicted.peak_memory_bytes[0] <= limit
 
 
 def test_where_memory_has_room_nothing_is_offloaded() -> None:

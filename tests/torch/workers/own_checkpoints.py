@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from launched import run_checks
 from models import batch, build
@@ -55,8 +56,9 @@ def train_step(model, x):
     return loss
 
 
-def runs_twice(model: Rows, expected: range) -> None:
-    """Train the model split and whole, and compare; blocks of ``expected`` run twice for each microbatch."""
+def runs_twice(model: Rows, expected: range, **config: Any) -> Any:
+    """Train the model split and whole, and compare; blocks of ``expected`` run twice for each microbatch. Returns the
+    plan."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -64,7 +66,7 @@ def runs_twice(model: Rows, expected: range) -> None:
     plain.checkpointed = range(0)
     for block, of_plain in zip(model.blocks, plain.blocks, strict=True):
         of_plain.load_state_dict(block.state_dict())
-    sw.init({"pipeline_parallel_degree": 2, "microbatches": MICROBATCHES})
+    sw.init({"pipeline_parallel_degree": 2, "microbatches": MICROBATCHES} | config)
     split = sw.DistributedModel(model)
     x = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
     train_step(split, x)  # records, and captures
@@ -84,7 +86,9 @@ def runs_twice(model: Rows, expected: range) -> None:
     same.gradients(found, {name: p.grad for name, p in plain.named_parameters() if name in found}).require()
     for block in model.blocks:
         block.runs = 0
+    plan = split.runtime.stage_map.plan
     sw.shutdown()
+    return plan
 
 
 def checkpoints_around_calls_are_carried_out() -> None:
@@ -104,6 +108,24 @@ def marked_blocks_are_recomputed() -> None:
     whole = copy.deepcopy(model)
     sw.set_activation_checkpointing(whole.blocks)
     runs_twice(whole, range(6))
+
+
+def replicas_that_are_not_split_recompute_their_blocks() -> None:
+    alone = {"pipeline_parallel_degree": 1, "ddp": True}
+    assert runs_twice(Rows(0, 0), range(6), recompute="full", **alone).decision.pp == 1
+    model = Rows(0, 0)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    sw.set_activation_checkpointing(model.blocks[2])
+    assert runs_twice(model, range(2, 3), **alone).unit_modes.count("full") == 1
+
+
+def blocks_go_to_the_host() -> None:
+    plan = runs_twice(Rows(0, 0), range(0), offload_activations=True)
+    assert plan.unit_modes.count("offload") == 6
+    with pytest.raises(sw.ShardwrightError, match="offload_activations=True and recompute='full'"):
+        sw.init({"offload_activations": True, "recompute": "full"})
 
 
 def layers_that_checkpoint_themselves_run_twice() -> None:
@@ -151,6 +173,8 @@ CHECKS: tuple[Callable[[], None], ...] = (
     checkpoints_around_calls_are_carried_out,
     blocks_that_are_not_checkpointed_are_kept,
     marked_blocks_are_recomputed,
+    replicas_that_are_not_split_recompute_their_blocks,
+    blocks_go_to_the_host,
     layers_that_checkpoint_themselves_run_twice,
 )
 

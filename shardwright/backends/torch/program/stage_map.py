@@ -10,7 +10,7 @@ from shardwright.core.plan.plan import Plan
 from shardwright.core.schedule import Schedule
 from shardwright.core.schedule.actions import Action
 from shardwright.core.schedule.checks import require_runnable
-from shardwright.core.tables.memory import Mode, Recompute
+from shardwright.core.tables.memory import Mode
 
 Call = tuple[str, int]
 """A module path and the occurrence of its call."""
@@ -62,19 +62,13 @@ class StageMap:
 
     @classmethod
     def whole(
-        cls, schedule: Schedule, *, recompute: Recompute = "none", loss_scope: LossScope = "replica", shard: int = 0,
+        cls, schedule: Schedule, *, loss_scope: LossScope = "replica", shard: int = 0,
         shard_group: int | None = None, hierarchical: bool = False,
     ) -> "StageMap":  # fmt: skip
         """The unsplit model under a schedule of one rank: one stage, the call of the model itself.
 
-        Raises MissingCapabilityError for recompute, which goes by the blocks of a plan, ScheduleError for a schedule of
-        several stages.
+        Raises ScheduleError for a schedule of several stages.
         """
-        if recompute != "none":
-            raise MissingCapabilityError(
-                f"recompute={recompute!r} goes by the blocks of a plan, and a model that is not split has none: pass a "
-                f"plan with pp=1 and recompute={recompute!r} to init"
-            )
         return cls(
             schedule, ((("", 0),),), {}, loss_scope=loss_scope, shard=shard, shard_group=shard_group,
             hierarchical=hierarchical,

@@ -15,6 +15,9 @@ def embedding(call: OpCall) -> None:
 @rule("gather", "index_select")
 def index_select(call: OpCall) -> None:
     source, index = call["self"], call["index"]
+    if not index.shape:  # a single number selects one entry and keeps the dim
+        call.add("gather", [source, index], [call.out], labels.opaque(shapes([source, index]), [call.out.shape]))
+        return
     dim = call["dim"] % len(source.shape)
     call.add("gather", [source, index], [call.out], labels.gather(source.shape, dim, index.shape))
 
