@@ -17,7 +17,7 @@ from shardwright.core.schedule import Schedule, StageCosts
 from shardwright.core.schedule.simulate import simulate_schedule
 from shardwright.core.schedule.timeline import Timeline
 from shardwright.core.search import make_plan
-from shardwright.core.search.named_units import as_the_model_asks, by_module
+from shardwright.core.search.named_units import as_the_model_asks, by_module, of_maxtext
 from shardwright.core.search.request import Options, Request, request_for
 from shardwright.core.tables.graph_reading import unknown_memory_of, unpriced_of
 from shardwright.core.values.fields import Field, fields_of
@@ -96,8 +96,11 @@ def _described(field: Field) -> str:
 
 
 def _spelled_out(asked: Mapping[str, Any], graph: Graph) -> dict[str, Any]:
-    """What was asked for, with recompute by module as units. Raises PlanError for both."""
+    """What was asked for, with recompute by module as units, and MaxText's names as ours. Raises PlanError where units
+    are named twice, or a name has no counterpart."""
     recompute = asked.get("recompute")
+    if isinstance(recompute, str):
+        return {**asked, "recompute": of_maxtext(recompute)}
     if not isinstance(recompute, Mapping):
         return dict(asked)
     for name in ("kept_units", "offloaded_units", "offload"):

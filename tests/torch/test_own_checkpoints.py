@@ -109,6 +109,12 @@ def test_bad_patterns(asked: Any, said: str) -> None:
         plan_of(Rows(), recompute=asked)
 
 
+def test_maxtexts_names() -> None:
+    assert plan_of(Rows(), recompute="minimal").decision.recompute == "selective"
+    with pytest.raises(PlanError, match=r"recompute='save_qkv_proj' is a policy of MaxText's .* take 'selective'"):
+        plan_of(Rows(), recompute="save_qkv_proj")
+
+
 def test_patterns_and_numbers_do_not_go_together() -> None:
     with pytest.raises(PlanError, match=r"recompute by module and kept_units=\[1\] both name units"):
         plan_of(Rows(), recompute={"blocks": "full"}, kept_units=[1])

@@ -11,6 +11,19 @@ from shardwright.core.model.graph import Graph
 from shardwright.core.search.request import Options
 
 POLICIES = ("none", "full", "offload")
+MAXTEXT: dict[str, str | None] = {
+    "minimal": "selective",
+    "save_dot_except_mlp": None,
+    "save_dot_with_context_except_mlp": None,
+    "save_qkv_proj": None,
+    "save_out_proj": None,
+    "qkv_proj_offloaded": None,
+    "minimal_offloaded": None,
+    "minimal_with_context": None,
+    "custom": None,
+}
+"""MaxText's names of what is kept (its ``remat_policy``), beside "full", which is ours too: our name for the same, or
+None where there is none, as these go by names that its layers give to values."""
 
 
 def by_module(graph: Graph, asked: Mapping[str, str]) -> dict[str, Any]:
@@ -44,6 +57,20 @@ def by_module(graph: Graph, asked: Mapping[str, str]) -> dict[str, Any]:
     if len(kept) == len(units):
         return {"recompute": "none"}
     return {"recompute": "full", "kept_units": kept or None, "offloaded_units": away or None}
+
+
+def of_maxtext(name: str) -> str:
+    """The mode of a name that may be MaxText's. Raises PlanError for a policy of MaxText's that has no counterpart."""
+    if name not in MAXTEXT:
+        return name
+    ours = MAXTEXT[name]
+    if ours is None:
+        raise PlanError(
+            f"recompute={name!r} is a policy of MaxText's that goes by names of values in its own layers, which other "
+            f"models do not have: take 'selective' (its 'minimal'), 'elementwise', 'full', or a policy for each "
+            f"pattern of module paths"
+        )
+    return ours
 
 
 def as_the_model_asks(graph: Graph, options: Options, warn: Callable[[str], None]) -> Options:

@@ -1,5 +1,6 @@
 """A JAX model as a `core.model.graph.Graph`, by tracing it on shapes at two batch sizes."""
 
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -10,6 +11,7 @@ import jax
 from flax import linen, nnx
 
 from shardwright.backends.capabilities import JAX, JAX_EXECUTION, JAX_MEMORY
+from shardwright.backends.jax.capture.inner_programs import computes_again
 from shardwright.backends.jax.capture.loss_results import Weighted
 from shardwright.backends.jax.capture.module_inputs import ModuleCalls
 from shardwright.backends.jax.capture.ops import translate
@@ -27,7 +29,7 @@ from shardwright.backends.jax.capture.tree import (
     is_function,
     parameter_names,
 )
-from shardwright.core.errors import CaptureError, ShardwrightError
+from shardwright.core.errors import CaptureError, PlanWarning, ShardwrightError
 from shardwright.core.model.graph import Call, Graph, Op, Parameter, Tensor, TensorRole
 
 Traces = tuple[tuple[Any, Program], tuple[Any, Program]]
@@ -107,6 +109,14 @@ def capture(
     dims = resolve_batch_dims(batch, batch_dims)
     pick = _loss_of if require_loss else _outputs_of
     graph, traces = read(source, batch, dims, lambda output: pick(output, source.name))
+    if computes_again(traces[0][0].jaxpr):
+        warnings.warn(
+            f"{source.name} has checkpoints of its own (jax.checkpoint, nnx.remat), which run as they are: what they "
+            f"compute again is in no predicted time, and what they hold meanwhile in no predicted memory. Leave them "
+            f"out, and plan with recompute='full' or 'auto'",
+            PlanWarning,
+            stacklevel=4,
+        )
 
     def traces_in(compute: Any) -> Traces:
         one, other = (
