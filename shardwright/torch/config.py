@@ -33,7 +33,7 @@ _LATER: dict[str, tuple[Any, str]] = {
 """Keys of features that this version lacks: the value that asks for nothing, and the alternative."""
 
 _WITHOUT_EFFECT = {
-    "memory_weight", "default_partition", "activation_loading_horizon", "skip_tracing",
+    "memory_weight", "default_partition", "skip_tracing",
     "deterministic_server", "static_mode", "fast_mode", "tensor_parallel_seed",
 }  # fmt: skip
 """Keys that tune machinery which this library does not have: accepted with a warning."""
@@ -43,7 +43,7 @@ OF_DIVIDED_PARAMETERS = ("sdp_reduce_bucket_size", "sdp_param_persistence_thresh
 """Keys that are about parameters of which each rank keeps a part, under ``shard=3``."""
 _COUNTS = (
     "pipeline_parallel_degree", "tensor_parallel_degree", "microbatches", "virtual_stages", "compare_in_full_every",
-    "sharded_data_parallel_degree",
+    "sharded_data_parallel_degree", "activation_loading_horizon",
 )  # fmt: skip
 _CHOICES: dict[str, tuple[tuple[str | None, ...], str]] = {
     "recompute": (("none", "elementwise", "alternate", "full"), "'none', 'elementwise', 'alternate' or 'full'"),
@@ -68,7 +68,9 @@ class Config:
         recompute: "full" runs the forward of repeated blocks again in the backward pass; "elementwise" all but their
             products and attention, "alternate" these and every second product.
         offload_activations: whether the activations of the blocks that ``recompute="full"`` would run again are on the
-            host between forward and backward instead, each back one block ahead of its use; not with ``recompute``.
+            host between forward and backward instead; not with ``recompute``.
+        activation_loading_horizon: the number of these blocks whose activations are on their way back ahead of the one
+            whose backward runs, on devices that copy beside computing.
         prescaled_batch: whether all ranks of the tensor axis are given the same batch. Without it each has samples of
             its own, and a step is over all of them.
         optimize: on the tensor axis, "memory" divides along the sequence the values that every rank would hold whole,
@@ -132,6 +134,7 @@ class Config:
     cluster: str | None = None
     recompute: Literal["none", "elementwise", "alternate", "full"] = "none"
     offload_activations: bool = False
+    activation_loading_horizon: int = 1
     prescaled_batch: bool = True
     optimize: Literal["speed", "memory"] | None = None
     loss_scope: LossScope | None = None

@@ -68,7 +68,8 @@ def plan_at_first_step(config: Config, bound: BoundMesh, model: nn.Module, graph
     plan = find(recompute="full" if config.offload_activations else recompute)
     if config.offload_activations:
         starts = plan.decision.stage_starts
-        plan = find(recompute="full", offloaded_units=plan.recomputed_units, stage_starts=starts)
+        plan = find(recompute="full", offloaded_units=plan.recomputed_units, stage_starts=starts,
+                    activation_loading_horizon=config.activation_loading_horizon)  # fmt: skip
     stage_map = StageMap.of_plan(plan, config.schedule(plan.stage_costs()))
     # On nodes of unlike numbers of ranks, which were planned as one, groups may lie evenly all the same.
     asks = config.hierarchical_gathers is not False and not bound.has_even_nodes

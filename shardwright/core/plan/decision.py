@@ -70,6 +70,9 @@ class Decision:
     """The units that keep their activations although recompute is "full", because memory has room for them."""
     offloaded_units: tuple[Amount, ...] = ()
     """The units whose activations go to the host's memory and come back, instead of being recomputed."""
+    activation_loading_horizon: Count = 1
+    """The number of offloaded units whose activations are brought back ahead of the one whose backward runs, where
+    copies run beside computing."""
     bucket_bytes: Amount | None = None
     """Where whole gradients are summed over replicas, the bytes of a bucket in which small ones travel together: so
     many that little of its time is latency. None: as the runtime has it."""

@@ -198,6 +198,7 @@ class Bounds:
             placement_order=shape.order,
             hierarchical_gathers=self.hierarchical_gathers(shape, policy),
             whole_below_bytes=self.whole_below_bytes(shape, policy),
+            activation_loading_horizon=request.activation_loading_horizon or 1,
             bucket_bytes=self.bucket_bytes(shape, policy),
             fp8_weights=self.tables.fp8_products.slots,
             like=request.like,

@@ -128,7 +128,7 @@ def _by_timeline(table: UnitTable, units: Sequence[int], room: float) -> Labels 
         )
         for unit, cost, copy_s in zip(units, costs, seconds, strict=True)
     ]  # fmt: skip
-    on_the_way = (1 + table.swaps_beside) * max(cost.saved_bytes for cost in costs)
+    on_the_way = (1 + table.loading_horizon * table.swaps_beside) * max(cost.saved_bytes for cost in costs)
     try:
         found = best_labels(blocks, int(room + on_the_way), copies_beside=table.swaps_beside)
     except ShardwrightError:  # not even the largest fits

@@ -87,6 +87,14 @@ class Options:
             'under "auto" searched where ``offload`` says so, under "full" none',
         ),
     ] = None
+    activation_loading_horizon: Annotated[
+        Count | None,
+        Option(
+            "number of offloaded units whose activations are brought back ahead of the one whose backward runs, on "
+            "devices that copy beside computing; all of them take memory at once",
+            "1",
+        ),
+    ] = None
     shard: Annotated[
         ShardLevel | None,
         Option(
@@ -266,6 +274,11 @@ class Options:
             raise PlanError(
                 f"offload=True and recompute={self.recompute!r}: which units are kept, recomputed or offloaded is "
                 f"searched together; leave out one of them"
+            )
+        if (self.activation_loading_horizon or 1) > 1 and not (self.offload or self.offloaded_units):
+            raise PlanError(
+                f"activation_loading_horizon={self.activation_loading_horizon} and nothing is offloaded: leave it out, "
+                f"or take offload=True or offloaded_units"
             )
         if self.stage_starts is not None and self.pp is None:
             raise PlanError("stage_starts are given without pp: pin pp as well, there is one entry for each stage")

@@ -221,6 +221,7 @@ def tables_of(graph: Graph, cluster: Cluster, request: Request) -> CostTables:
         _sequence_form(request),
         request.pins,
         _execution(request),
+        request.activation_loading_horizon or 1,
     )
     key = (id(graph), cluster, options)
     found = _REMEMBERED.pop(key, None) or CostTables(graph, cluster, *options)

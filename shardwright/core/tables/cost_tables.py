@@ -110,6 +110,7 @@ class CostTables:
         sequence_parallel: bool | None = None,
         pins: tuple[Pin, ...] = (),
         execution: Execution | None = None,
+        loading_horizon: int = 1,
     ) -> None:
         self.execution = execution or graph.execution
         self.precision = precision or _best_precision(cluster)
@@ -118,7 +119,8 @@ class CostTables:
         graph = graph.for_precision(self.precision)
         self.graph, self.cluster, self.optimizer = graph, cluster, optimizer
         self.gradient_precision, self._sequence_parallel, self._pins = gradient_precision, sequence_parallel, pins
-        self._numbers = optimizer, gradient_precision, sequence_parallel, pins, self.execution
+        self._loading_horizon = loading_horizon
+        self._numbers = optimizer, gradient_precision, sequence_parallel, pins, self.execution, loading_horizon
         self.device = cluster.device(0)
         self._read = read(graph)
         self.frame = self._read.frame
@@ -274,6 +276,7 @@ class CostTables:
             self.repeated,
             host_bytes_per_s=place.device.host_link_bandwidth_bytes_per_s * HOST_LINK_EFFICIENCY,
             swaps_beside=place.device.kind != "cpu",
+            loading_horizon=self._loading_horizon,
             shared=tuple((value, size_bytes(value.tensor) // ways) for value, ways in self._shared(tp)),
             arrivals=() if traits.stages_are_programs else self._arrivals(tp, microbatch),
             twice_bytes=self._twice(units, microbatch, is_merged=is_merged) if self.graph.footprints else (),

@@ -60,6 +60,8 @@ class UnitTable:
     """The bandwidth of the link to the host, in one direction."""
     swaps_beside: bool = True
     """Whether activations go to the host and come back while the device computes."""
+    loading_horizon: int = 1
+    """The number of units whose activations come back ahead of the one whose backward runs."""
     shared: tuple[tuple[SharedValue, int], ...] = ()
     """The values that several units share, and their bytes on one rank."""
     arrivals: tuple[int, ...] = ()
@@ -301,12 +303,12 @@ class UnitTable:
     @cached_property
     def beside_bytes(self) -> NDArray[np.float64]:
         """The bytes that each unit's passes hold beside kept activations: values and gradients under way, and all that
-        is recomputed, what is left in objects once more among it. Two offloaded units exist at once where copies run
-        beside: one on its way, one in use; else what the op at hand keeps comes back for it."""
+        is recomputed, what is left in objects once more among it. Where copies run beside, an offloaded unit in use
+        exists beside those on their way (`loading_horizon`); else what the op at hand keeps comes back for it."""
 
         def again(unit: UnitCost, mode: Mode) -> int:
             if mode == "offload" and self.swaps_beside:
-                return 2 * unit.saved_bytes
+                return (1 + self.loading_horizon) * unit.saved_bytes
             if mode == "offload":
                 return unit.fetched_bytes - unit.passing_bytes
             left = unit.left_bytes[0] if mode == "full" else unit.left_bytes[1] if mode in BY_OP else 0

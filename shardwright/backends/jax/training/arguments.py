@@ -24,6 +24,11 @@ def require_supported(plan: Plan) -> None:
     decision = plan.decision
     CAPABILITIES.require_axes({"pp": decision.pp})
     CAPABILITIES.require_on_device(decision.offloaded_units)
+    if decision.activation_loading_horizon > 1:
+        raise MissingCapabilityError(
+            f"the plan has activation_loading_horizon={decision.activation_loading_horizon}, and in the jax runtime of "
+            f"this version what a stage keeps on the host comes back at once: plan again without it"
+        )
     CAPABILITIES.require_residency(decision.shard, decision.gathered_stages, decision.reduce_after)
 
 

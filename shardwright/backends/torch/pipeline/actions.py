@@ -88,6 +88,7 @@ class Pipeline:
         residency: Residency,
         *,
         adds_at_once: bool = True,
+        loading_horizon: int = 1,
     ) -> None:
         self.divisions, self.schedule = tuple(divisions), schedule
         self.transport, self.watchdog, self.streams = transport, watchdog, streams
@@ -97,7 +98,7 @@ class Pipeline:
         self.modules = modules
         self.residency = residency
         again = Recompute(recomputed(policies), modules, streams)
-        away = Offload(offloaded(policies), transport.device)
+        away = Offload(offloaded(policies), transport.device, loading_horizon)
         means = Means(modules, streams, transport.device, again, away, watchdog, residency)
         replays: dict[tuple[int, int], Replay] = {}
         for action in self.actions:
