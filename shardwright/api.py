@@ -128,7 +128,7 @@ def resolve(options: Options, graph: Graph) -> Request:
     if (unknown := unknown_memory_of(graph)) is not None:
         warnings.warn(f"{graph.model_name}: {unknown}", stacklevel=3)
     runtimes = runtimes_of(graph.capabilities, options.frameworks)
-    options = as_the_model_asks(graph, options, lambda text: warnings.warn(text, PlanWarning, stacklevel=4))
+    options = as_the_model_asks(graph, options, lambda text: warnings.warn(text, PlanWarning, stacklevel=5))
     return request_for(options, pins_of(graph, options.layouts), runtimes)
 
 

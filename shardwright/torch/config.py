@@ -229,6 +229,12 @@ class Config:
             raise ShardwrightError(f"shard={self.shard!r}: expected 0, 1, 2 or 3")
         if self.shard_group is not None and (type(self.shard_group) is not int or self.shard_group < 1):
             raise ShardwrightError(f"shard_group={self.shard_group!r}: expected a number of replicas")
+        if self.activation_loading_horizon > 1 and not self.offload_activations:
+            warnings.warn(
+                f"activation_loading_horizon={self.activation_loading_horizon} has no effect without "
+                f"offload_activations",
+                stacklevel=5,
+            )
         if self.offload_activations and self.recompute != "none":
             raise ShardwrightError(
                 f"offload_activations=True and recompute={self.recompute!r}: the same activations are kept on the "

@@ -14,7 +14,7 @@ from shardwright.backends.torch.program.stage_map import StageMap
 from shardwright.core.cluster.cluster import Cluster
 from shardwright.core.cluster.hardware import Device, load_profile
 from shardwright.core.cost.unit_work import PRECISION_BYTES
-from shardwright.core.errors import ShardwrightError
+from shardwright.core.errors import MissingCapabilityError, ShardwrightError
 from shardwright.core.model.graph import Graph
 from shardwright.core.plan.plan import Plan
 from shardwright.core.schedule import AUTO, Schedule, schedule_names
@@ -65,12 +65,29 @@ def plan_at_first_step(config: Config, bound: BoundMesh, model: nn.Module, graph
         whole_below_bytes=None if level < 3 or entries is None else entries * PRECISION_BYTES[precision],
         precision=precision, layouts=_layouts(config.layouts, model),
     )  # fmt: skip
+    if config.offload_activations and recompute == "auto":
+        raise ShardwrightError(
+            "offload_activations=True, and the model asks by checkpoints or marks to compute blocks again: leave out "
+            "one of them"
+        )
     plan = find(recompute="full" if config.offload_activations else recompute)
+    if config.offload_activations and not plan.recomputed_units:
+        raise ShardwrightError(
+            f"offload_activations=True, and {type(model).__name__} has no blocks whose activations could be on the host"
+        )
     if config.offload_activations:
         starts = plan.decision.stage_starts
         plan = find(recompute="full", offloaded_units=plan.recomputed_units, stage_starts=starts,
                     activation_loading_horizon=config.activation_loading_horizon)  # fmt: skip
-    stage_map = StageMap.of_plan(plan, config.schedule(plan.stage_costs()))
+    try:
+        stage_map = StageMap.of_plan(plan, config.schedule(plan.stage_costs()))
+    except MissingCapabilityError as error:
+        if recompute != "auto":
+            raise
+        raise MissingCapabilityError(
+            f"the model asks by checkpoints or marks to compute blocks again (switch that off, as by "
+            f"gradient_checkpointing_disable(), to go without): {error}"
+        ) from error
     # On nodes of unlike numbers of ranks, which were planned as one, groups may lie evenly all the same.
     asks = config.hierarchical_gathers is not False and not bound.has_even_nodes
     return replace(stage_map, hierarchical=stage_map.hierarchical or asks)

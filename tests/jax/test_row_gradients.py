@@ -75,6 +75,18 @@ def test_auto_takes_what_moves_less() -> None:
     assert not form(6, limit_bytes=500)
 
 
+def test_narrow_indices_reach_every_row() -> None:
+    bytes_of = jnp.array([7, 200, -300 % 256, 7], jnp.uint8)
+    whole = jnp.zeros((256, WIDTH))
+    rows = sw.Rows.looked_up(whole, bytes_of, jnp.ones((4, WIDTH)))
+    wanted = jax.grad(lambda t: t[bytes_of].sum())(whole)
+    np.testing.assert_array_equal(rows.dense(), wanted)
+    np.testing.assert_array_equal(rows.coalesced().dense(), wanted)
+    beyond = sw.Rows.looked_up(table(), jnp.array([0, -300, 5, 500]), jnp.ones((4, WIDTH)))
+    np.testing.assert_array_equal(beyond.dense(), jax.grad(lambda t: t[jnp.array([0, 5])].sum())(table()))
+    np.testing.assert_array_equal(beyond.coalesced().dense(), beyond.dense())
+
+
 def test_rows_are_a_pytree() -> None:
     rows = sw.Rows(jnp.array([1, 1]), jnp.ones((2, WIDTH)), ROWS)
     doubled = jax.tree.map(lambda leaf: leaf * 2, rows)

@@ -1,6 +1,7 @@
 """Activation checkpointing that the user asks for: in the model, by marks, or by patterns of module paths."""
 
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -11,8 +12,9 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import shardwright
 import shardwright.torch as sw
+from shardwright.backends.torch.capture.own_checkpoints import plain_checkpoints
 from shardwright.backends.torch.compat import CHECKPOINTS
-from shardwright.core.errors import PlanError, PlanWarning, ShardwrightError
+from shardwright.core.errors import CaptureError, PlanError, PlanWarning, ShardwrightError
 from tests.torch.launch import Outcome, checks_in, on_ranks
 
 
@@ -89,6 +91,56 @@ def test_marks_are_pins() -> None:
     assert plan_of(model, recompute="full").unit_modes.count("full") == 4
 
 
+def test_marks_of_rows_of_layers_and_of_the_whole_model() -> None:
+    class Row(nn.Sequential):
+        def __init__(self) -> None:
+            super().__init__(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8))
+
+    model = Rows()
+    model.blocks = nn.ModuleList([Row() for _ in range(4)])
+    sw.set_activation_checkpointing(model.blocks[1])  # each of its layers, which is all of it
+    assert plan_of(model).unit_modes == ("none", "none", "full", "none", "none", "none")
+    whole = Rows()
+    sw.set_activation_checkpointing(whole)
+    with pytest.raises(CaptureError, match=r"the whole Rows is marked .*: mark its blocks"):
+        plan_of(whole)
+
+
+def test_units_that_are_never_recomputed_are_named() -> None:
+    model = Rows()
+    sw.set_activation_checkpointing(model.enter)
+    with pytest.warns(PlanWarning, match="enter and 0 other units, which have no others like them, are checkp") as said:
+        assert plan_of(model).decision.recompute == "none"
+    assert [each.filename for each in said] == [__file__]
+    with pytest.raises(PlanError, match=r"'enter': 'full'}: units that have no others like them"):
+        plan_of(Rows(), recompute={"enter": "full"})
+
+
+def test_checkpoints_are_plain_in_one_thread_alone() -> None:
+    runs = []
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        runs.append(1)
+        return x.sin()
+
+    def count() -> int:
+        runs.clear()
+        checkpoint(function, torch.ones(2, requires_grad=True), use_reentrant=False).sum().backward()
+        return len(runs)
+
+    first, second = plain_checkpoints(), plain_checkpoints()
+    first.__enter__()
+    with ThreadPoolExecutor(1) as other:
+        assert other.submit(count).result() == 2
+        other.submit(second.__enter__).result()
+        assert count() == 1
+        first.__exit__(None, None, None)
+        assert count() == 2
+        assert other.submit(count).result() == 1
+        other.submit(second.__exit__, None, None, None).result()
+    assert count() == 2
+
+
 def test_patterns_name_units() -> None:
     asked = {"blocks.[01]": "full", "blocks.3": "offload", "blocks": "none"}
     assert plan_of(Rows(), recompute=asked).unit_modes == ("none", "full", "full", "none", "offload", "none")
@@ -102,6 +154,7 @@ def test_patterns_name_units() -> None:
         ({"blocks.1.up": "full"}, r"blocks\.1\.up is a part of the unit blocks\.1, .* name 'blocks\.1'"),
         ({"blocks": "elementwise"}, "by module there is 'none', 'full' or 'offload'; policies by op"),
         ({}, "expected a policy for each pattern"),
+        ({"blocks": "none", "blocks.3": "offload"}, "'blocks.3': 'offload'} decides nothing: patterns before it"),
     ],
 )
 def test_bad_patterns(asked: Any, said: str) -> None:
@@ -126,8 +179,11 @@ def test_what_is_no_whole_unit_is_said() -> None:
         block.part = True
     with pytest.warns(PlanWarning, match=r"blocks\.0\.up and 3 other modules are parts of units"):
         assert plan_of(parts).decision.recompute == "none"
-    with pytest.warns(PlanWarning, match="Rows: what is checkpointed here is no call of a module"):
+    with pytest.warns(PlanWarning, match="Rows: what is checkpointed here is no single call of a module") as said:
         plan_of(Rows(lambda block, x: checkpoint(torch.sin, block(x), use_reentrant=False)))
+    assert [each.filename for each in said] == [__file__]
+    with pytest.warns(PlanWarning, match="Rows: what is checkpointed here is no single call of a module"):
+        plan_of(Rows(lambda block, x: checkpoint(lambda y: block(y).sin(), x, use_reentrant=False)))
 
     def policy(*_: Any, **__: Any) -> Any:
         return torch_checkpoint.CheckpointPolicy.PREFER_RECOMPUTE

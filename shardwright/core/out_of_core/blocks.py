@@ -11,6 +11,10 @@ Label = Literal["keep", "recompute", "offload"]
 LABELS: tuple[Label, ...] = ("keep", "offload", "recompute")
 
 
+FIGURES = ("forward_s", "backward_s", "out_s", "in_s", "kept_bytes", "entering_bytes", "passing_bytes")
+"""What is measured of a block."""
+
+
 @dataclass(frozen=True, slots=True)
 class Block:
     """One block of a chain. Seconds and bytes are of one microbatch.
@@ -35,7 +39,7 @@ class Block:
     """Whether it may be computed again."""
 
     def __post_init__(self) -> None:
-        for name in Block.__slots__[:-1]:
+        for name in FIGURES:
             if not getattr(self, name) >= 0:
                 raise ShardwrightError(f"Block({name}={getattr(self, name)}): expected 0 or more")
         if self.entering_bytes > self.kept_bytes:

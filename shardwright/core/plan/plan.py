@@ -118,8 +118,8 @@ class Plan(PlanRecord):
 
     @property
     def recomputed_units(self) -> tuple[int, ...]:
-        """The units that are recomputed whole: under full recompute, those with others like them, except units that
-        keep or offload their activations."""
+        """The units that are recomputed whole: under full recompute those that may be (`recomputable_units`), except
+        units that keep or offload their activations."""
         return tuple(unit for unit, mode in enumerate(self.unit_modes) if mode == "full")
 
     def is_pinned(self, name: str) -> bool:

@@ -156,8 +156,8 @@ def _costs_at(scorer: Scorer, best: Scored, place: Place) -> tuple[ClassCost, ..
     tables, decision = scorer.tables, best.decision
     costs = tables.class_costs(decision.tp, decision.microbatch, place)
     variants = tables.variants(decision.tp)
-    again = [tables.repeated[variants.index(variant)] for variant in range(len(costs))]
-    modes: list[list[Mode]] = [[unit_recompute(decision.recompute, repeated) for repeated in again]]
+    again = [tables.recomputable[variants.index(variant)] for variant in range(len(costs))]
+    modes: list[list[Mode]] = [[unit_recompute(decision.recompute, may) for may in again]]
     if decision.kept_units or decision.offloaded_units:
         modes.append(["none"] * len(costs))
     if decision.offloaded_units:

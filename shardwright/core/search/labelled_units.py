@@ -52,13 +52,14 @@ class _Labels:
     def __init__(self, decision: Decision, ranked: RankTables, live: Sequence[int], memory_of: Memory) -> None:
         self.decision, self.ranked, self.live, self.memory_of = decision, ranked, live, memory_of
         ends = zip(ranked.ends(decision.stage_starts), decision.stage_ranks, strict=True)
-        # The backward of the last unit follows its forward at once.
+        last = ranked.units - 1  # its backward follows its forward at once
         self.stages = [
-            (rank, [u for u in range(a, b) if u < ranked.units - 1 and ranked.tables[rank].units[u].saved_bytes])
+            (rank, [u for u in range(a, b) if (u < last or table.recomputable[u]) and table.units[u].saved_bytes])
             for (a, b), rank in ends
+            for table in [ranked.tables[rank]]
         ]
         self.units = [unit for _, units in self.stages for unit in units]
-        self.may_recompute = ranked.tables[0].repeated
+        self.may_recompute = ranked.tables[0].recomputable
 
     def seconds(self, choice: Kept) -> float:
         """The time of the slowest rank for one microbatch."""
@@ -124,7 +125,7 @@ def _by_timeline(table: UnitTable, units: Sequence[int], room: float) -> Labels 
     blocks = [
         Block(
             cost.forward_s, cost.input_grad_s + cost.weight_grad_s, copy_s, copy_s, cost.saved_bytes,
-            min(cost.entering_bytes, cost.saved_bytes), may_recompute=table.repeated[unit],
+            min(cost.entering_bytes, cost.saved_bytes), may_recompute=table.recomputable[unit],
         )
         for unit, cost, copy_s in zip(units, costs, seconds, strict=True)
     ]  # fmt: skip

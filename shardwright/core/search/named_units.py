@@ -7,8 +7,9 @@ from typing import Any
 
 from shardwright.core.errors import PlanError, nearest
 from shardwright.core.model.fold import Unit, fold
-from shardwright.core.model.graph import Graph
+from shardwright.core.model.graph import Call, Graph
 from shardwright.core.search.request import Options
+from shardwright.core.tables.memory import recomputable_units
 
 POLICIES = ("none", "full", "offload")
 MAXTEXT: dict[str, str | None] = {
@@ -43,15 +44,28 @@ def by_module(graph: Graph, asked: Mapping[str, str]) -> dict[str, Any]:
                 f"recompute={{{pattern!r}: {policy!r}}}: by module there is 'none', 'full' or 'offload'; policies by "
                 f"op, as 'elementwise', are of the whole model"
             )
-    units, found = fold(graph).units, dict[int, str]()
+    folded = fold(graph)
+    units, found, decided = folded.units, dict[int, str](), dict[str, list[int]]()
     for unit in units:
         for pattern, policy in asked.items():
             if any(_matches(call.path, pattern) for call in unit.calls):
                 found[unit.index] = policy
+                decided.setdefault(pattern, []).append(unit.index)
                 break
-    for pattern in asked:
+    may = recomputable_units([unit.fold_class for unit in units])
+    for pattern, policy in asked.items():
         if not any(_matches(call.path, pattern) for unit in units for call in unit.calls):
             raise PlanError(_no_match(graph, units, pattern))
+        if pattern not in decided:
+            raise PlanError(
+                f"recompute={{{pattern!r}: {policy!r}}} decides nothing: patterns before it match all its units, and "
+                f"the first that matches counts; put it before them"
+            )
+        if policy == "full" and not any(may[unit] for unit in decided[pattern]):
+            raise PlanError(
+                f"recompute={{{pattern!r}: 'full'}}: units that have no others like them, as embeddings and heads, are "
+                f"kept, or offloaded, where most units of a model are alike"
+            )
     kept = tuple(unit.index for unit in units if found.get(unit.index, "none") == "none")
     away = tuple(unit for unit, policy in found.items() if policy == "offload")
     if len(kept) == len(units):
@@ -83,8 +97,15 @@ def as_the_model_asks(graph: Graph, options: Options, warn: Callable[[str], None
     if not any(call.is_recomputed for call in graph.calls):
         return options
     units = fold(graph).units
-    whole = [unit for unit in units if unit.calls and all(_is_recomputed(graph, unit, c.path) for c in unit.calls)]
-    marked = {unit.index for unit in whole}
+    may = recomputable_units([unit.fold_class for unit in units])
+    asked = [unit for unit in units if _is_recomputed(graph, unit)]
+    whole = [unit for unit in asked if may[unit.index]]
+    if lost := [unit for unit in asked if not may[unit.index]]:
+        warn(
+            f"{lost[0].calls[0].path} and {len(lost) - 1} other units, which have no others like them, are "
+            f"checkpointed by the model or marked: a plan keeps them, and counts them so"
+        )
+    marked = {unit.index for unit in asked}
     parts = {
         call.path
         for unit in units
@@ -96,20 +117,20 @@ def as_the_model_asks(graph: Graph, options: Options, warn: Callable[[str], None
         some = sorted(parts)
         warn(
             f"{some[0]} and {len(some) - 1} other modules are parts of units, and the model asks to compute them "
-            f"again: a plan keeps units or recomputes them whole, so that these are counted as kept; they run as the "
-            f"model has it"
+            f"again: a plan keeps units or recomputes them whole, so that these are counted as kept; what the model "
+            f"checkpoints itself runs so, what is marked does not"
         )
     if not whole:
         return options
     said = f"{whole[0].calls[0].path} and {len(whole) - 1} other units are checkpointed by the model itself, or marked"
-    if options.recompute == "none" or marked & set(options.kept_units or ()):
+    if options.recompute == "none" or {unit.index for unit in whole} & set(options.kept_units or ()):
         raise PlanError(
             f"recompute={options.recompute!r} keeps units that are to be recomputed: {said}. Leave recompute out, or "
             f"switch the model's checkpoints off"
         )
     if options.recompute != "auto":
         return options
-    kept = tuple(unit.index for unit in units if unit.index not in marked)
+    kept = tuple(unit.index for unit in units if unit not in whole)
     if options.offload:
         raise PlanError(f"offload=True searches for the units that are recomputed, and {said}: leave out one of them")
     return replace(options, recompute="full", kept_units=kept or None)
@@ -119,7 +140,7 @@ def _matches(path: str, pattern: str) -> bool:
     return fnmatchcase(path, pattern) or path.startswith(f"{pattern}.") or fnmatchcase(path, f"{pattern}.*")
 
 
-def _calls_of(graph: Graph, unit: Unit) -> Iterator[Any]:
+def _calls_of(graph: Graph, unit: Unit) -> Iterator[Call]:
     """All calls in which ops of a unit lie."""
     seen = set()
     for op in graph.ops[unit.first_op : unit.end_op]:
@@ -130,8 +151,23 @@ def _calls_of(graph: Graph, unit: Unit) -> Iterator[Any]:
     return (graph.calls[call] for call in sorted(seen))
 
 
-def _is_recomputed(graph: Graph, unit: Unit, path: str) -> bool:
-    return any(call.path == path and call.is_recomputed for call in _calls_of(graph, unit))
+def _is_recomputed(graph: Graph, unit: Unit) -> bool:
+    """Whether the model asks for a unit to be computed again: for all calls in it, or for all that it computes."""
+    if not unit.calls:
+        return False
+    asked = {call.path for call in _calls_of(graph, unit) if call.is_recomputed}
+    if all(call.path in asked for call in unit.calls):
+        return True
+    return all(
+        any(call.is_recomputed for call in _around(graph, op.call)) for op in graph.ops[unit.first_op : unit.end_op]
+    )
+
+
+def _around(graph: Graph, number: int) -> Iterator[Call]:
+    """A call and those around it."""
+    while number:
+        yield graph.calls[number]
+        number = graph.calls[number].parent
 
 
 def _no_match(graph: Graph, units: Sequence[Unit], pattern: str) -> str:
@@ -144,4 +180,9 @@ def _no_match(graph: Graph, units: Sequence[Unit], pattern: str) -> str:
                 f"recompute={{{pattern!r}: …}}: {inside} is a part of the unit {around}, and units are kept, "
                 f"recomputed or offloaded whole: name {around!r}"
             )
+    if not paths:
+        return (
+            f"recompute={{{pattern!r}: …}}: {graph.model_name} calls no modules that could be named: give "
+            f"recompute='full' with kept_units or offloaded_units"
+        )
     return f"recompute={{{pattern!r}: …}} matches no module of {graph.model_name}: {nearest(pattern, paths)}"

@@ -53,12 +53,12 @@ def _recomputed(tables: CostTables, decision: Decision) -> Collection[int]:
     if decision.recompute == "elementwise":
         return ()
     if decision.recompute == "alternate":
-        units = zip(tables.folded.units, tables.repeated, strict=True)
-        return [op for unit, repeated in units if repeated for op in _plain_products(tables, unit)[1::2]]
+        units = zip(tables.folded.units, tables.recomputable, strict=True)
+        return [op for unit, may in units if may for op in _plain_products(tables, unit)[1::2]]
     kept = {*decision.kept_units, *decision.offloaded_units}
     return [
         op
-        for unit, repeated in zip(tables.folded.units, tables.repeated, strict=True)
-        if unit.index not in kept and unit_recompute(decision.recompute, repeated) == "full"
+        for unit, may in zip(tables.folded.units, tables.recomputable, strict=True)
+        if unit.index not in kept and unit_recompute(decision.recompute, may) == "full"
         for op in range(unit.first_op, unit.end_op)
     ]

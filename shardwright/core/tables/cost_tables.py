@@ -273,7 +273,7 @@ class CostTables:
             ties,
             largest,
             recompute,
-            self.repeated,
+            self.recomputable,
             host_bytes_per_s=place.device.host_link_bandwidth_bytes_per_s * HOST_LINK_EFFICIENCY,
             swaps_beside=place.device.kind != "cpu",
             loading_horizon=self._loading_horizon,
@@ -393,8 +393,8 @@ class CostTables:
         return width + 2 * PRECISION_BYTES[self.gradient_precision or self.precision]
 
     @property
-    def repeated(self) -> tuple[bool, ...]:
-        """Whether each unit is recomputed in full, as in `Plan.recomputed_units`."""
+    def recomputable(self) -> tuple[bool, ...]:
+        """Whether each unit is recomputed where all are, as in `Plan.recomputed_units`."""
         return recomputable_units(self.structure.unit_classes)
 
     def _send_s(self, size_bytes: int, tp: int, place: Place) -> float:

@@ -128,9 +128,10 @@ def state_bytes_per_element(
 
 
 def recomputable_units(unit_classes: Sequence[int]) -> tuple[bool, ...]:
-    """Whether each unit is recomputed in full, or but for its products: those that have others like them, and not the
-    units before and after them, embeddings and head. Of a model in which most units have none like them, as of VGG or
-    U-Net, all but the last, whose backward follows its forward at once. Layers of one stack are alike."""
+    """Whether each unit is recomputed where all are, in full or but for their products: those that have others like
+    them, and not the units before and after them, embeddings and head. Of a model in which most units have none like
+    them, as of VGG or U-Net, all but the last, whose backward follows its forward at once. Layers of one stack are
+    alike."""
     members = Counter(unit_classes)
     repeated = [members[held] > 1 for held in unit_classes]
     if 2 * sum(repeated) >= len(repeated):
@@ -138,19 +139,19 @@ def recomputable_units(unit_classes: Sequence[int]) -> tuple[bool, ...]:
     return (*[True] * (len(repeated) - 1), False)
 
 
-def unit_recompute(recompute: Recompute, repeated: bool) -> Recompute:
-    """The recompute mode of one unit: only repeated units are recomputed in full, or but for their products."""
-    return "none" if recompute in ("full", *BY_OP) and not repeated else recompute
+def unit_recompute(recompute: Recompute, recomputable: bool) -> Recompute:
+    """The recompute mode of one unit: only recomputable units are recomputed in full, or but for their products."""
+    return "none" if recompute in ("full", *BY_OP) and not recomputable else recompute
 
 
 def modes_of(
-    recompute: Recompute, repeated: Sequence[bool], kept: Collection[int], offloaded: Collection[int]
+    recompute: Recompute, recomputable: Sequence[bool], kept: Collection[int], offloaded: Collection[int]
 ) -> list[Mode]:
     """The treatment of each unit's activations under the policy of the whole, with the units that differ from it.
-    ``repeated``: whether each unit has others like it."""
+    ``recomputable``: as in `recomputable_units`."""
     return [
         "offload" if unit in offloaded else "none" if unit in kept else unit_recompute(recompute, again)
-        for unit, again in enumerate(repeated)
+        for unit, again in enumerate(recomputable)
     ]
 
 

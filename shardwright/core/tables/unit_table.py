@@ -48,10 +48,8 @@ class UnitTable:
     largest_parameter: int
     """The entries of the largest parameter, on one rank."""
     recompute: Recompute
-    repeated: tuple[bool, ...]
-    """Whether each unit has others like it: only these are recomputed in full. The units before and after them,
-    embeddings and head, are kept: the backward of the head follows its forward at once, so recomputing it would save
-    nothing."""
+    recomputable: tuple[bool, ...]
+    """Whether each unit is recomputed where all are (`core.tables.memory.recomputable_units`)."""
     kept: frozenset[int] = frozenset()
     """The units that keep their activations although they could be recomputed."""
     offloaded: frozenset[int] = frozenset()
@@ -114,7 +112,7 @@ class UnitTable:
     @cached_property
     def modes(self) -> list[Mode]:
         """The treatment of each unit's activations under the policy of the whole."""
-        return modes_of(self.recompute, self.repeated, self.kept, self.offloaded)
+        return modes_of(self.recompute, self.recomputable, self.kept, self.offloaded)
 
     @cached_property
     def swapped_s(self) -> NDArray[np.float64]:

@@ -128,6 +128,19 @@ def blocks_go_to_the_host() -> None:
         sw.init({"offload_activations": True, "recompute": "full"})
 
 
+def what_does_not_go_together_is_refused() -> None:
+    x = torch.randn(4, 4)
+    for config, said in (
+        ({"offload_activations": True}, "asks by checkpoints or marks to compute blocks again: leave out one of them"),
+        ({"pipeline": "zb-h1"}, r"switch that off, as by gradient_checkpointing_disable\(\), .*zb-h1"),
+    ):
+        sw.init({"pipeline_parallel_degree": 2, "microbatches": MICROBATCHES} | config)
+        model = sw.DistributedModel(Rows(0, 6))
+        with pytest.raises(sw.ShardwrightError, match=said):
+            train_step(model, x)
+        sw.shutdown()
+
+
 def layers_that_checkpoint_themselves_run_twice() -> None:
     """Hugging Face's layers checkpoint inside of their own call."""
     plain = build("gpt2", dropout=0.1)
@@ -175,6 +188,7 @@ CHECKS: tuple[Callable[[], None], ...] = (
     marked_blocks_are_recomputed,
     replicas_that_are_not_split_recompute_their_blocks,
     blocks_go_to_the_host,
+    what_does_not_go_together_is_refused,
     layers_that_checkpoint_themselves_run_twice,
 )
 

@@ -124,6 +124,20 @@ def several_passes_add_up() -> None:
     trained_alike({}, passes=2)
 
 
+def steps_by_messages_train_as_one() -> None:
+    trained_alike({"pipeline_mode": "messages"})
+    trained_alike({"pipeline_mode": "messages", "sparse_gradients": "dense"}, passes=2)
+
+
+def a_table_that_looked_up_nothing_has_a_norm() -> None:
+    sw.init({"ddp": True})
+    model = sw.DistributedModel(Tagger())
+    padding = torch.zeros(2, TOKENS, dtype=torch.long)
+    train_step(model, padding, padding)
+    assert float(model.clip_grad_norm_(1.0, norm_type=float("inf"))) > 0
+    sw.shutdown()
+
+
 def tied_tables_have_dense_gradients() -> None:
     trained_alike({}, shared=True)
 
@@ -149,6 +163,8 @@ CHECKS: tuple[Callable[[], None], ...] = (
     pipelines_of_replicas_train_as_one,
     a_norm_counts_each_row_once,
     several_passes_add_up,
+    steps_by_messages_train_as_one,
+    a_table_that_looked_up_nothing_has_a_norm,
     tied_tables_have_dense_gradients,
     an_unknown_form_is_refused,
     shards_and_sparse_adam_are_refused,

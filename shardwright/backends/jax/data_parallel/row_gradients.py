@@ -43,20 +43,26 @@ class Rows:
                 f"the gradient has shape {gradient.shape}, and table[indices] {(*indices.shape, *row)}: give the one "
                 f"with respect to the rows that were looked up"
             )
-        flat = indices.reshape(-1)
+        flat = indices.reshape(-1).astype(jnp.int32)
         return cls(jnp.where(flat < 0, flat + table.shape[0], flat), gradient.reshape(-1, *row), table.shape[0])
 
     def dense(self) -> jax.Array:
         """The whole gradient."""
         whole = jnp.zeros((self.table_rows, *self.values.shape[1:]), self.values.dtype)
-        return whole.at[self.indices].add(self.values, mode="drop")
+        return whole.at[self._places()].add(self.values, mode="drop")
+
+    def _places(self) -> jax.Array:
+        """The indices, of which those that are none of the table's are ``table_rows``."""
+        wide = self.indices.astype(jnp.int32)  # narrow ones may not reach to ``table_rows``
+        return jnp.where((wide < 0) | (wide >= self.table_rows), self.table_rows, wide)
 
     def coalesced(self, most: int | None = None) -> Self:
         """The same with each row once, in the order of the table, and no rows behind them; ``most``: of so many, where
         there are no more."""
         size = min(len(self.indices) if most is None else most, self.table_rows)
-        found, place = jnp.unique(self.indices, size=size, fill_value=self.table_rows, return_inverse=True)
-        place = jnp.where(self.indices < self.table_rows, place.reshape(-1), size)
+        places = self._places()
+        found, place = jnp.unique(places, size=size, fill_value=self.table_rows, return_inverse=True)
+        place = jnp.where(places < self.table_rows, place.reshape(-1), size)
         values = jnp.zeros((size, *self.values.shape[1:]), self.values.dtype)
         return type(self)(found, values.at[place].add(self.values, mode="drop"), self.table_rows)
 

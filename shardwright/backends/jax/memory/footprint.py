@@ -434,6 +434,8 @@ class _Liveness:
         if equation.primitive.name != "transpose" or len(equation.params["permutation"]) != 2:
             return False
         readers = self.readers.get(equation.outputs[0], [])
+        if not readers or equation.outputs[0] in self.results:
+            return False
         return all(e.primitive.name == "dot_general" and not e.params["dimension_numbers"][1][0] for e in readers)
 
     def _is_outer(self, equation: Equation) -> bool:

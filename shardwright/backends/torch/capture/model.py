@@ -125,6 +125,10 @@ class _Session:
         self.buffers = {id(buffer) for buffer in model.buffers()}
         self.paths = {id(module): path for path, module in model.named_modules()}
         self.recomputed = marked_paths(model)
+        if "" in self.recomputed:
+            raise CaptureError(
+                f"the whole {type(model).__name__} is marked by set_activation_checkpointing: mark its blocks"
+            )
         self.templates: dict[Any, Any] = {}
         self.chance = False
         """The outcome of branches that random numbers alone decide."""
@@ -319,10 +323,11 @@ class _Session:
         if found := dict.fromkeys(recorder.checkpointed_functions):
             places = ", ".join(path or type(self.model).__name__ for path in found)
             warnings.warn(
-                f"{places}: what is checkpointed here is no call of a module, or is checkpointed by a policy "
-                f"(context_fn); a plan counts it as kept, or recomputes the unit around it",
+                f"{places}: what is checkpointed here is no single call of a module, or is checkpointed by a policy "
+                f"(context_fn). A plan recomputes units, each by itself and from its own input: what lies beside them "
+                f"is kept, and counted so",
                 PlanWarning,
-                stacklevel=4,
+                stacklevel=6,
             )
 
     def _parameters(self, first: int) -> tuple[Parameter, ...]:

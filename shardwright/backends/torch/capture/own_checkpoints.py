@@ -6,20 +6,20 @@ each once: inside of what a plan recomputes, the model's own checkpoints are pla
 """
 
 import re
+import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakSet
 
 from torch import nn
 from torch.utils import checkpoint as torch_checkpoint
 
-from shardwright.backends.torch.capture.replaced import replaced
 from shardwright.backends.torch.compat import CHECKPOINTS
 from shardwright.core.errors import PlanWarning, ShardwrightError
 
-_marks: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+_marks: WeakSet[nn.Module] = WeakSet()
 
 Around = Callable[[bool], AbstractContextManager[None]]
 """Makes the context of one checkpointed call; given whether all of it is computed again, and not by a policy."""
@@ -32,7 +32,7 @@ def set_activation_checkpointing(
     ``nn.ModuleList``, each of its modules.
 
     The plan takes the marks as pins, where it is not told what to recompute. Call it before the model is captured or
-    planned.
+    planned, on the modules that are: a copy of a model has no marks.
 
     Args:
         preserve_rng_state: random numbers are always drawn alike again.
@@ -65,7 +65,7 @@ def set_activation_checkpointing(
             stacklevel=2,
         )
     for each in (module,) if row is None else row:
-        _marks[each] = strategy
+        _marks.add(each)
 
 
 def marked_paths(model: nn.Module) -> frozenset[str]:
@@ -73,26 +73,67 @@ def marked_paths(model: nn.Module) -> frozenset[str]:
     return frozenset(path for path, module in model.named_modules(remove_duplicate=False) if module in _marks)
 
 
+class _Stack(threading.local):
+    """What is around checkpoints of this thread that are plain calls, innermost last."""
+
+    def __init__(self) -> None:
+        self.around: list[Around | None] = []
+
+
+_plain = _Stack()
+_lock = threading.Lock()
+_originals: dict[str, Any] = {}
+_inside = 0
+"""The number of contexts of all threads in which checkpoints are plain calls of these threads."""
+
+
 @contextmanager
 def plain_checkpoints(around: Around | None = None) -> Iterator[None]:
-    """A context in which calls that a model checkpoints are plain calls, each in a context of ``around``."""
+    """A context in which calls that a model checkpoints in this thread are plain calls, each in a context of
+    ``around``."""
+    global _inside
+    with _lock:
+        if _inside == 0:
+            _originals.update({name: getattr(torch_checkpoint, name) for name in CHECKPOINTS})
+            for name, instead in zip(CHECKPOINTS, (_generator, _Function), strict=True):
+                setattr(torch_checkpoint, name, instead)
+        _inside += 1
+    _plain.around.append(around)
+    try:
+        yield
+    finally:
+        _plain.around.pop()
+        with _lock:
+            _inside -= 1
+            if _inside == 0:
+                for name, original in _originals.items():
+                    setattr(torch_checkpoint, name, original)
 
-    def entered(context_fn: Any) -> AbstractContextManager[None]:
-        is_whole = context_fn is torch_checkpoint.noop_context_fn
-        return nullcontext() if around is None else around(is_whole)
 
-    def generator(*given: Any, **named: Any) -> Iterator[None]:
-        with entered(named.get("context_fn", given[2] if len(given) > 2 else torch_checkpoint.noop_context_fn)):
+def _entered(context_fn: Any) -> AbstractContextManager[None]:
+    around = _plain.around[-1]
+    return nullcontext() if around is None else around(context_fn is torch_checkpoint.noop_context_fn)
+
+
+def _generator(*given: Any, **named: Any) -> Any:
+    """In place of the generator around a checkpointed call."""
+    if not _plain.around:
+        return _originals[CHECKPOINTS[0]](*given, **named)
+    context_fn = named.get("context_fn", given[2] if len(given) > 2 else torch_checkpoint.noop_context_fn)
+
+    def plain() -> Iterator[None]:
+        with _entered(context_fn):
             yield
 
-    class Plain:
-        @staticmethod
-        def apply(function: Callable[..., Any], _: bool, *args: Any) -> Any:
-            with entered(torch_checkpoint.noop_context_fn):
-                return function(*args)
+    return plain()
 
-    with ExitStack() as stack:
-        for name, instead in zip(CHECKPOINTS, (generator, Plain), strict=True):
-            if hasattr(torch_checkpoint, name):
-                stack.enter_context(replaced(torch_checkpoint, name, instead))
-        yield
+
+class _Function:
+    """In place of the autograd function of reentrant checkpoints."""
+
+    @staticmethod
+    def apply(function: Callable[..., Any], preserves_rng: bool, *args: Any) -> Any:
+        if not _plain.around:
+            return _originals[CHECKPOINTS[1]].apply(function, preserves_rng, *args)
+        with _entered(torch_checkpoint.noop_context_fn):
+            return function(*args)

@@ -104,7 +104,7 @@ class Recorder(TorchDispatchMode):
         self.left_in_objects: set[int] = set()
         """Values that module calls made and left in objects that they were given."""
         self.checkpointed_functions: list[str] = []
-        """The paths of the calls in which a function was checkpointed that calls no module."""
+        """The paths of the calls in which something else was checkpointed than one call of a module."""
         self.recomputed: Collection[str] = ()
         """The paths of modules that were marked to be computed again."""
         self._checkpoints = 0
@@ -155,13 +155,15 @@ class Recorder(TorchDispatchMode):
     @contextmanager
     def checkpoint(self, is_whole: bool) -> Iterator[None]:
         """A checkpoint of the model's own around what runs; ``is_whole``: all of it is computed again."""
-        calls = len(self.calls)
+        ops, calls, around = len(self.ops), len(self.calls), self._stack[-1]
         self._checkpoints += is_whole
         try:
             yield
         finally:
             self._checkpoints -= is_whole
-            if len(self.calls) == calls or not is_whole:
+            has_own_ops = any(op.call == around for op in self.ops[ops:])
+            together = sum(call.parent == around for call in self.calls[calls:])
+            if has_own_ops or together > 1 or not is_whole:
                 self.checkpointed_functions.append(self.path)
 
     def refuse(self, reason: str) -> None:

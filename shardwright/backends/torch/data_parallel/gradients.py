@@ -335,6 +335,8 @@ def _norm(gradient: torch.Tensor, norm_type: float, dtype: torch.dtype) -> torch
     """The norm in ``dtype``; the norm of complex entries is that of their absolute values. Rows that are not there are
     zeros."""
     given = entries_of(gradient)
+    if not given.numel():  # of no rows
+        return torch.zeros((), dtype=dtype, device=given.device)
     entries = given.abs() if given.is_complex() else given
     norm: torch.Tensor = torch.linalg.vector_norm(entries, norm_type, dtype=dtype)
     return norm

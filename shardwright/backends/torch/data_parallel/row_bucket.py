@@ -40,7 +40,7 @@ class RowBucket:
 
     def send(self) -> None:
         """Sum the gradient over the replicas."""
-        own = self._sums.take()
+        own = self._collect()
         if own is not None:
             self.present.add(0)
         else:
@@ -51,13 +51,21 @@ class RowBucket:
             own = torch.sparse_coo_tensor(none, values, (rows, *width), is_coalesced=True, check_invariants=False)
         self._total = sum_as_made(own, self.policy, self.groups.group)
 
+    def _collect(self) -> torch.Tensor | None:
+        """The gradient so far, with what autograd left at the table, as steps by messages do."""
+        (parameter,) = self.parameters.values()
+        if parameter.grad is not None:
+            self._sums.add(0, parameter.grad)
+            parameter.grad = None
+        return self._sums.take()
+
     def add(self, index: int, gradient: torch.Tensor) -> None:
         """Add a gradient of the table."""
         self._sums.add(index, gradient)
 
     def take(self) -> dict[str, torch.Tensor]:
         """The gradient of this replica alone, if it has any."""
-        own = self._sums.take()
+        own = self._collect()
         self.abandon()
         return {} if own is None else {self.names[0]: own}
 

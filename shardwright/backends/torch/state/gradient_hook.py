@@ -128,7 +128,10 @@ def added(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """The sum of two gradients, of rows or whole: each row once; whole where one of them is."""
     if not one.is_sparse:
         return one + other
-    return (one + other).coalesce() if other.is_sparse else other + one
+    if not other.is_sparse:
+        return other + one
+    width = torch.float32 if one.dtype in HALF else one.dtype  # torch adds no rows of 16 bits on CPUs
+    return (one.to(width) + other.to(width)).coalesce().to(one.dtype)
 
 
 def entries_of(gradient: torch.Tensor) -> torch.Tensor:
