@@ -89,6 +89,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "hierarchical_gathers": (True, False),
     "whole_below_bytes": (0, 1, 1000, 1 << 20, -1),
     "bucket_bytes": (None, 1, 1 << 20, 0),
+    "activation_loading_horizon": (1, 2, 4, 0),
     "reduce_after": ("each", "last", None, "first"),
     "generated": ([], ["0F0,0B0"], ["0F0"]),
     "fp8_weights": ([], ["0/w0"], ["9/w9"]),
@@ -178,6 +179,8 @@ def _units(rng: random.Random, original: Original) -> Edit:
     name = rng.choice(("kept_units", "kept_units", "offloaded_units"))
     some = rng.sample(range(units), rng.randrange(min(4, units)))
     some += rng.choice(([], [], [units + 3], some[:1]))
+    if rng.random() < 0.2:
+        return _decision(original, recompute="full", activation_loading_horizon=2, **{name: some})
     if rng.random() < 0.7:
         return _decision(original, recompute="full", **{name: some})
     return _decision(original, **{name: some})

@@ -1,11 +1,13 @@
 """What stages hold, counted for all stages at once, against a loop over values and stages."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardwright.core.cost.unit_seconds import UnitCost
 from shardwright.core.cost.value_flow import SharedValue
 from shardwright.core.tables.unit_table import UnitTable, _sums_of_pairs
 
@@ -62,3 +64,20 @@ def test_what_an_offloaded_first_unit_is_given_stays_until_its_gradient_goes_bac
     expected = np.zeros_like(found)
     expected[2, 3:] = 12 - 5  # of what enters unit 2, a shared value passes by
     assert np.array_equal(found - without, expected)
+
+
+def test_a_value_that_no_unit_keeps_passes_by_those_up_to_its_reader() -> None:
+    unit = UnitCost(
+        1.0, 1.0, 1.0, 0.0, 0.0, saved_bytes=100, saved_selective_bytes=0, entering_bytes=10, passing_bytes=0,
+        parameter_elements=1,
+    )  # fmt: skip
+    over = SharedValue(0, (1, 4), (1, 4), 1), 7
+    table = UnitTable(
+        (unit,) * UNITS, (10,) * UNITS, (0.0,) * UNITS, (), 1, "full", (True,) * UNITS, shared=(over,),
+        swaps_beside=False,
+    )  # fmt: skip
+    away = table.keeping(frozenset(), frozenset(range(UNITS - 1)))
+    plain = UnitTable.keeping(replace(table, shared=()), frozenset(), frozenset(range(UNITS - 1)))
+    assert (away.beside_bytes - plain.beside_bytes).tolist() == [0, 0, 0, 7, 7, 0]
+    kept = table.keeping(frozenset({1}), frozenset({2, 3}))
+    assert (kept.beside_bytes == replace(kept, shared=()).beside_bytes).all()

@@ -315,6 +315,10 @@ class UnitTable:
         made_again = [again(unit, mode) for unit, mode in zip(self.units, self.modes, strict=True)]
         beside = np.array([u.passing_bytes for u in self.units], dtype=np.float64) + made_again
         beside += np.array(self.waiting_bytes or 0)
+        for value, size in self.shared if self.offloaded else ():
+            # On the way to a unit far behind, as over the bottom of a U-Net, where no unit between keeps it.
+            if value.maker >= 0 and value.enterers and not self._holders(value):
+                beside[value.maker + 2 : max(value.enterers) + 1] += size
         return beside
 
     def batch_bytes(self, held: Sequence[tuple[int, int]]) -> tuple[int, int]:
