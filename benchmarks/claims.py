@@ -325,6 +325,17 @@ def sharding_levels(rows: Mapping[str, tuple[float, float]]) -> Claims:
     return claims
 
 
+def out_of_core(planned: Mapping[str, tuple[float, float]], least: int) -> Claims:
+    """By model that has a plan for its budget: the peak over the budget, and the largest relative difference of a
+    gradient or a running statistic. ``least``: as many models have one."""
+    claims = Claims()
+    claims.at_least("models with a plan for the budget", len(planned) if least else float("nan"), least)
+    for model, (share, differs) in planned.items():
+        claims.at_most(f"{model}: peak over budget", share, 1.0)
+        claims.at_most(f"{model}: gradients and statistics differ by", differs, 1e-4)
+    return claims
+
+
 def twins(alike: Mapping[str, bool], is_whole: bool) -> Claims:
     """By model and cluster, whether both frameworks' graphs get one plan: 28 of all 30."""
     claims = Claims()

@@ -275,6 +275,16 @@ JUDGED: dict[str, tuple[Callable[[], Claims], list[Callable[[], Claims]]]] = {
             lambda: claims.sharding_levels({}),
         ],
     ),
+    "out_of_core": (
+        lambda: claims.out_of_core({"VGG": (0.99, 0.0), "ResNet": (1.0, 1e-7)}, 2),
+        [
+            lambda: claims.out_of_core({"VGG": (1.01, 0.0)}, 1),
+            lambda: claims.out_of_core({"VGG": (0.99, 1e-3)}, 1),
+            lambda: claims.out_of_core({"VGG": (0.99, NAN)}, 1),
+            lambda: claims.out_of_core({"VGG": (0.99, 0.0)}, 2),
+            lambda: claims.out_of_core({}, 0),
+        ],
+    ),
     "twins": (
         lambda: claims.twins({str(i): i > 1 for i in range(30)}, True),
         [
