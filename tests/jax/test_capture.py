@@ -1,6 +1,8 @@
 """Capture of NNX modules, Linen modules and plain functions."""
 
+import gc
 import math
+import weakref
 from typing import Any
 
 import jax
@@ -9,6 +11,7 @@ import numpy as np
 import pytest
 from flax import linen, nnx
 
+import shardwright
 from examples import gpt2_flax, gpt2_linen
 from shardwright.backends.jax import BACKEND
 from shardwright.core.errors import CaptureError
@@ -316,3 +319,17 @@ def test_a_model_that_looks_at_the_batch_size_is_refused() -> None:
 
     with pytest.raises(CaptureError, match=r"model does not run the same ops.*batch 2"):
         capture(model, (np.float32(2), np.ones((4, 3), np.float32)))
+
+
+def test_a_graph_keeps_no_array_of_the_model() -> None:
+    def begun() -> tuple[Graph, Any]:
+        model = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
+        kernel = model.kernel.get_raw_value()
+        graph = shardwright.capture(model, jnp.ones((2, 4)), lambda output: (output**2).mean())
+        shardwright.plan(graph, shardwright.Cluster("cpu"), batch=2)
+        return graph, weakref.ref(kernel)
+
+    graph, kernel = begun()
+    gc.collect()
+    assert graph.footprints is not None
+    assert kernel() is None

@@ -217,11 +217,15 @@ def _nnx_source(model: nnx.Module, loss: Callable[..., Any] | None) -> Source:
     # A module may hold arrays beside its variables, as tables of positions.
     arrays = tuple(abstract(v.get_raw_value() if isinstance(v, nnx.Variable) else v) for _, v in flat)
     paths = [path for path, _ in flat]
-    variables = [variable for _, variable in flat]
+    # Without their values: plans remember what was captured, and the model's arrays would stay with it.
+    variables = [
+        variable.replace(array) if isinstance(variable, nnx.Variable) else None
+        for (_, variable), array in zip(flat, arrays, strict=True)
+    ]
 
     def run(values: Any, sample: Any, recorder: Recorder, calls: ModuleCalls | None = None) -> Any:
         filled = [
-            variable.replace(value) if isinstance(variable, nnx.Variable) else value
+            value if variable is None else variable.replace(value)
             for variable, value in zip(variables, values, strict=True)
         ]
         private = nnx.merge(graphdef, nnx.from_flat_state(zip(paths, filled, strict=True)))
