@@ -92,7 +92,7 @@ def test_rows_are_a_pytree() -> None:
     doubled = jax.tree.map(lambda leaf: leaf * 2, rows)
     assert doubled.table_rows == ROWS
     assert doubled.indices.tolist() == [2, 2]
-    assert jax.jit(lambda r: r.coalesced(1))(rows).values.tolist() == [[2.0] * WIDTH]
+    assert jax.jit(lambda r: r.coalesced())(rows).values.tolist() == [[2.0] * WIDTH, [0.0] * WIDTH]
 
 
 def test_bad_input() -> None:

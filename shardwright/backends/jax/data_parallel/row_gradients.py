@@ -56,10 +56,9 @@ class Rows:
         wide = self.indices.astype(jnp.int32)  # narrow ones may not reach to ``table_rows``
         return jnp.where((wide < 0) | (wide >= self.table_rows), self.table_rows, wide)
 
-    def coalesced(self, most: int | None = None) -> Self:
-        """The same with each row once, in the order of the table, and no rows behind them; ``most``: of so many, where
-        there are no more."""
-        size = min(len(self.indices) if most is None else most, self.table_rows)
+    def coalesced(self) -> Self:
+        """The same with each row once, in the order of the table, and no rows behind them."""
+        size = min(len(self.indices), self.table_rows)
         places = self._places()
         found, place = jnp.unique(places, size=size, fill_value=self.table_rows, return_inverse=True)
         place = jnp.where(places < self.table_rows, place.reshape(-1), size)

@@ -69,9 +69,6 @@ class RowBucket:
         self.abandon()
         return {} if own is None else {self.names[0]: own}
 
-    def receive(self) -> None:
-        """Nothing is under way."""
-
     def finish(self) -> list[torch.Tensor]:
         """The gradient of the table."""
         assert self._total is not None
