@@ -100,7 +100,7 @@ def labels_of(tables: RankTables, labels: tuple[str, ...]) -> RankTables:
 
 def test_labels_of_few_unlike_units_are_near_the_best_of_all() -> None:
     """Against all labellings, by the tables' own seconds and bytes, on a GPU and on a CPU."""
-    worst, differ, missed = 0.0, 0, 0
+    behind, missed = [], 0
     for seed in range(30):
         random = np.random.default_rng(seed)
         count = int(random.integers(3, 7))
@@ -144,9 +144,9 @@ def test_labels_of_few_unlike_units_are_near_the_best_of_all() -> None:
             continue
         assert not found[0].over_bytes(found[2])
         seconds = found[0].work((0,), (0,))[0].seconds
-        worst, differ = max(worst, seconds / best), differ + (seconds > best * (1 + 1e-9))
-    assert worst < 1.2, worst
-    assert differ < 15, differ
+        behind.append(seconds / best)
+    assert max(behind) < 1.2, behind
+    assert sum(1 for one in behind if one > 1 + 1e-9) < 15, behind
     assert missed <= 2, missed
 
 
