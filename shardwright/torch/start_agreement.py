@@ -4,6 +4,7 @@ import platform
 import re
 from collections.abc import Mapping
 from dataclasses import fields
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,7 @@ def said_at_start(config: Config, plan: Plan | None, mesh: Mesh, device: torch.d
     return said
 
 
+@cache  # a process runs the code that it has loaded, and may begin hundreds of sessions
 def _own_version() -> str:
     """The version of this package, and a digest of its code: two checkouts may have one version."""
     folder = Path(shardwright.__file__).parent
