@@ -51,11 +51,10 @@ hypothesis.settings.load_profile("any machine")
 
 
 def pytest_collection_finish() -> None:
-    """Set aside what the test modules have imported, half a million objects: no collection of garbage would find any
-    among them, and tracing programs makes so many objects that there are many collections."""
+    """Set aside what the test modules have imported, half a million objects among which no collection of garbage would
+    find any. Collections come as often as they would: some tests say when an object is freed."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(20_000)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
