@@ -9,6 +9,8 @@ WORKERS ?= 2
 
 # One thread per process: the tests start several processes, and machines have few cores.
 export OMP_NUM_THREADS ?= 1
+# Processes that tests start load what the first of them has compiled, also where the shell says otherwise.
+export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test lint format types imports test-core test-all test-slow test-gpu mutants clean

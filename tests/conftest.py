@@ -1,5 +1,6 @@
 """What every test shares: threads, virtual JAX devices, the order of the files, the skip of GPU tests."""
 
+import gc
 import os
 from pathlib import Path
 
@@ -47,6 +48,13 @@ hypothesis.settings.register_profile(
     "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("any machine")
+
+
+def pytest_collection_finish() -> None:
+    """Set aside what the test modules have imported, half a million objects among which no collection of garbage would
+    find any. Collections come as often as they would: some tests say when an object is freed."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

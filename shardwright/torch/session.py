@@ -36,7 +36,7 @@ from shardwright.core.plan.plan import Plan
 from shardwright.core.schedule import AUTO
 from shardwright.torch.config import OF_DIVIDED_PARAMETERS, Config, read_config
 from shardwright.torch.planning import device_peaks
-from shardwright.torch.run_agreement import said_at_start
+from shardwright.torch.start_agreement import said_at_start
 from shardwright.torch.step_log import StepLog
 from shardwright.torch.step_mode import require_carried_out
 

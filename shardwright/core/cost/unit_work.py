@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property, partial
 
-from scipy.cluster.hierarchy import DisjointSet
-
 from shardwright.core.cost.fp8_casts import casts
 from shardwright.core.cost.op_shards import Pieces
 from shardwright.core.cost.opaque_flops import most_flops, result_of
@@ -25,6 +23,7 @@ from shardwright.core.model.graph import ITEM_BYTES, Graph, Op
 from shardwright.core.model.op_memory import at
 from shardwright.core.model.parameter_calls import ParameterCall, parameter_calls
 from shardwright.core.model.structure import structure_of
+from shardwright.core.values.disjoint_sets import DisjointSets
 
 PRECISION_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
 """Bytes of a value between ops in steps of a precision: those of fp8 keep their values in bf16."""
@@ -234,7 +233,7 @@ class WorkCounter(ValueFlow):
         connected parts of the unit without its products. However finely a framework decomposes them, the number is the
         same."""
         chain: dict[int, int] = {}  # memory → an op of its chain
-        chains = DisjointSet()
+        chains: DisjointSets[int] = DisjointSets()
         for index in range(unit.first_op, unit.end_op):
             op = self.graph.ops[index]
             if op.kind in FREE_KINDS or op.kind in _ALONE_KINDS:
@@ -244,7 +243,7 @@ class WorkCounter(ValueFlow):
                 if (before := chain.get(self.memory_of(tensor))) is not None:
                     chains.merge(before, index)
             chain.update((tensor, index) for tensor in op.outputs)
-        return int(chains.n_subsets)
+        return len(chains)
 
     def _is_far(self, user: int) -> bool:
         """Whether the op, or what its view feeds, is a product."""

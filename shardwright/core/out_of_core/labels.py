@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.optimize import linprog
 
 from shardwright.core.out_of_core.blocks import LABELS, Block, Label, require_room
 from shardwright.core.out_of_core.chain_run import ChainRun, run_chain
@@ -174,6 +173,8 @@ class _Search:
         Variables: for each block the parts kept, offloaded and recomputed (`LABELS`); the seconds of the forwards and
         of the backwards. When the last forward begins, what is kept or computed again is there.
         """
+        from scipy.optimize import linprog  # which plans within the memory do without: loading it takes a while
+
         count = len(self.blocks)
         costs = np.zeros(3 * count + 2)
         costs[-2:] = 1.0

@@ -8,8 +8,6 @@ every border between stages: a minimum cut for each border, whose solutions are 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import networkx as nx
-
 
 @dataclass(frozen=True, slots=True)
 class ProgramOp:
@@ -84,6 +82,8 @@ class _Program:
 
     def open_groups(self) -> list[list[int]]:
         """The ops that have a choice, in groups that share no value."""
+        import networkx as nx  # which nothing else needs to train: loading it takes a while
+
         graph: nx.Graph = nx.Graph()
         for index in range(len(self.reads)):
             if self.earliest[index] < self.latest[index]:
@@ -94,6 +94,7 @@ class _Program:
     def up_to(self, stage: int, group: Sequence[int]) -> list[int]:
         """The ops of a group that run on this stage or before, where the fewest bytes leave these stages: as few ops as
         reach that minimum."""
+        import networkx as nx
 
         def side(index: int) -> int | str:
             if self.latest[index] <= stage:

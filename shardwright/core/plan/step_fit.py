@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from scipy.optimize import brentq, minimize_scalar
-
 from shardwright.core.plan.plan import Plan
 from shardwright.core.schedule.simulate import simulate_schedule
 
@@ -48,6 +46,8 @@ def fit_steps(
         more_s: the measured time of the second plan's step above that.
         update_share: the share for a pipeline, as found with one stage.
     """
+    from scipy.optimize import brentq, minimize_scalar  # which planning does without: loading it takes a while
+
     steps = _Steps(plans, seconds, few_s, more_s, update_share)
     if steps.differ_s(0.0) >= more_s or not sum(map(sum, seconds)):
         return steps.at(1.0)

@@ -9,10 +9,9 @@ import itertools
 import math
 from dataclasses import dataclass
 
-from scipy.cluster.hierarchy import DisjointSet
-
 from shardwright.core.model.fold import Unit
 from shardwright.core.model.graph import Graph
+from shardwright.core.values.disjoint_sets import DisjointSets
 
 Dim = tuple[int, int]
 """A dim of a tensor, as (tensor, dim)."""
@@ -36,7 +35,8 @@ class DimGroup:
 
 def dim_groups(graph: Graph, unit: Unit, batch: int = 2) -> tuple[DimGroup, ...]:
     """The groups of a unit's dims that hold a dim of a parameter, in order of first use."""
-    same, tied = DisjointSet(), DisjointSet()
+    same: DisjointSets[Dim] = DisjointSets()
+    tied: DisjointSets[Dim] = DisjointSets()
     cuts: dict[Dim, set[int]] = {}
     obstacles: dict[Dim, str] = {}
     shapes: dict[int, tuple[int, ...]] = {}
@@ -123,7 +123,7 @@ def _note_cut(
 def _group(
     dims: list[Dim],
     shapes: dict[int, tuple[int, ...]],
-    same: DisjointSet,
+    same: DisjointSets[Dim],
     parts: dict[Dim, set[int]],
     obstacles: dict[Dim, str],
 ) -> DimGroup:

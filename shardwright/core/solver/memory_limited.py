@@ -11,8 +11,6 @@ from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import coo_array
 
 from shardwright.core.layout.placements import Placement
 from shardwright.core.solver.network import Network
@@ -91,6 +89,9 @@ class Row:
 def _programme(network: Network, limit: float, price: float, known: float) -> tuple[tuple[int, ...] | None, float]:
     """The options of the least cost, and a bound, from HiGHS. The programme has one binary for every option and one
     share for every pair of an edge; the shares of the pairs of one option add up to its binary."""
+    from scipy.optimize import Bounds, LinearConstraint, milp  # which most plans do without: loading it takes a while
+    from scipy.sparse import coo_array
+
     starts = np.cumsum([0, *(len(c) for c in network.costs)])
     count, rows = int(starts[-1]), len(network.costs)
     of = np.repeat(np.arange(rows), np.diff(starts))

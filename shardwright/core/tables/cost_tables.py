@@ -17,42 +17,24 @@ from shardwright.core.cost.value_flow import SharedValue
 from shardwright.core.errors import PlanError
 from shardwright.core.execution import Execution
 from shardwright.core.layout.pinned_layout import Pin
-from shardwright.core.layout.placements import Layout
-from shardwright.core.model.fold import Folded, Unit, crossing_bytes
+from shardwright.core.model.fold import Unit, crossing_bytes
 from shardwright.core.model.fp8_products import Fp8Products
 from shardwright.core.model.graph import Graph
-from shardwright.core.model.structure import Binding, Structure, measured_name, unit_form
-from shardwright.core.rules.pins import resolve
-from shardwright.core.solver.op_layouts import (
-    AXIS,
-    Rates,
-    SlotAlternatives,
-    TensorLayouts,
-    Terms,
-    choose,
-    choose_form,
-    digest,
-    pins_of,
-    slot_alternatives,
-    slot_layouts,
-    unsplit,
-)
+from shardwright.core.model.structure import measured_name, unit_form
+from shardwright.core.solver.op_layouts import digest
 from shardwright.core.tables.call_entries import CallEntries, entries_of, updated_of
-from shardwright.core.tables.graph_reading import read
+from shardwright.core.tables.layout_tables import LayoutTables
 from shardwright.core.tables.measured_units import as_counted, calibrated, runs_of_form
 from shardwright.core.tables.memory import (
     Precision,
     Recompute,
     SumPrecision,
     recomputable_units,
-    state_bytes_per_element,
 )
 from shardwright.core.tables.unit_table import Tie, UnitTable
 from shardwright.core.tables.updated_parameters import NONE_MADE, UpdatedParameters
 from shardwright.core.values.found_once import found_once
 
-LARGE_BYTES = 2**32
-"""Size in bytes of a reduction whose latency is negligible next to bandwidth."""
 HOST_LINK_EFFICIENCY = 0.75
 """The share of the bandwidth to the host's memory that copies reach. Prior: as for the links over PCI Express."""
 
@@ -97,8 +79,8 @@ def is_one_stage(pp: int, recompute: str) -> bool:
     return pp == 1 and recompute == "none"
 
 
-class CostTables:
-    """The folded model on one kind of device, in one precision."""
+class CostTables(LayoutTables):
+    """The folded model on one kind of device, in one precision, and what its units cost."""
 
     def __init__(
         self,
@@ -113,22 +95,14 @@ class CostTables:
         loading_horizon: int = 1,
     ) -> None:
         self.execution = execution or graph.execution
-        self.precision = precision or _best_precision(cluster)
-        if self.precision == "fp8":
+        precision = precision or _best_precision(cluster)
+        if precision == "fp8":
             _require_fp8(cluster)
-        graph = graph.for_precision(self.precision)
-        self.graph, self.cluster, self.optimizer = graph, cluster, optimizer
-        self.gradient_precision, self._sequence_parallel, self._pins = gradient_precision, sequence_parallel, pins
+        super().__init__(graph, cluster, precision, optimizer, gradient_precision, sequence_parallel, pins)
+        graph = self.graph
         self._loading_horizon = loading_horizon
         self._numbers = optimizer, gradient_precision, sequence_parallel, pins, self.execution, loading_horizon
-        self.device = cluster.device(0)
-        self._read = read(graph)
-        self.frame = self._read.frame
-        self.folded: Folded = self._read.folded
-        self.structure: Structure = self._read.structure
-        self.binding: Binding = self._read.binding
         self.counter = self._read.counter
-        resolve(graph, pins, {AXIS: 1})  # bad pins raise, whatever the degrees
         self.fp8_products = self.counter.fp8 if self.precision == "fp8" else Fp8Products((), {}, ())
         """The products in fp8; none in other precisions."""
         if self.precision == "fp8" and not self.fp8_products.slots:
@@ -148,73 +122,6 @@ class CostTables:
     def on(self, cluster: Cluster) -> "CostTables":
         """The same model and numbers on another cluster."""
         return CostTables(self.graph, cluster, self.precision, *self._numbers)
-
-    def chosen(self, tp: int) -> TensorLayouts:
-        """The layouts on a tensor axis of ``tp`` ranks."""
-        return self._chosen(tp)[0]
-
-    @found_once
-    def _chosen(self, tp: int) -> tuple[TensorLayouts, tuple[tuple[str, Layout], ...], tuple[tuple[str, str], ...]]:
-        """The layouts at a degree, the same by slot, and the pins that could not be kept, each with the reason."""
-        return self._read.remembered(("chosen", *self._layout_terms(tp)), lambda: self._choose(tp))
-
-    def _layout_terms(self, tp: int) -> tuple[Terms, bool | None, tuple[Pin, ...]]:
-        """Everything that layouts depend on beside the graph; many clusters share it."""
-        state = state_bytes_per_element(self.precision, self.optimizer, gradient_precision=self.gradient_precision)
-        form = self._sequence_parallel if tp > 1 else False
-        return Terms(tp, self.rates(tp), self.precision, state), form, self._pins if tp > 1 else ()
-
-    def _choose(self, tp: int) -> tuple[TensorLayouts, tuple[tuple[str, Layout], ...], tuple[tuple[str, str], ...]]:
-        terms, form, given = self._layout_terms(tp)
-        asked = resolve(self.graph, given, {AXIS: tp})
-        found, refused = choose_form(self.frame, terms, form, dict(asked.places))
-        # Costs are counted for the plan's layouts: from its slots alone, as a runtime reads them.
-        layouts = slot_layouts(self.frame, self.structure, found)
-        pins = pins_of(self.frame, self.structure, dict(layouts))
-        return choose(self.frame, found.terms, pins), layouts, (*asked.unsplit, *refused)
-
-    def rates(self, tp: int) -> Rates:
-        """The rates of large work on the device and on the tensor axis."""
-        device = self.device
-        ring_bytes = 2 * (tp - 1) / tp * LARGE_BYTES
-        return Rates(
-            device.flops_per_s(self.precision) * device.matmul_efficiency,
-            device.memory_bandwidth_bytes_per_s * device.memory_efficiency,
-            ring_bytes / self.cluster.group(range(tp)).all_reduce_s(LARGE_BYTES) if tp > 1 else 1.0,
-        )
-
-    def sequence_parallel(self, tp: int) -> bool:
-        """Whether values that go from unit to unit are divided along the sequence."""
-        return self.chosen(tp).terms.sequence_parallel
-
-    def layouts(self, tp: int) -> tuple[tuple[str, Layout], ...]:
-        """The layouts by slot."""
-        return self._chosen(tp)[1]
-
-    def unsplit(self, tp: int) -> tuple[tuple[str, str], ...]:
-        """The matrices that stay whole and the pins that could not be kept, each with the reason."""
-        said = dict(unsplit(self.frame, self.structure, self.chosen(tp)))
-        slot_of: dict[str, str] = {}
-        for unit, structural in zip(self.binding.units, self.structure.unit_classes, strict=True):
-            for role, name, _ in unit.parameters:
-                slot_of.setdefault(name, f"{structural}/{role}")
-        for name, reason in self._chosen(tp)[2]:
-            slot = slot_of.get(name, name)
-            said[slot] = f"{reason}; {said[slot]}" if slot in said else reason
-        return tuple(sorted(said.items()))
-
-    def layout_alternatives(self, tp: int) -> SlotAlternatives:
-        """The other layouts of every parameter, each with the cost that it would have had."""
-        if tp == 1:
-            return ()
-        chosen = self.chosen(tp)
-
-        def find() -> SlotAlternatives:
-            pins = dict(resolve(self.graph, self._pins, {AXIS: tp}).places)
-            kept = {t: p for t, p in pins.items() if self.graph.tensors[t].name not in dict(self._chosen(tp)[2])}
-            return slot_alternatives(self.frame, self.structure, chosen, kept)
-
-        return self._read.remembered(("alternatives", *self._layout_terms(tp)), find)
 
     def slow_tensor_axis(self, tp: int, microbatch: int) -> str | None:
         """A warning, with figures, where a tensor axis across nodes takes each of its ranks at least as long as the
@@ -238,10 +145,6 @@ class CostTables:
             f"{microbatch} takes each rank {ours * 1e3:.3g} ms, and {theirs * 1e3:.3g} ms with tp={fewer}; use "
             f"tp={fewer}, and the other ranks for replicas or stages"
         )
-
-    def variants(self, tp: int) -> tuple[int, ...]:
-        """The index of each unit in `class_costs`: equal units with equal layouts share one."""
-        return self.chosen(tp).variants
 
     @found_once
     def table(

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from launched import leave
-from sharded_state import OPTIMIZERS, build, tokens, train_step
+from sharded_training import OPTIMIZERS, build, tokens, train_step
 
 import shardwright.torch as sw
 from shardwright.backends.torch.machine import data_groups, node_stages

@@ -14,171 +14,27 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from launched import leave
+from sharded_residency import freed, limited, watched
+from sharded_training import (
+    MICROBATCHES,
+    OPTIMIZERS,
+    STEPS,
+    Net,
+    Tower,
+    build,
+    compare,
+    same_states,
+    start,
+    tokens,
+    train,
+    train_step,
+    whole_run,
+)
 from torch import nn
 
 import shardwright.torch as sw
-from shardwright.backends.torch.machine.data_groups import DataGroups
-from shardwright.backends.torch.state.flat_shards import FlatGroup
 from shardwright.core.errors import ShardwrightError
 from tests.comparison import Comparison
-
-STEPS, MICROBATCHES, SAMPLES = 4, 2, 8
-
-
-class Net(nn.Module):
-    """Embedding, two blocks, a branch that is used only where the batch says so, a head tied to the embedding."""
-
-    def __init__(self, max_norm: float | None = None) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(37, 24, max_norm=max_norm)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(24), nn.Linear(24, 50), nn.GELU(), nn.Linear(50, 24)) for _ in range(2)
-        )
-        self.unused = nn.Linear(24, 24)
-        self.norm = nn.LayerNorm(24)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = x + block(x)
-        logits = self.norm(x) @ self.embedding.weight.t()
-        return nn.functional.cross_entropy(logits[:, :-1].reshape(-1, 37), tokens[:, 1:].reshape(-1))
-
-
-def tokens(step: int) -> torch.Tensor:
-    return torch.randint(0, 37, (SAMPLES, 9), generator=torch.Generator().manual_seed(step))
-
-
-def build(**given: Any) -> Net:
-    torch.manual_seed(3)
-    return Net(**given)
-
-
-@sw.step
-def train_step(model, tokens):
-    loss = model(tokens)
-    model.backward(loss)
-    return loss
-
-
-Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-
-
-def whole_run(model: nn.Module, make: Make, begin: int = 0, end: int = STEPS) -> dict[str, Any]:
-    """Torch alone, on the microbatches of all replicas."""
-    optimizer = make([p for p in model.parameters() if p.requires_grad])
-    losses, gradients = [], {}
-    for step in range(begin, end):
-        optimizer.zero_grad()
-        parts = tokens(step).chunk(2 * MICROBATCHES)
-        total = 0.0
-        for part in parts:
-            loss = model(part) / len(parts)
-            loss.backward()
-            total += float(loss)
-        losses.append(total)
-        if step == begin:
-            gradients = {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
-        optimizer.step()
-    return {"losses": losses, "gradients": gradients, "optimizer": optimizer.state_dict(), "state": model.state_dict()}
-
-
-def start(model: nn.Module, make: Make, **keys: Any) -> tuple[sw.DistributedModel, sw.DistributedOptimizer]:
-    sw.init({"microbatches": MICROBATCHES, "ddp": True, "wait_timeout_s": 60.0, **keys})
-    wrapped = sw.DistributedModel(model)
-    return wrapped, sw.DistributedOptimizer(make([p for p in wrapped.parameters() if p.requires_grad]))
-
-
-def train(model: sw.DistributedModel, optimizer: Any, begin: int = 0, end: int = STEPS) -> dict[str, Any]:
-    losses, gradients = [], {}
-    parts = model.runtime.split_model.parts
-    for step in range(begin, end):
-        optimizer.zero_grad()
-        own = tokens(step).chunk(2)[sw.rdp_rank()]
-        losses.append(float(train_step(model, own).all_reduce_mean()))
-        if step == begin:
-            for name, p in sorted(model.local_named_parameters()):
-                grad = None if p.grad is None else p.grad.clone()
-                flags = torch.tensor([float(grad is not None)])
-                dist.all_reduce(flags)
-                if float(flags) and parts.is_part(name):
-                    grad = parts.whole(name, torch.empty(0) if grad is None else grad)
-                gradients[name] = grad
-        optimizer.step()
-    return {"losses": losses, "gradients": gradients}
-
-
-def compare(title: str, model: Any, optimizer: Any, found: dict[str, Any], expected: dict[str, Any]) -> dict[str, Any]:
-    same = Comparison(title).losses(found["losses"], expected["losses"])
-    same.gradients(found["gradients"], expected["gradients"])
-    same.values(model.state_dict(), expected["state"], relative=0.0, absolute=1e-4, what="weights")
-    same_states(same, optimizer, expected["optimizer"])
-    return same.report()
-
-
-def same_states(same: Comparison, optimizer: Any, plain: dict[str, Any]) -> None:
-    """The whole states by names, counts of steps among them, beside those of torch alone."""
-    own = optimizer.state_dict()
-    trained = [name for group in own["param_groups"] for name in group["params"]]
-    named = {trained[number]: state for number, state in plain["state"].items()}
-    assert sorted(own["state"]) == sorted(named), (sorted(own["state"]), sorted(named))
-    for name, state in named.items():
-        for key, entry in state.items():
-            if isinstance(entry, torch.Tensor):
-                same.values({key: own["state"][name][key]}, {key: entry}, relative=1e-3, absolute=1e-5, what="states")
-
-
-OPTIMIZERS: dict[str, Make] = {
-    "adamw": lambda ps: torch.optim.AdamW(ps, lr=1e-3),
-    "sgd": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9),
-    "adafactor": lambda ps: torch.optim.Adafactor(ps, lr=1e-2),
-    "lamb": lambda ps: Lamb(ps, lr=1e-2),
-    "coupled": lambda ps: Coupled(ps, lr=1e-2),
-}
-
-
-class Lamb(torch.optim.Optimizer):
-    """A step by the ratio of two norms of the whole parameter."""
-
-    def __init__(self, params: Any, lr: float = 1e-2) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.sub_(p.grad * group["lr"] * p.norm() / (p.grad.norm() + 1e-6))
-
-
-class Clamped(nn.Module):
-    """A block that changes its weight through ``.data`` whenever it is called."""
-
-    def __init__(self, block: nn.Module, assigns: bool) -> None:
-        super().__init__()
-        self.block, self.assigns = block, assigns
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weight = self.block[1].weight
-        if self.assigns:
-            weight.data = weight.data * 0.9
-        else:
-            weight.data.mul_(0.9)
-        return self.block(x)
-
-
-class Coupled(torch.optim.Optimizer):
-    """A step by the norm of all gradients."""
-
-    def __init__(self, params: Any, lr: float = 1e-2) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        held = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        norm = torch.stack([p.grad.norm() for p in held]).norm()
-        for p in held:
-            p.sub_(p.grad * self.param_groups[0]["lr"] / norm)
 
 
 def same(optimizer: str, level: int, backend: str = "auto") -> dict[str, Any]:
@@ -189,23 +45,6 @@ def same(optimizer: str, level: int, backend: str = "auto") -> dict[str, Any]:
     held = sum(p.numel() for p in model.local_parameters())
     states = sum(t.numel() for s in wrapped.state.values() for t in s.values() if isinstance(t, torch.Tensor))
     return {"same": report, "held": held, "states": states, "all": sum(p.numel() for p in build().parameters())}
-
-
-class Tower(nn.Module):
-    """Layers of one size, each of which is gathered by itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(37, 64)
-        self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(8))
-        self.norm, self.head = nn.LayerNorm(64), nn.Linear(64, 37)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = x + nn.functional.gelu(block(x))
-        logits = self.head(self.norm(x))
-        return nn.functional.cross_entropy(logits[:, :-1].reshape(-1, 37), tokens[:, 1:].reshape(-1))
 
 
 def muon(level: int, others: str) -> dict[str, Any]:
@@ -307,39 +146,6 @@ def dropped(level: int) -> dict[str, Any]:
     same = Comparison(f"dropped, shard {level}").losses(found, losses)
     same.values(model.state_dict(), plain.state_dict(), relative=0.0, absolute=1e-4, what="weights")
     return {"same": same.report()}
-
-
-LIMITS: dict[str, dict[str, Any]] = {
-    "free": {}, "live": {"sdp_max_live_parameters": 4_200}, "most": {"sdp_max_live_parameters": int(1e9)},
-    "buckets": {"sdp_reduce_bucket_size": 4_200}, "large": {"sdp_reduce_bucket_size": 5e8},
-    "whole": {"sdp_param_persistence_threshold": 4_200}, "none whole": {"sdp_param_persistence_threshold": 0},
-}  # fmt: skip
-
-
-def limited(which: str) -> dict[str, Any]:
-    """SageMaker's limits, on layers of 4,160 parameters each: what is whole, and gathered, at once."""
-    plain = torch.manual_seed(3) and Tower()
-    expected = whole_run(plain, OPTIMIZERS["adamw"])
-    torch.manual_seed(3)
-    model, optimizer = start(Tower(), OPTIMIZERS["adamw"], shard=3, **LIMITS[which])
-    most, gather = [0], DataGroups.gather
-
-    def watched(groups: DataGroups, *given: Any) -> Any:
-        flat = model.runtime.split_model.residency.flat
-        most.append(sum(g.layout.entries for g in flat.groups if g.frees and g.gathered.untyped_storage().size()))
-        return gather(groups, *given)
-
-    DataGroups.gather = watched
-    try:
-        found = train(model, optimizer)
-    finally:
-        DataGroups.gather = gather
-    flat = model.runtime.split_model.parts.flat
-    return {
-        "same": compare(which, model, optimizer, found, expected), "live": max(most),
-        "largest": max(g.layout.entries for g in flat.groups), "groups": len(flat.groups),
-        "staying": sum(g.layout.entries for g in flat.groups if not g.frees),
-    }  # fmt: skip
 
 
 def clipped(kind: str) -> dict[str, Any]:
@@ -501,137 +307,20 @@ def evaluated(level: int) -> dict[str, Any]:
     return {"same": comparison.report()}
 
 
-class Cache:
-    """What every block was given and leaves for the next ones, as a cache of keys and values."""
+class Clamped(nn.Module):
+    """A block that changes its weight through ``.data`` whenever it is called."""
 
-    def __init__(self) -> None:
-        self.held: list[torch.Tensor] = []
-
-
-class Layer(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, block: nn.Module, assigns: bool) -> None:
         super().__init__()
-        self.inner, self.outer = nn.Linear(24, 400), nn.Linear(400, 24)
+        self.block, self.assigns = block, assigns
 
-    def forward(self, x: torch.Tensor, bias: torch.Tensor, cache: Cache) -> torch.Tensor:
-        cache.held.append(torch.tanh(self.inner(x) + bias))
-        made: torch.Tensor = x + self.outer(cache.held[-1] if len(cache.held) < 3 else cache.held[-1] + cache.held[-3])
-        return made
-
-
-class Cached(nn.Module):
-    """Layers that are given one bias and one cache, some of which read what others left; tied tables, of which a hook
-    reads more than the rows that are looked up."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.bias = nn.Embedding(600, 24), nn.Linear(24, 400)
-        self.layers = nn.ModuleList(Layer() for _ in range(6))
-        self.head = nn.Linear(24, 600, bias=False)
-        self.head.weight = self.embedding.weight
-        nn.init.normal_(self.embedding.weight, std=0.1)
-        self.embedding.register_forward_hook(lambda module, _, made: made + module.weight.square().mean(0))
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x, cache = self.embedding(tokens), Cache()
-        bias = self.bias(x)
-        for layer in self.layers:
-            x = layer(x, bias, cache)
-        return nn.functional.cross_entropy(self.head(x)[:, :-1].reshape(-1, 600), tokens[:, 1:].reshape(-1))
-
-
-def freed(level: int) -> dict[str, Any]:
-    """What is whole at once, in layers, beside the tables, and how often these are gathered."""
-    torch.manual_seed(3)
-    plain = Cached()
-    model, optimizer = start(copy.deepcopy(plain), OPTIMIZERS["adamw"], shard=level)
-    expected = whole_run(plain, OPTIMIZERS["adamw"])
-    most, tables, before = 0, 0, FlatGroup.begin_gather
-
-    def begin_gather(group: FlatGroup) -> None:
-        nonlocal most, tables
-        is_new = not group.is_whole and group._gathering is None
-        before(group)
-        flat = model.runtime.split_model.parts.flat
-        assert flat is not None
-        whole = [g for g in flat.groups if g.gathered.untyped_storage().size()]
-        tables += is_new and "embedding.weight" in group.names
-        most = max(most, sum(any(name.startswith("layers.") for name in g.names) for g in whole))
-
-    FlatGroup.begin_gather = begin_gather  # type: ignore[method-assign]
-    try:
-        found = train(model, optimizer)
-    finally:
-        FlatGroup.begin_gather = before  # type: ignore[method-assign]
-    report = compare("freed", model, optimizer, found, expected)
-    return {"same": report, "layers": most, "tables": tables / (STEPS * MICROBATCHES)}
-
-
-NEAR = {"relative": 0.0, "absolute": 1e-5}
-
-
-class Watched(Cached):
-    """Hooks on results and on parameters read these parameters in the backward pass; a layer gives its weight away."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for module, weight in ((self.embedding, self.embedding.weight), (self.layers[3], self.layers[3].inner.weight)):
-            module.register_forward_hook(lambda _, given, made, w=weight: self.watch(made, w))
-            weight.register_hook(lambda g, w=weight: g + 0.01 * w.detach())
-        self.given = Giving()
-
-    @staticmethod
-    def watch(made: torch.Tensor, weight: torch.Tensor) -> None:
-        if made.requires_grad:
-            made.register_hook(lambda gradient: gradient * (1 + weight.detach().square().mean()))
-
-    def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        rows, bias = self.given()
-        return super().forward(tokens) + bias.square().mean(), rows
-
-
-class Giving(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.randn(60, 100)), nn.Parameter(torch.randn(30))
-
-    def forward(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.weight[3:5], self.bias
-
-
-@sw.step
-def watched_step(model, tokens):
-    loss, rows = model(tokens)
-    model.backward(loss, reduction="mean")
-    return loss, rows, model.module.given.weight
-
-
-def seeded(make: Callable[[], nn.Module]) -> nn.Module:
-    torch.manual_seed(3)
-    return make()
-
-
-def watched(level: int) -> dict[str, Any]:
-    """Whatever reads parameters in a backward pass, or takes them out of a step, has them whole."""
-    plain, split = (seeded(Watched) for _ in range(2))
-    limit = {"sdp_param_persistence_threshold": 0} if level == 3 else {}
-    model, optimizer = start(split, OPTIMIZERS["sgd"], shard=level, **limit)
-    alone = OPTIMIZERS["sgd"](list(plain.parameters()))
-    same = Comparison("watched")
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss, rows, weight = watched_step(model, tokens(step).chunk(2)[sw.rdp_rank()])
-        alone.zero_grad()
-        parts = [plain(part)[0] / (2 * MICROBATCHES) for part in tokens(step).chunk(2 * MICROBATCHES)]
-        for part in parts:
-            part.backward()
-        same.losses([float(loss.all_reduce_mean())], [float(sum(parts))])
-        given = plain.given.weight.detach()
-        same.values([*rows.outputs, *weight.outputs], [given[3:5], given[3:5], given, given], **NEAR, what="given")
-        optimizer.step()
-        alone.step()
-    same.values(model.state_dict(), plain.state_dict(), **NEAR, what="weights")
-    return {"same": same.report()}
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.block[1].weight
+        if self.assigns:
+            weight.data = weight.data * 0.9
+        else:
+            weight.data.mul_(0.9)
+        return self.block(x)
 
 
 def refused(what: str) -> dict[str, Any]:
@@ -684,6 +373,14 @@ def refused(what: str) -> dict[str, Any]:
     return {"error": ""}
 
 
+KINDS: dict[str, Callable[..., dict[str, Any]]] = {
+    kind.__name__: kind
+    for kind in (
+        same, muon, dropped, limited, clipped, frozen, moved, assigned, exact, evaluated, freed, watched, refused,
+    )
+}  # fmt: skip
+
+
 def main() -> None:
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo")
@@ -691,7 +388,7 @@ def main() -> None:
     for case in sys.argv[2:]:
         kind, *rest = case.split(":")
         arguments = [int(part) if part.isdigit() else part for part in rest]
-        found = globals()[kind](*arguments)
+        found = KINDS[kind](*arguments)
         sw.shutdown()
         every: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(every, found)
