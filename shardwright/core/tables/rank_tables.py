@@ -234,7 +234,8 @@ class RankTables:
                     states,
                     kept,
                     beside,
-                    host_bytes=own.away * count,
+                    host_bytes=own.away * count
+                    + request.host_state_bytes(own.elements, own.trained, own.updated),
                     batch_bytes=own.batch[0] + own.batch[1] * request.microbatches,
                     model_buffers_bytes=own.buffers[request.is_replicated],
                     update_bytes=self._update_bytes(rank, own.stages, request),
@@ -245,6 +246,8 @@ class RankTables:
     def _update_bytes(self, rank: int, stages: tuple[tuple[int, int], ...], request: MemoryRequest) -> int:
         """The bytes that the optimizer holds beside its states, with all else that no graph shows."""
         ways = request.ways if request.shard else 1
+        if request.on_host and not request.on_cpus:
+            return 0
         made = self.tables[rank].updated.made_bytes(stages, ways, request.optimizer, together=not request.on_cpus)
         return made + UNCOUNTED_BYTES if made else 0
 
@@ -280,7 +283,7 @@ class RankTables:
         if request.stages_are_programs and request.shard == 3:
             whole = self._gathering(starts, placement, request)
             working = [max(own, more) for own, more in zip(working, whole, strict=True)]
-        if request.gathers_units and request.shard and request.ways > 1:
+        if request.shares_sums:
             stages = list(zip(placement, self.ends(starts), strict=True))
             for rank, table in enumerate(self.tables):
                 own = [ends for on, ends in stages if on == rank]
