@@ -345,8 +345,8 @@ class _ShardTraffic:
 def _by_the_host(
     decision: Decision, units: tuple[UnitTraffic, ...], table: UnitTable, ends: tuple[int, int], width: _Widths
 ) -> tuple[UnitTraffic, ...]:
-    """The units with what goes to the host and comes from there: this rank's share of their parameters, as the optimizer
-    has them, and of the sums of their gradients."""
+    """The units with what goes to the host and comes from there: this rank's share of their parameters, as the
+    optimizer has them, and of the sums of their gradients."""
     a, b = ends
     rate = table.host_bytes_per_s * ((decision.shard_group or decision.dp) if decision.shard else 1)
     trained = np.diff(table.range_trained[a, a + 1 : b + 1], prepend=0.0)

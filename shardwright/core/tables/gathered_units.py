@@ -117,8 +117,8 @@ def _passes(table: UnitTable, ends: tuple[int, int], request: MemoryRequest) -> 
     calls = [call for unit in units for call in of_unit[unit]]
     base = {unit: float(size) for unit, size in zip(units, _base(table, ends), strict=True)}
     # A rank's shards of what is gathered, as it computes with them, until all others have read them.
-    is_copied = PRECISION_BYTES[request.precision] < PRECISION_BYTES["fp32"] and not request.on_host
-    copied = 1 / request.ways if is_copied else 0.0
+    is_other = PRECISION_BYTES[request.precision] < PRECISION_BYTES["fp32"] or (request.on_host and not request.on_cpus)
+    copied = 1 / request.ways if is_other and not (request.on_host and request.ways == 1) else 0.0
     tail, backward, once, by_unit = _backward(table, of_unit, base, copied, request)
     each = request.reduces_each and request.shard >= 2
     buckets = _in_order(calls)

@@ -234,8 +234,7 @@ class RankTables:
                     states,
                     kept,
                     beside,
-                    host_bytes=own.away * count
-                    + request.host_state_bytes(own.elements, own.trained, own.updated),
+                    host_bytes=own.away * count + request.host_state_bytes(own.elements, own.trained, own.updated),
                     batch_bytes=own.batch[0] + own.batch[1] * request.microbatches,
                     model_buffers_bytes=own.buffers[request.is_replicated],
                     update_bytes=self._update_bytes(rank, own.stages, request),

@@ -18,7 +18,6 @@ import torch
 
 from shardwright.core.errors import ShardwrightError
 
-
 T = TypeVar("T")
 MOST_ARRIVING = 4
 """The number of gradients on their way to the host that are waited for at the latest when another is sent."""

@@ -145,9 +145,9 @@ class FlatGroup:
             storage = self.gathered.untyped_storage()
             storage.resize_(self.layout.entries * self.gathered.element_size())
         if self.store is None:
-            self._gathering = self._gather(self.shard.to(self.compute))
+            self._gathering = self._gather()
             return
-        gathered, arrives = self.store.beside(lambda: self._gather(self._own_part().copy_(self.shard, non_blocking=True)))
+        gathered, arrives = self.store.beside(self._gather)
 
         def arrive() -> None:
             gathered()
@@ -155,7 +155,11 @@ class FlatGroup:
 
         self._gathering = arrive
 
-    def _gather(self, own: torch.Tensor) -> Callable[[], None]:
+    def _gather(self) -> Callable[[], None]:
+        if self.store is not None and self.groups.ways == 1:
+            own = self._own_part().copy_(self.shard, non_blocking=True)
+        else:  # others may read it when the whole data of this rank is free again
+            own = self.shard.to(self.device, self.compute, non_blocking=self.store is not None)
         return self.groups.gather(self.gathered, own, self.number, self.layout.borders)
 
     def gather(self, watchdog: Watchdog) -> None:
