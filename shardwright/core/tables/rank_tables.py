@@ -405,8 +405,15 @@ class RankTables:
         return tuple(found)
 
     def over_bytes(self, memory: Sequence[MemoryUse]) -> int:
-        """The bytes that the fullest rank lacks, 0 when all fits."""
-        return max(0, *(use.total_bytes - limit for use, limit in zip(memory, self.limits_bytes, strict=True)))
+        """The bytes that the fullest rank lacks, of its device or of its host, 0 when all fits."""
+        return max(0, *self.over_by_rank(memory))
+
+    def over_by_rank(self, memory: Sequence[MemoryUse]) -> list[int]:
+        """The bytes that each rank lacks, of its device or of its host; less than 0 where it has room."""
+        rows = zip(memory, self.limits_bytes, self.tables, strict=True)
+        return [
+            int(max(use.total_bytes - limit, use.host_bytes - table.host_memory_bytes)) for use, limit, table in rows
+        ]
 
     def stage_costs(self, starts: Sequence[int], placement: Sequence[int]) -> StageCosts:
         """The costs of a cut's stages for one microbatch."""

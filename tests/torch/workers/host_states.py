@@ -199,7 +199,7 @@ def memory_is_as_predicted() -> None:
             peaks[place] = measured(run)
             predicted = run.plan.predicted.peak_memory_bytes[dist.get_rank()]
             print(f"{pins}, {place}: {peaks[place]} held, {predicted / peaks[place]:.3f} predicted", flush=True)
-            assert 0.99 * peaks[place] <= predicted <= 1.05 * peaks[place], (pins, place)
+            assert 0.99 * peaks[place] <= predicted <= 1.1 * peaks[place], (pins, place)
             run.close()
         assert peaks["parameters"] < peaks["optimizer"] < peaks["none"], peaks
 
