@@ -336,6 +336,21 @@ def out_of_core(planned: Mapping[str, tuple[float, float]], least: int) -> Claim
     return claims
 
 
+def host_states(alone: Mapping[str, float], ranks: Mapping[str, tuple[float, float]]) -> Claims:
+    """Of a model at a quarter of its memory (``alone``, empty where it was left out): the peak over the budget, how far
+    the first losses are apart, the last loss over the first, and how far the last ones are apart. Of ``ranks``, by
+    plan: the largest peak over that of the plan without the host, and how far losses are apart."""
+    claims = Claims()
+    most = {"peak over budget": 1.0, "first losses apart": 1e-4, "last loss over the first": 0.9, "last apart": 0.1}
+    for name, limit in most.items() if alone or not ranks else ():
+        claims.at_most(name, alone.get(name, float("nan")), limit)
+    for plan, (share, apart) in ranks.items():
+        claims.at_most(f"{plan}: losses apart", apart, 1e-4)
+        if "on the host" in plan:
+            claims.at_most(f"{plan}: peak over that of shard 3", share, 1.0)
+    return claims
+
+
 def twins(alike: Mapping[str, bool], is_whole: bool) -> Claims:
     """By model and cluster, whether both frameworks' graphs get one plan: 28 of all 30."""
     claims = Claims()

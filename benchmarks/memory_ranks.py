@@ -53,6 +53,17 @@ TWO: dict[str, dict[str, Any]] = {
     "pp 2, offloaded": {"pp": 2, "recompute": "full", "offloaded_units": "every"},
     "dp 2, bf16": {"dp": 2, "precision": "bf16"},
     "dp 2, shard 3, bf16": {"dp": 2, "shard": 3, "precision": "bf16"},
+    "dp 2, optimizer on the host": {"dp": 2, "shard": 2, "offload_states": "optimizer"},
+    "dp 2, parameters on the host": {"dp": 2, "shard": 3, "offload_states": "parameters"},
+    "pp 2, optimizer on the host": {"pp": 2, "shard": 2, "offload_states": "optimizer"},
+    "pp 2, parameters on the host": {"pp": 2, "shard": 3, "offload_states": "parameters"},
+    "pp 2, parameters on the host, recomputed, bf16": {
+        "pp": 2,
+        "shard": 3,
+        "offload_states": "parameters",
+        "recompute": "full",
+        "precision": "bf16",
+    },
 }
 FOUR: dict[str, dict[str, Any]] = {
     "pp 4, 1f1b": {"pp": 4, "schedule": "1f1b"},

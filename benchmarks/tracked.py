@@ -1,11 +1,14 @@
-"""Live storages of a training step under torch's own MemTracker, also where several microbatches are under way."""
+"""Live storages of a training step under torch's own MemTracker, also where several microbatches are under way. What
+lies in a host store is not on the device, and is left out."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.distributed._tools.mem_tracker import MemTracker
+from torch.distributed._tools.mem_tracker import MemTracker, get_untyped_storages
+
+from shardwright.backends.torch.memory.host_store import is_in_file
 
 
 class _NoModules:
@@ -27,6 +30,13 @@ class LiveStorages(MemTracker):
         super().__init__()
         self._mod_tracker = _NoModules()  # type: ignore[assignment]
 
+    def _track(self, reftype: Any, t: torch.Tensor) -> None:
+        if not _is_on_host(t):
+            super()._track(reftype, t)
+
+    def _update_and_maybe_create_winfos(self, t: torch.Tensor, *more: Any, **options: Any) -> Any:
+        return set() if _is_on_host(t) else super()._update_and_maybe_create_winfos(t, *more, **options)
+
     def restart(self) -> None:
         """Forget the peak so far."""
         self._peak_mem_snap = self.get_tracker_snapshot()
@@ -37,6 +47,10 @@ class LiveStorages(MemTracker):
 
     def peak_bytes(self) -> int:
         return _total(self.get_tracker_snapshot("peak"))
+
+
+def _is_on_host(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu" and any(map(is_in_file, get_untyped_storages(tensor)))
 
 
 def held_by(runtime: Any) -> list[torch.Tensor]:

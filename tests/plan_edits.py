@@ -90,6 +90,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "whole_below_bytes": (0, 1, 1000, 1 << 20, -1),
     "bucket_bytes": (None, 1, 1 << 20, 0),
     "activation_loading_horizon": (1, 2, 4, 0),
+    "offload_states": ("none", "optimizer", "parameters", "disk"),
     "reduce_after": ("each", "last", None, "first"),
     "generated": ([], ["0F0,0B0"], ["0F0"]),
     "fp8_weights": ([], ["0/w0"], ["9/w9"]),

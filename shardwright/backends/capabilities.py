@@ -24,6 +24,7 @@ TORCH = Capabilities(
     # The products of attention cannot be told from the rest of a unit that is replayed.
     recomputes=("none", "elementwise", "alternate", "full"),
     offload=True,
+    states_on_host=("optimizer", "parameters"),
 )
 TORCH_MEMORY = MemoryTraits(
     gradients_when_made=True,

@@ -41,6 +41,8 @@ class Capabilities:
     """Whether these are the products of linear layers alone: of modules that hold the weight."""
     offload: bool = False
     """Whether activations of units can go to the host's memory and come back."""
+    states_on_host: tuple[str, ...] = ()
+    """What of the state can lie on the host between its uses, as in `Decision.offload_states`."""
     hosts_are_alike: bool = False
     """Whether every host of a run must have as many devices as the others."""
 
@@ -88,6 +90,14 @@ class Capabilities:
             raise MissingCapabilityError(
                 f"the plan offloads {len(offloaded_units)} units to the host's memory, which the {self.framework} "
                 f"runtime of this version does not do: plan again without offload=True"
+            )
+
+    def require_states(self, offload_states: str) -> None:
+        """Raise MissingCapabilityError for state on the host where the runtime keeps none there."""
+        if offload_states not in ("none", *self.states_on_host):
+            raise MissingCapabilityError(
+                f"the plan has offload_states={offload_states!r}, and the {self.framework} runtime of this version "
+                f"keeps its state on the device: plan again without it"
             )
 
     def lack_of_precision(self, precision: str) -> str | None:

@@ -16,6 +16,7 @@ _ABILITIES: dict[str, Callable[[Capabilities], object]] = {
     "gathers and sums as the plan says": lambda has: has.exchanges_as_planned,
     "divided sequences": lambda has: has.sequence_parallel,
     "offload": lambda has: has.offload,
+    "states on the host": lambda has: ", ".join(has.states_on_host) or False,
     "one process drives all devices": lambda has: has.single_controller,
     "hosts with unlike numbers of devices": lambda has: not has.hosts_are_alike,
 }

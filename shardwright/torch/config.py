@@ -11,7 +11,7 @@ import torch
 from shardwright.core.cost.row_gradients import POLICIES, Policy
 from shardwright.core.errors import MissingCapabilityError, PlanError, ShardwrightError, nearest
 from shardwright.core.layout.mesh import Mesh
-from shardwright.core.plan.decision import LossScope, require_residency
+from shardwright.core.plan.decision import STATES_LEVEL, LossScope, OffloadStates, require_residency
 from shardwright.core.schedule import AUTO, Schedule, StageCosts, schedule_names
 from shardwright.core.schedule.action_table import has_any
 from shardwright.core.schedule.actions import SHARDING
@@ -50,6 +50,7 @@ _CHOICES: dict[str, tuple[tuple[str | None, ...], str]] = {
     "loss_scope": ((None, "replica", "global"), "'replica' or 'global'"),
     "nonfinite": (("warn", "error", "ignore"), "'warn', 'error' or 'ignore'"),
     "debug": ((None, "numerics"), "'numerics', or None"),
+    "offload_states": (("none", "optimizer", "parameters"), "'none', 'optimizer' or 'parameters'"),
     "optimize": ((None, "speed", "memory"), "'speed' or 'memory'"),
     "ddp_dist_backend": (("auto", "nccl", "gloo"), "auto, nccl or gloo"),
     "sparse_gradients": (POLICIES, "'auto', 'dense' or 'sparse'"),
@@ -71,6 +72,9 @@ class Config:
             host between forward and backward instead; not with ``recompute``.
         activation_loading_horizon: the number of these blocks whose activations are on their way back ahead of the one
             whose backward runs, on devices that copy beside computing.
+        offload_states: "optimizer" keeps the states of the optimizer on the host, with the parameters that it updates
+            there and the sums of gradients; "parameters" all parameters too, of which the device has those of the
+            modules at hand. Over several replicas they divide what is there, as under shard=2 and shard=3.
         prescaled_batch: whether all ranks of the tensor axis are given the same batch. Without it each has samples of
             its own, and a step is over all of them.
         optimize: on the tensor axis, "memory" divides along the sequence the values that every rank would hold whole,
@@ -135,6 +139,7 @@ class Config:
     recompute: Literal["none", "elementwise", "alternate", "full"] = "none"
     offload_activations: bool = False
     activation_loading_horizon: int = 1
+    offload_states: OffloadStates = "none"
     prescaled_batch: bool = True
     optimize: Literal["speed", "memory"] | None = None
     loss_scope: LossScope | None = None
@@ -259,7 +264,14 @@ class Config:
         said += [f"sharded_data_parallel_degree={degree}"] if degree > 1 else []
         if len(said) > 1:
             raise ShardwrightError(f"{' and '.join(said)} say how state is sharded: keep one of them")
-        if self.shard_group is not None and not self.shard:
+        on_host = self.offload_states != "none"
+        level = STATES_LEVEL.get(self.offload_states, 0)
+        if on_host and said and self.shard_level != level:
+            raise ShardwrightError(
+                f"offload_states={self.offload_states!r} and {said[0]}: replicas divide what lies on the host, which "
+                f"is shard={level}; leave out one of them"
+            )
+        if self.shard_group is not None and not self.shard and not on_host:
             raise ShardwrightError(f"shard_group={self.shard_group} goes with shard=1, 2 or 3: nothing is sharded")
         if said and not self.ddp:
             raise ShardwrightError(f"{said[0]} shares state over replicas, and ddp is False: set 'ddp': True")
@@ -315,7 +327,7 @@ class Config:
         """The stage of ZeRO that is asked for."""
         if self.sharded_data_parallel_degree > 1:
             return 3
-        return 1 if self.shard_optimizer_state else self.shard
+        return 1 if self.shard_optimizer_state else self.shard or STATES_LEVEL.get(self.offload_states, 0)
 
     @property
     def precision(self) -> Literal["fp8", "bf16", "fp16"] | None:

@@ -103,7 +103,7 @@ class DistributedModel(nn.Module):
         config, bound = self.session.config, self.session.bound
         by_units = config.recompute != "none" or config.offload_activations or bool(marked_paths(module))
         is_whole = bound.size("pp") == bound.size("tp") == 1 and config.shard_level < 3
-        return is_whole and not config.fp8 and not by_units
+        return is_whole and not config.fp8 and not by_units and config.offload_states == "none"
 
     def _agree(self, module: nn.Module) -> None:
         """Go on when all ranks wrap the same model. Take the values of rank 0 where peers begin with others."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from shardwright.backends.torch.state.elementwise import is_elementwise, require_separate
+from shardwright.backends.torch.state.host_states import step_on_host
 from shardwright.backends.torch.state.model_agreement import plain_text
 from shardwright.backends.torch.state.optimizer_states import (
     gather_states,
@@ -111,10 +112,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
             others = [other for reference in session.optimizers if (other := reference()) is not None]
             require_unscaled(session.scalers, others)
             self._split_model.gradients.clip_once(self._split_model.clips_at)
-        found = None if skipped else self.optimizer.step()
+        found = None if skipped else self._update()
         if self._log is not None:
             self._log.updated(self, self._split_model.gradients.last_norm, skipped=skipped)
         return found
+
+    def _update(self) -> Any:
+        flat = self._split_model.parts.flat
+        return self.optimizer.step() if flat is None or flat.store is None else step_on_host(self.optimizer, flat)
 
     @property
     def loss_scale(self) -> float:

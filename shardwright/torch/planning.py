@@ -44,7 +44,8 @@ def plan_at_first_step(config: Config, bound: BoundMesh, model: nn.Module, graph
 
     samples = graph.sample_batch
     dp, pp = bound.size("dp"), bound.size("pp")
-    level = config.shard_level if dp > 1 else 0
+    on_host = config.offload_states != "none"
+    level = config.shard_level if dp > 1 or on_host else 0
     precision, entries = config.precision or _precision(model), config.sdp_param_persistence_threshold
     # What a configuration does not ask for is not excluded by it: the model may compute units again by itself.
     recompute = "auto" if config.recompute == "none" and any(c.is_recomputed for c in graph.calls) else config.recompute
@@ -64,6 +65,7 @@ def plan_at_first_step(config: Config, bound: BoundMesh, model: nn.Module, graph
         hierarchical_gathers=config.hierarchical_gathers if level else None,
         whole_below_bytes=None if level < 3 or entries is None else entries * PRECISION_BYTES[precision],
         precision=precision, layouts=_layouts(config.layouts, model),
+        offload_states=config.offload_states if on_host else None,
     )  # fmt: skip
     if config.offload_activations and recompute == "auto":
         raise ShardwrightError(

@@ -64,6 +64,7 @@ class ConfiguredMode:
             "recompute": config.recompute != "none" or (decision is not None and decision.recompute != "none"),
             "set_activation_checkpointing": bool(marked_paths(model)),
             "offload_activations": config.offload_activations,
+            "offload_states": config.offload_states != "none",
             "loss_scope='global'": config.loss_scope == "global"
             or (decision is not None and decision.loss_scope == "global"),
             "compile": bool(config.compile),

@@ -30,6 +30,7 @@ BF16 = {"peer in float32": 1e-7, "apart": 1e-6, "ours": 1e-3, "fsdp2": 1e-3, "fa
 GPU = {"overhead": 1.01, "compiled": 0.95, "hidden": {"shard 0": 1.0, "shard 3": 0.5}, "memory": {"fp32": [1.0, 1.03]}}
 TWO_RANKS = {str(plan): 0.05 for plan in range(9)} | {"9": 0.1}
 MODELS = {(f"a:{number}", case): "equal" for number in range(45) for case in ("pp 2", "tp 2")}
+ALONE = {"peak over budget": 0.9, "first losses apart": 0.0, "last loss over the first": 0.5, "last apart": 0.01}
 EDITED = {"refused": 100, "rescored": 25, "commands": 31}
 EDITS = {(name, framework): EDITED for name in "abcd" for framework in ("torch", "jax")}
 JUDGED: dict[str, tuple[Callable[[], Claims], list[Callable[[], Claims]]]] = {
@@ -273,6 +274,17 @@ JUDGED: dict[str, tuple[Callable[[], Claims], list[Callable[[], Claims]]]] = {
             lambda: claims.sharding_levels({"8 devices": (0.5, 0.99)}),
             lambda: claims.sharding_levels({"8 devices": (NAN, 1.0)}),
             lambda: claims.sharding_levels({}),
+        ],
+    ),
+    "host_states": (
+        lambda: claims.host_states(ALONE, {"dp 2, on the host": (0.5, 1e-7), "pp 2": (2.0, 1e-6)}),
+        [
+            lambda: claims.host_states(ALONE | {"peak over budget": 1.01}, {}),
+            lambda: claims.host_states(ALONE | {"first losses apart": NAN}, {}),
+            lambda: claims.host_states(ALONE | {"last loss over the first": 1.0}, {}),
+            lambda: claims.host_states(ALONE, {"dp 2, on the host": (1.1, 1e-7)}),
+            lambda: claims.host_states({}, {"pp 2": (1.0, 1e-3)}),
+            lambda: claims.host_states({}, {}),
         ],
     ),
     "out_of_core": (

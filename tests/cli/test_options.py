@@ -30,6 +30,7 @@ OPTIONS: dict[str, tuple[tuple[object, ...], dict[str, Any]]] = {
         ("--recompute", "full", "--offloaded-units", "1", "--activation-loading-horizon", 2),
         {"recompute": "full", "offloaded_units": [1], "activation_loading_horizon": 2},
     ),
+    "offload_states": (("--offload-states", "optimizer"), {"offload_states": "optimizer"}),
     "shard": (("--shard", 2, "--dp", 4), {"shard": 2, "dp": 4}),
     "shard_group": (("--shard-group", 2, "--shard", 1, "--dp", 4), {"shard_group": 2, "shard": 1, "dp": 4}),
     "gathered_stages": (

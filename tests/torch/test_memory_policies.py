@@ -140,7 +140,7 @@ def test_a_full_disk_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("shardwright.backends.torch.memory.host_store._allocate", full)
-    with pytest.raises(ShardwrightError, match=r"No space left on device.*set TMPDIR.*fewer offloaded units"):
+    with pytest.raises(ShardwrightError, match=r"No space left on device.*set TMPDIR.*less on the host"):
         MappedFile().send(torch.zeros(5000).untyped_storage())
 
 

@@ -181,7 +181,7 @@ def test_the_checks_for_gpus_hold_on_cpus(tmp_path: Path) -> None:
     outcome = torchrun("on_device.py", 2, "cpu", str(out))
     assert outcome.code == 0, outcome.text[-4000:]
     reports = json.loads(out.read_text())
-    assert len(reports) == 14
+    assert len(reports) == 18
     for report in reports:
         Comparison.of_ranks([report]).require("losses", "gradients")
 

@@ -23,6 +23,11 @@ from shardwright.core.values.fields import Amount, Choices, Count, Words, requir
 LossScope = Literal["replica", "global"]
 ShardLevel = Annotated[int, Choices((0, 1, 2, 3))]
 """The values divided over the data axis (ZeRO): 0 nothing, 1 optimizer states, 2 gradients too, 3 parameters too."""
+OffloadStates = Literal["none", "optimizer", "parameters"]
+"""What of the state lies on the host: nothing; the optimizer's states with the parameters that it updates and the sums
+of gradients; these, and of the parameters all but those of the units at hand."""
+STATES_LEVEL = {"optimizer": 2, "parameters": 3}
+"""The stage of ZeRO that goes with states on the host: what is there is divided over the replicas too."""
 ScheduleName = Annotated[str, Words(lambda: (*schedule_names(), AUTO))]
 OptimizerName = Annotated[str, Words(lambda: OPTIMIZERS)]
 """The optimizer whose states are counted."""
@@ -73,6 +78,8 @@ class Decision:
     activation_loading_horizon: Count = 1
     """The number of offloaded units whose activations are brought back ahead of the one whose backward runs, where
     copies run beside computing."""
+    offload_states: OffloadStates = "none"
+    """What of the parameters, gradients and optimizer states lies on the host between its uses."""
     bucket_bytes: Amount | None = None
     """Where whole gradients are summed over replicas, the bytes of a bucket in which small ones travel together: so
     many that little of its time is latency. None: as the runtime has it."""
@@ -125,6 +132,7 @@ class Decision:
                 f"precision='fp8'; leave out one of them"
             )
         require_shard_group(self.shard_group, self.shard, self.dp)
+        require_states_level(self.offload_states, self.shard)
         require_residency(
             self.shard, self.gathered_stages, self.look_ahead, self.reduce_after, self.virtual_stages, self.schedule
         )
@@ -225,6 +233,16 @@ def require_shard_group(group: int | None, shard: int | None, dp: int | None) ->
         )
 
 
+def require_states_level(offload_states: str | None, shard: int | None) -> None:
+    """Raise PlanError for states on the host that replicas do not divide as they lie there. None: not known."""
+    level = STATES_LEVEL.get(offload_states or "none")
+    if level is not None and shard not in (None, level):
+        raise PlanError(
+            f"offload_states={offload_states!r} and shard={shard}: replicas divide what lies on the host, which is "
+            f"shard={level}; leave out shard, or take {level}"
+        )
+
+
 @lru_cache(maxsize=64)
 def stages_at_once(schedule: str, virtual_stages: int) -> int:
     """The most stages that a rank runs at once under a schedule: 2 where forwards and backwards overlap."""
@@ -309,6 +327,8 @@ def summarize(decision: Decision) -> str:
     parts.append(f"recompute {decision.recompute}{kept}")
     if decision.offloaded_units:
         parts.append(f"{len(decision.offloaded_units)} units offloaded")
+    if decision.offload_states != "none":
+        parts.append(f"{decision.offload_states} on the host")
     if decision.sequence_parallel:
         parts.append("sequence parallel")
     parts += sharing_words(decision)

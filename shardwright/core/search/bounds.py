@@ -160,6 +160,7 @@ class Bounds:
             policy.reduce_after != "last",
             whole_below_bytes,
             self.tables.has_frozen_in_fp32,
+            on_host=policy.offload_states != "none",
         )
 
     @found_once
@@ -190,6 +191,7 @@ class Bounds:
             gathered_stages=policy.gathered_stages,
             look_ahead=policy.look_ahead,
             reduce_after=policy.reduce_after,
+            offload_states=policy.offload_states,
             precision=self.tables.precision,
             optimizer=request.optimizer,
             loss_scope=request.loss_scope,

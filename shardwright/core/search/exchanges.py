@@ -72,7 +72,7 @@ class Exchanges:
 
     def of(self, decision: Decision, tables: RankTables, placement: Sequence[int]) -> tuple[RankExchange, ...]:
         """The exchange of every pipeline rank."""
-        if decision.dp == 1:
+        if decision.dp == 1 and decision.offload_states == "none":
             return tuple(RankExchange((NONE,) * placement.count(rank), 0.0, 0.0) for rank in range(decision.pp))
         # A pipeline is simulated with what its passes wait for, and then its step is timed: the same is asked twice.
         if self._last is not None and self._last[0] is decision and self._last[1] is tables:
@@ -153,9 +153,11 @@ class Exchanges:
             return self._whole(decision, units, sums.tolist(), self.links.axis(decision.mesh, rank, "dp"))
         if decision.shard < 3:
             updated = np.diff(table.range_trained[a, a + 1 : b + 1], prepend=0.0) * width.parameter
-            return self._divided(decision, units, sums.tolist(), updated.tolist(), rank)
-        messages = [max(1, u.parameter_tensors) if self.execution.by_parameter else 1 for u in table.units[a:b]]
-        return self._sharded(decision, units, held.tolist(), sums.tolist(), messages, rank)
+            units = self._divided(decision, units, sums.tolist(), updated.tolist(), rank)
+        else:
+            messages = [max(1, u.parameter_tensors) if self.execution.by_parameter else 1 for u in table.units[a:b]]
+            units = self._sharded(decision, units, held.tolist(), sums.tolist(), messages, rank)
+        return units if decision.offload_states == "none" else _by_the_host(decision, units, table, ends, width)
 
     def bucket_bytes(self, decision: Decision) -> float:
         """The bytes of a full bucket of gradients; 0: those of a unit."""
@@ -338,6 +340,24 @@ class _ShardTraffic:
     def across_s(self, size_bytes: float) -> float:
         """Of one rank's share of so many bytes."""
         return self.across.all_reduce_s(size_bytes / self.ways) if self.across is not None and size_bytes else 0.0
+
+
+def _by_the_host(
+    decision: Decision, units: tuple[UnitTraffic, ...], table: UnitTable, ends: tuple[int, int], width: _Widths
+) -> tuple[UnitTraffic, ...]:
+    """The units with what goes to the host and comes from there: this rank's share of their parameters, as the
+    optimizer has them, and of the sums of their gradients."""
+    a, b = ends
+    rate = table.host_bytes_per_s * ((decision.shard_group or decision.dp) if decision.shard else 1)
+    trained = np.diff(table.range_trained[a, a + 1 : b + 1], prepend=0.0)
+    held = np.diff(table.range_elements[a, a + 1 : b + 1], prepend=0.0) if decision.shard == 3 else trained
+    comes = held * max(width.parameter, PRECISION_BYTES["fp32"]) / rate
+    goes = trained * width.gradient / rate
+    if decision.shard == 3:
+        found = zip(units, comes.tolist(), goes.tolist(), strict=True)
+        return tuple(replace(u, gather_s=u.gather_s + come, sum_s=u.sum_s + go) for u, come, go in found)
+    found = zip(units, comes.tolist(), goes.tolist(), strict=True)
+    return tuple(replace(u, update_gather_s=u.update_gather_s + come, sum_s=u.sum_s + go) for u, come, go in found)
 
 
 def _between(decision: Decision, rank: int) -> tuple[Between, ...]:

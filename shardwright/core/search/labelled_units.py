@@ -100,8 +100,7 @@ class _Labels:
         kept = tuple(sorted(unit for unit, label in labels.items() if label == "keep"))
         tables = self.ranked.keeping(kept, [unit for unit, label in labels.items() if label == "offload"])
         use = self.memory_of(self.decision, tables, self.live)
-        limits = self.ranked.limits_bytes
-        return (tables, kept, use), [each.total_bytes - limit for each, limit in zip(use, limits, strict=True)]
+        return (tables, kept, use), self.ranked.over_by_rank(use)
 
     def _changed(self, choice: Kept, labels: Labels) -> Kept:
         """The choice with other labels of single units, where units are few and that is faster."""

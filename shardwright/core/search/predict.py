@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from shardwright.core.cluster.hardware import Device
 from shardwright.core.cost.unit_work import PRECISION_BYTES
 from shardwright.core.execution import Execution
 from shardwright.core.layout.mesh import Mesh
@@ -185,7 +186,8 @@ class StepModel:
         if width < 4:
             mixed = width + (4 + 24 if decision.gradient_precision == "fp32" else width + 4)
         touched = updated / ways * (4 * (3 + 2 * states) + mixed)
-        return max(touched / device.optimizer_bandwidth_bytes_per_s for device in self.links.devices(mesh, pp))
+        on_host = decision.offload_states != "none"
+        return max(touched / _update_rate(device, on_host=on_host) for device in self.links.devices(mesh, pp))
 
     def _tied_s(self, decision: Decision, tied: Sequence[tuple[tuple[int, ...], int]]) -> float:
         """Seconds to add up the gradients of parameters that several pipeline ranks hold."""
@@ -194,6 +196,17 @@ class StepModel:
             group = self.cluster.group([decision.mesh.rank({"pp": rank}) for rank in ranks])
             total += group.all_reduce_s(elements * width)
         return total
+
+
+HOST_UPDATE_BYTES_PER_S = 20e9
+"""The bytes per second that an optimizer on the host of a device reads and writes. Prior: torch's Adam in fp32 on the
+cores that a device of a node of eight has for itself, whose memory gives 25 to 50e9."""
+
+
+def _update_rate(device: Device, *, on_host: bool) -> float:
+    """The bytes per second that the optimizer reads and writes."""
+    rate = device.optimizer_bandwidth_bytes_per_s
+    return min(rate, HOST_UPDATE_BYTES_PER_S) if on_host and device.kind != "cpu" else rate
 
 
 LONGEST_SIMULATED = 5

@@ -27,7 +27,10 @@ def refusal(tables: CostTables, cluster: Cluster, request: Request, scorer: Scor
     least = min(tight, key=lambda s: (s.over_bytes, s.predicted.step_time_s))
     limits = least.tables.limits_bytes
     uses = least.predicted.memory_by_stage_rank
-    worst = max(range(len(uses)), key=lambda pp: uses[pp].total_bytes - limits[pp])
+    over = least.tables.over_by_rank(uses)
+    worst = over.index(max(over))
+    if uses[worst].total_bytes <= limits[worst]:
+        return _without_host(tables, least, worst)
     name, size = max(uses[worst].classes.items(), key=lambda part: part[1])
     smallest = min(scorer.links.devices(least.decision.mesh, worst), key=lambda device: device.usable_memory_bytes)
     beside = f" beside a headroom of {request.left_free:.6g} of its memory" if request.left_free else ""
@@ -42,6 +45,16 @@ def refusal(tables: CostTables, cluster: Cluster, request: Request, scorer: Scor
     more = smallest_cluster(tables, cluster, request)
     advice = f"the smallest of this kind that could: {more}" if more is not None else "use larger devices"
     return f"{said}; no plan over {cluster.world_size} devices fits: use more of them, or larger ones; {advice}"
+
+
+def _without_host(tables: CostTables, least: Scored, worst: int) -> str:
+    """What the host lacks, where it is full and the device is not."""
+    needed, there = least.predicted.memory_by_stage_rank[worst].host_bytes, least.tables.tables[worst].host_memory_bytes
+    return (
+        f"{tables.graph.model_name} does not fit: with {summarize(least.decision)} pipeline rank {worst} keeps "
+        f"{_gib(needed)} on the host, {_gib(needed - there)} more than the {_gib(there)} of its memory that a device "
+        f"has (host_memory_bytes of the device): offload less, or use hosts with more"
+    )
 
 
 def _no_schedule(request: Request, space: Space) -> str:

@@ -15,12 +15,14 @@ from shardwright.core.partition.partitioners import DEFAULT, PARTITIONERS
 from shardwright.core.plan.decision import (
     Decision,
     LossScope,
+    OffloadStates,
     OptimizerName,
     ScheduleName,
     ShardLevel,
     near_multiple,
     require_residency,
     require_shard_group,
+    require_states_level,
     training_family,
 )
 from shardwright.core.plan.training_run import Dollars, TrainingRun, duration_s
@@ -93,6 +95,15 @@ class Options:
             "number of offloaded units whose activations are brought back ahead of the one whose backward runs, on "
             "devices that copy beside computing; all of them take memory at once",
             "1",
+        ),
+    ] = None
+    offload_states: Annotated[
+        OffloadStates | None,
+        Option(
+            'what of the state lies on the host between its uses: "optimizer" the optimizer\'s states, the parameters '
+            'that it updates there and the sums of gradients; "parameters" all parameters too, of which the device has '
+            "those of the units at hand. Replicas divide what is there: shard 2 and 3",
+            "searched where ``offload`` says so, else none",
         ),
     ] = None
     shard: Annotated[
@@ -365,6 +376,7 @@ class Options:
                 f"there is none to find; leave out one of them"
             )
         require_shard_group(self.shard_group, self.shard, self.dp)
+        require_states_level(self.offload_states, self.shard)
         require_residency(
             self.shard,
             self.gathered_stages or None,

@@ -446,7 +446,8 @@ class Scorer:
 
 def _policy_of(decision: Decision) -> Policy:
     d = decision
-    return Policy(d.recompute, d.shard, d.shard_group, d.gathered_stages, d.look_ahead, d.reduce_after)
+    residency = d.gathered_stages, d.look_ahead, d.reduce_after
+    return Policy(d.recompute, d.shard, d.shard_group, *residency, d.offload_states)
 
 
 def _least_pipeline_s(shape: Shape, pipelining: Pipelining, starts: Sequence[int], ranked: RankTables) -> float | None:

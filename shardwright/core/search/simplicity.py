@@ -45,7 +45,8 @@ class Simplicity(NamedTuple):
     """Axes in use beside the data axis, which every training system has."""
     schedule: int
     """The place in `SCHEDULES`; 0 without a pipeline."""
-    offload: bool
+    offload: int
+    """How many of two go to the host: activations, states."""
     stagewise: int
     """How many of two are asked of the schedule: to gather sharded parameters, to sum gradients after the last
     microbatch where they are divided."""
@@ -77,7 +78,7 @@ def simplicity(decision: Decision) -> Simplicity:
     return Simplicity(
         axes=(d.pp > 1) + (d.tp > 1),
         schedule=_plainness(d.schedule) if d.pp > 1 else 0,
-        offload=bool(d.offloaded_units),
+        offload=bool(d.offloaded_units) + (d.offload_states != "none"),
         stagewise=(d.gathered_stages is not None) + (d.reduce_after is not None),
         virtual_stages=d.virtual_stages,
         pp=d.pp,
@@ -100,7 +101,7 @@ def least_simplicity(
     return Simplicity(
         axes=(pp > 1) + (tp > 1),
         schedule=min(_plainness(each.schedule) for each in pipelinings) if pp > 1 else 0,
-        offload=offload,
+        offload=int(offload) + min(p.offload_states != "none" for p in policies),
         stagewise=min((p.gathered_stages is not None) + (p.reduce_after is not None) for p in policies),
         virtual_stages=min(each.virtual_stages for each in pipelinings),
         pp=pp,
@@ -124,7 +125,7 @@ def why_less_simple(simple: Decision, other: Decision) -> str:
         "schedule": (simple.schedule if simple.pp > 1 else "no pipeline", other.schedule),
         "recompute": (simple.recompute, other.recompute),
         "order": (simple.placement_order, other.placement_order),
-        "offload": ("none", "some units"),
+        "offload": ("nothing", "units or states"),
         "shard_groups": ("none", f"of {other.shard_group}"),
     }
     a, b = shown.get(name, (mine[first], theirs[first]))

@@ -7,13 +7,13 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import pairwise
+from itertools import pairwise, product
 
 from shardwright.core.capabilities import Capabilities
 from shardwright.core.cluster.cluster import Cluster
 from shardwright.core.errors import PlanError, ScheduleError
 from shardwright.core.layout.mesh import Mesh
-from shardwright.core.plan.decision import stages_at_once
+from shardwright.core.plan.decision import STATES_LEVEL, OffloadStates, stages_at_once
 from shardwright.core.schedule import AUTO, Schedule, schedule_names
 from shardwright.core.schedule.catalogue import FAMILIES
 from shardwright.core.schedule.family import Sizes
@@ -38,6 +38,7 @@ SHARD_GROUPS = (2, 4, 8, 16, 32, 64)
 its group is pinned too."""
 GATHERED_STAGES = 2
 """The number of stages that a search keeps gathered where it does not go unit by unit: one that runs, and one ahead."""
+ON_HOST: tuple[OffloadStates, ...] = ("none", "optimizer", "parameters")
 REDUCED: tuple[ReduceAfter | None, ...] = (None, "last")
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 ORDERS = ("PDT", "DPT", "PTD", "TPD", "DTP", "TDP")
@@ -79,6 +80,7 @@ class Policy:
     gathered_stages: int | None = None
     look_ahead: int | None = None
     reduce_after: ReduceAfter | None = None
+    offload_states: OffloadStates = "none"
 
     def has_stages(self, pipelining: Pipelining) -> bool:
         """Whether a rank has as many stages as it is to keep gathered, and runs no more at once."""
@@ -127,10 +129,10 @@ class Space:
     def _meshes(self, reasons: dict[str, None]) -> Iterator[tuple[Mesh, str]]:
         request, world = self.request, self.cluster.world_size
         given = {name: getattr(request, name) for name in ("pp", "dp", "tp")}
-        product = math.prod(v for v in given.values() if v)
-        if world % product or (None not in given.values() and product != world):
+        made = math.prod(v for v in given.values() if v)
+        if world % made or (None not in given.values() and made != world):
             said = " · ".join(f"{name} {value}" for name, value in given.items() if value)
-            several = f" = {product}" if len([v for v in given.values() if v]) > 1 else ""
+            several = f" = {made}" if len([v for v in given.values() if v]) > 1 else ""
             raise PlanError(
                 f"{said}{several}, and the cluster has {world} devices: the degrees must "
                 f"{'multiply to' if None not in given.values() else 'divide'} {world}; {_nearest_degrees(given, world)}"
@@ -213,12 +215,18 @@ class Space:
         group = request.shard_group
         if group is not None and group > 1:
             levels = tuple(level for level in levels if level)  # with nothing sharded there is nothing to share
-        for recompute in modes:
-            for level in levels:
-                policies = [Policy(recompute, level, group)]
+        places = ON_HOST if request.offload else ON_HOST[:1]
+        if request.offload_states is not None:
+            places = (request.offload_states,)
+        for recompute, place in product(modes, places):
+            divided = (STATES_LEVEL[place],) if place != "none" and request.shard is None else levels
+            for level in divided:
+                if level != STATES_LEVEL.get(place, level):
+                    continue
+                policies = [Policy(recompute, level, group, offload_states=place)]
                 if level and group is None and request.shard is None:
                     groups = (size for size in SHARD_GROUPS if size < dp and dp % size == 0)
-                    policies += [Policy(recompute, level, size) for size in groups]
+                    policies += [Policy(recompute, level, size, offload_states=place) for size in groups]
                 kept = (policy for one in policies for policy in self._residencies(one, dp))
                 yield from (policy for policy in kept if self._is_carried_out(policy, dp))
 
@@ -236,6 +244,7 @@ class Space:
         elif request.gathered_stages and policy.shard < 3:
             return
         is_searched = request.reduce_after is None and policy.shard == 3 and not request.sums_as_level
+        is_searched = is_searched and policy.offload_states == "none"  # whole sums are what the host is to spare
         for stages in gathered:
             for after in REDUCED if is_searched else (request.reduce_after,):
                 yield replace(policy, gathered_stages=stages, look_ahead=request.look_ahead, reduce_after=after)
@@ -248,6 +257,9 @@ class Space:
         group = policy.shard_group if request.shard_group is None else None
         gathered = policy.gathered_stages if request.gathered_stages is None else None
         after = policy.reduce_after if request.reduce_after is None else None
+        place = policy.offload_states if request.offload_states is None else "none"
+        if place != "none" and not all(place in runtime.states_on_host for runtime in self.runtimes):
+            return False
         return all(
             runtime.lack(recompute=recompute, shard=shard, shard_group=group, dp=dp) is None
             and runtime.lack_of_residency(policy.shard, gathered, after) is None

@@ -1,5 +1,6 @@
 """The unit costs at every tensor degree and microbatch size, counted once and shared by all candidates of a search."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -178,6 +179,7 @@ class CostTables(LayoutTables):
             recompute,
             self.recomputable,
             host_bytes_per_s=place.device.host_link_bandwidth_bytes_per_s * HOST_LINK_EFFICIENCY,
+            host_memory_bytes=math.inf if (host := place.device.host_memory_bytes) is None else host,
             swaps_beside=place.device.kind != "cpu",
             loading_horizon=self._loading_horizon,
             shared=tuple((value, size_bytes(value.tensor) // ways) for value, ways in self._shared(tp)),

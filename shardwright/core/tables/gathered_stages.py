@@ -111,7 +111,7 @@ def _stages(
     found = {}
     for stage, (a, b) in held.items():
         passes, memory = stage_passes(table, (a, b), request), memories[stage]
-        shard = -(-memory.gradients // request.ways)
+        shard = 0 if request.on_host else -(-memory.gradients // request.ways)
         first_backward = passes.first - shard  # which is added to all of it
         if not request.reduces_each:
             others = sharing_before(table, held, first, stage)

@@ -67,7 +67,7 @@ class _Bucket(NamedTuple):
 def stage_passes(table: UnitTable, ends: tuple[int, int], request: MemoryRequest) -> StagePasses:
     """The bytes of the passes over a stage, given by its first unit and its end, of a runtime that gathers units."""
     numbers = request.gradient_width, request.shard, request.ways, request.whole_below_bytes, request.on_cpus
-    key = ends, request.precision, request.gathered_stages is None, request.reduces_each, *numbers
+    key = ends, request.precision, request.on_host, request.gathered_stages is None, request.reduces_each, *numbers
     if key not in table.stage_passes:
         alike = _content(table, ends)
         if alike is None:
@@ -104,7 +104,7 @@ def staying_bytes(table: UnitTable, stages: Iterable[tuple[int, int]], request: 
                     trained = call.trained + sum(entries for _, entries, _ in call.tied)
                     whole += call.entries * width + trained * request.gradient_width
                     shared += trained * width * request.masters_alone
-    return int(whole * (1 - 1 / request.ways) + shared / request.ways)
+    return int(whole * (1 - request.own_share) + shared * request.own_share)
 
 
 def _stays(call: CallEntries, request: MemoryRequest) -> bool:
@@ -117,7 +117,8 @@ def _passes(table: UnitTable, ends: tuple[int, int], request: MemoryRequest) -> 
     calls = [call for unit in units for call in of_unit[unit]]
     base = {unit: float(size) for unit, size in zip(units, _base(table, ends), strict=True)}
     # A rank's shards of what is gathered, as it computes with them, until all others have read them.
-    copied = 1 / request.ways if PRECISION_BYTES[request.precision] < PRECISION_BYTES["fp32"] else 0.0
+    is_other = PRECISION_BYTES[request.precision] < PRECISION_BYTES["fp32"] or (request.on_host and not request.on_cpus)
+    copied = 1 / request.ways if is_other and not (request.on_host and request.ways == 1) else 0.0
     tail, backward, once, by_unit = _backward(table, of_unit, base, copied, request)
     each = request.reduces_each and request.shard >= 2
     buckets = _in_order(calls)
@@ -202,7 +203,7 @@ def _backward(
     # The last call's parameters stay for the backward, where it reads them.
     before[-1] = _last([held.back for held in calls]) + _last([held.ahead for held in calls]) * copied
     """The parameters that are whole, or are gathered ahead, where the first so many calls are left."""
-    each, share, coming = request.reduces_each and request.shard >= 2, 1 - 1 / request.ways, request.coming_share
+    each, share, coming = request.reduces_each and request.shard >= 2, 1 - request.own_share, request.coming_share
     tail = backward = first = 0.0
     by_unit: dict[int, float] = {}
     left, has_sent = len(calls), False

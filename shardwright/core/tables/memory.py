@@ -44,7 +44,7 @@ class MemoryUse:
     """The bytes by which the peak is below the sum of the above, because not all exist at once: gradients that the
     first backward makes while it frees activations (`core.schedule.peak_memory`)."""
     host_bytes: Amount = 0
-    """The activations that are offloaded to the host's memory; they are not part of the total."""
+    """What lies in the host's memory, offloaded activations and state; it is not part of the total."""
     batch_bytes: Amount = 0
     """The rank's part of the batch, of all microbatches, which stays all through the step."""
     model_buffers_bytes: Amount = 0

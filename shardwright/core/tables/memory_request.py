@@ -49,6 +49,8 @@ class MemoryRequest:
     """The choice of the same name in `Decision`."""
     frozen_in_fp32: bool = False
     """Whether parameters that are not trained are in fp32 between steps."""
+    on_host: bool = False
+    """Whether what is sharded lies on the host, with sums of gradients and the optimizer's states."""
     under_way: tuple[UnderWay, ...] = ()
     """The messages of every rank; () takes two on either side of it."""
 
@@ -60,7 +62,12 @@ class MemoryRequest:
     @property
     def shares_sums(self) -> bool:
         """Whether gradients are summed in shards, call by call, so that none are in buckets of small ones."""
-        return self.gathers_units and self.shard > 0 and self.ways > 1
+        return self.gathers_units and self.shard > 0 and (self.ways > 1 or self.on_host)
+
+    @property
+    def own_share(self) -> float:
+        """The part of a sum of gradients that stays on the rank."""
+        return 0.0 if self.on_host else 1 / self.ways
 
     @property
     def coming_share(self) -> float:
@@ -99,6 +106,23 @@ class MemoryRequest:
 
     def state_bytes(self, elements: int, trained: int, updated: int) -> tuple[int, int, int]:
         """The (parameters, gradients, optimizer) bytes on one rank: see `state_bytes`."""
+        found = self._state_bytes(elements, trained, updated)
+        if not self.on_host:
+            return found
+        return (0 if self.shard == 3 else found[0], 0, 0)
+
+    def host_state_bytes(self, elements: int, trained: int, updated: int) -> int:
+        """The bytes of state on the host of one rank."""
+        if not self.on_host:
+            return 0
+        parameters, gradients, states = self._state_bytes(elements, trained, updated)
+        if self.shard == 3:
+            return parameters + gradients + states
+        # What steps compute with is on the device; the parameters that are updated are among the states in 16 bits.
+        is_whole = PRECISION_BYTES[self.precision] >= PRECISION_BYTES["fp32"]
+        return gradients + states + is_whole * -(-trained * PRECISION_BYTES[self.precision] // self.ways)
+
+    def _state_bytes(self, elements: int, trained: int, updated: int) -> tuple[int, int, int]:
         return state_bytes(
             elements,
             self.precision,

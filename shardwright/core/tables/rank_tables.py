@@ -234,7 +234,7 @@ class RankTables:
                     states,
                     kept,
                     beside,
-                    host_bytes=own.away * count,
+                    host_bytes=own.away * count + request.host_state_bytes(own.elements, own.trained, own.updated),
                     batch_bytes=own.batch[0] + own.batch[1] * request.microbatches,
                     model_buffers_bytes=own.buffers[request.is_replicated],
                     update_bytes=self._update_bytes(rank, own.stages, request),
@@ -245,6 +245,8 @@ class RankTables:
     def _update_bytes(self, rank: int, stages: tuple[tuple[int, int], ...], request: MemoryRequest) -> int:
         """The bytes that the optimizer holds beside its states, with all else that no graph shows."""
         ways = request.ways if request.shard else 1
+        if request.on_host and not request.on_cpus:
+            return 0
         made = self.tables[rank].updated.made_bytes(stages, ways, request.optimizer, together=not request.on_cpus)
         return made + UNCOUNTED_BYTES if made else 0
 
@@ -280,7 +282,7 @@ class RankTables:
         if request.stages_are_programs and request.shard == 3:
             whole = self._gathering(starts, placement, request)
             working = [max(own, more) for own, more in zip(working, whole, strict=True)]
-        if request.gathers_units and request.shard and request.ways > 1:
+        if request.shares_sums:
             stages = list(zip(placement, self.ends(starts), strict=True))
             for rank, table in enumerate(self.tables):
                 own = [ends for on, ends in stages if on == rank]
@@ -403,8 +405,15 @@ class RankTables:
         return tuple(found)
 
     def over_bytes(self, memory: Sequence[MemoryUse]) -> int:
-        """The bytes that the fullest rank lacks, 0 when all fits."""
-        return max(0, *(use.total_bytes - limit for use, limit in zip(memory, self.limits_bytes, strict=True)))
+        """The bytes that the fullest rank lacks, of its device or of its host, 0 when all fits."""
+        return max(0, *self.over_by_rank(memory))
+
+    def over_by_rank(self, memory: Sequence[MemoryUse]) -> list[int]:
+        """The bytes that each rank lacks, of its device or of its host; less than 0 where it has room."""
+        rows = zip(memory, self.limits_bytes, self.tables, strict=True)
+        return [
+            int(max(use.total_bytes - limit, use.host_bytes - table.host_memory_bytes)) for use, limit, table in rows
+        ]
 
     def stage_costs(self, starts: Sequence[int], placement: Sequence[int]) -> StageCosts:
         """The costs of a cut's stages for one microbatch."""

@@ -56,6 +56,8 @@ class UnitTable:
     """The units whose activations are on the host between forward and backward."""
     host_bytes_per_s: float = math.inf
     """The bandwidth of the link to the host, in one direction."""
+    host_memory_bytes: float = math.inf
+    """What the rank has for itself of the host's memory."""
     swaps_beside: bool = True
     """Whether activations go to the host and come back while the device computes."""
     loading_horizon: int = 1
@@ -453,8 +455,10 @@ class UnitTable:
     def range_memory(self, live: float, held_bytes: float, trained_bytes: float) -> Matrix:
         """The peak bytes of a stage with ``live`` microbatches under way. A parameter entry takes ``held_bytes``, and
         ``trained_bytes`` more if it is trained."""
-        passes = live * self.range_kept + self.range_working
-        memory: Matrix = held_bytes * self.range_elements + trained_bytes * self.range_trained + passes
+        memory: Matrix = live * self.range_kept + self.range_working
+        # States on the host take nothing, also of no range of units, which has infinitely many entries.
+        for each, entries in ((held_bytes, self.range_elements), (trained_bytes, self.range_trained)):
+            memory = memory + each * entries if each else memory
         return memory
 
     def tied_twice(self, held: Sequence[tuple[int, int]], *, trained: bool = False) -> int:

@@ -201,3 +201,52 @@ def test_offloading_that_means_nothing_is_refused() -> None:
     plan = sw.plan(GRAPH, cluster(3 * 2**30), offload=True, **PINS)
     with pytest.raises(PlanError, match="neither kept nor recomputed"):
         replace(plan.decision, kept_units=plan.decision.offloaded_units)
+
+
+ALONE = {"batch": 32, "pp": 1, "tp": 1, "precision": "fp32"}
+
+
+def devices(count: int, memory_bytes: int) -> sw.Cluster:
+    return sw.Cluster(cluster(memory_bytes).device(0), devices_per_node=count)
+
+
+@pytest.mark.parametrize(("place", "level"), [("optimizer", 2), ("parameters", 3)])
+@pytest.mark.parametrize("dp", [1, 4])
+def test_states_on_the_host_take_no_memory_of_the_device(place: str, level: int, dp: int) -> None:
+    pins = ALONE | {"dp": dp, "recompute": "none", "microbatch": 8}
+    there = sw.plan(GRAPH, devices(dp, 2**36), **pins, offload_states=place)
+    here = sw.plan(GRAPH, devices(dp, 2**36), **pins, shard=level if dp > 1 else 0)
+    assert there.decision.shard == level
+    (use, *_), (plain, *_) = there.predicted.memory, here.predicted.memory
+    assert (use.gradients_bytes, use.optimizer_bytes) == (0, 0)
+    assert use.parameters_bytes == (plain.parameters_bytes if place == "optimizer" else 0)
+    state = plain.parameters_bytes * (dp if level == 3 and dp > 1 else 1)
+    assert use.host_bytes == pytest.approx(4 * state / dp, rel=0.01), "parameters, gradients and two moments"
+    assert there.predicted.step_time_s > here.predicted.step_time_s
+    assert sw.simulate(there).makespan_s == pytest.approx(there.predicted.pipeline_s, rel=1e-9)
+
+
+def test_a_search_takes_the_host_where_states_have_no_room() -> None:
+    whole = sw.plan(GRAPH, devices(1, 2**36), **ALONE).predicted.memory[0]
+    state = whole.parameters_bytes + whole.gradients_bytes + whole.optimizer_bytes
+    with pytest.raises(PlanError, match=r"most of it, .* is optimizer states"):
+        sw.plan(GRAPH, devices(1, state // 2), **ALONE)
+    found = sw.plan(GRAPH, devices(1, state // 2), **ALONE, offload=True)
+    assert found.decision.offload_states != "none"
+    assert max(found.predicted.peak_memory_bytes) <= state // 2
+    with pytest.raises(PlanError, match="does not fit"):
+        sw.plan(GRAPH, devices(1, state // 2), **ALONE, offload=True, offload_states="none")
+
+
+def test_a_host_without_memory_is_named() -> None:
+    device = replace(load_profile("a100-80gb").device, host_memory_bytes=2**20)
+    with pytest.raises(PlanError, match=r"on the host, .* more than the 0\.00 GiB of its memory .*host_memory_bytes"):
+        sw.plan(GRAPH, sw.Cluster(device), batch=8, offload_states="optimizer", precision="fp32")
+
+
+def test_states_on_the_host_go_with_their_level() -> None:
+    for place, wrong in (("optimizer", 3), ("parameters", 2), ("parameters", 0)):
+        with pytest.raises(PlanError, match=f"offload_states='{place}' and shard={wrong}: .*take"):
+            sw.plan(GRAPH, devices(1, 2**36), **ALONE, shard=wrong, offload_states=place)
+    with pytest.raises(PlanError, match=r"'disk'.*parameters"):
+        sw.plan(GRAPH, devices(1, 2**36), **ALONE, offload_states="disk")

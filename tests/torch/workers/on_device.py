@@ -26,6 +26,11 @@ CASES: dict[str, dict[str, Any]] = {
     for shard in (0, 1, 2, 3)
 }
 CASES |= {f"fp8, shard {shard}": {"shard": shard, "fp8": True, "cluster": "h100"} for shard in (0, 3)}
+CASES |= {
+    f"{precision}, {place} on the host": {"offload_states": place} | ({} if precision == "fp32" else {precision: True})
+    for precision in ("fp32", "bf16")
+    for place in ("optimizer", "parameters")
+}
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 
 
@@ -101,7 +106,9 @@ def own_run(model: nn.Module, config: dict[str, Any], device: torch.device) -> d
             grad = torch.empty(0, device=device) if p.grad is None else p.grad.clone()
             gradients[name] = state.whole(name, grad) if state.is_part(name) else grad
         optimizer.step()
-    assert all(p.device.type == device.type for p in wrapped.parameters())
+    held = [p for p in wrapped.parameters() if p.numel()]
+    assert all(p.device.type == ("cpu" if "offload_states" in config else device.type) for p in held)
+    assert all(value.device == p.device for p in held for value in optimizer.state[p].values() if value.dim())
     sw.shutdown()
     return {"losses": losses, "gradients": gradients}
 

@@ -247,10 +247,10 @@ class Gradients:
         """Send the gradient to the home, sum it there in the order of holders, and send it back: every holder has the
         same bits."""
         me, home = self.ownership.rank, holders[0]
-        present = torch.tensor([0 if parameter.grad is None else 1], dtype=torch.int32, device=parameter.device)
+        present = torch.tensor([0 if parameter.grad is None else 1], dtype=torch.int32, device=self.bound.device)
         own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         own = own.to_dense() if own.is_sparse else own
-        total = own.resolve_conj().resolve_neg().contiguous()
+        total = own.resolve_conj().resolve_neg().to(self.bound.device).contiguous()
         if me != home:
             peer = self.bound.peer("pp", home)
             for tensor in (present, total):
@@ -268,7 +268,8 @@ class Gradients:
             for holder in holders[1:]:
                 for tensor in (present, total):
                     dist.send(as_carried(tensor), self.bound.peer("pp", holder))
-        parameter.grad = total if int(present) else None
+        is_elsewhere = self.parts.flat is not None and self.parts.flat.store is not None
+        parameter.grad = None if not int(present) else own.copy_(total) if is_elsewhere else total
 
     def clip_norm(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> torch.Tensor:
         """Scale the gradients so that their norm, over the whole model, is at most ``max_norm``; return the norm
@@ -283,7 +284,7 @@ class Gradients:
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         for parameter in self.ownership.local_parameters().values():
             if parameter.grad is not None:
-                parameter.grad.mul_(scale.to(parameter.grad.dtype))
+                parameter.grad.mul_(scale.to(parameter.grad.device, parameter.grad.dtype))
         return norm
 
     def clip_once(self, max_norm: float) -> None:
@@ -310,7 +311,7 @@ class Gradients:
         dtype = torch.float64 if doubles else torch.float32
         own = torch.zeros((), dtype=dtype, device=device)
         if counted:
-            norms = torch.stack([_norm(g, norm_type, dtype) for g in counted])
+            norms = torch.stack([_norm(g, norm_type, dtype).to(device) for g in counted])
             # A largest of NaN and a number may be either over ranks, so NaN counts as infinity.
             own = norms.max().nan_to_num(nan=math.inf, posinf=math.inf) if infinite else norms.pow(norm_type).sum()
         axes = [axis for axis in ("pp", "tp") if self.bound.size(axis) > 1]

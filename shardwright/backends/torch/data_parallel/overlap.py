@@ -52,7 +52,7 @@ class Bucket:
             ]
         else:
             self.layout, self._places = group.layout, group.places
-        self.device = some.device
+        self.device = some.device if group is None else group.device
         self._dtype = torch.float32 if some.dtype in HALF else some.dtype
         self._sums = GradientSums(self._places, self.layout.entries, self._dtype, self.device)
         self.present: set[int] = set()
@@ -125,7 +125,7 @@ class Bucket:
         if self.group is None:
             self._sum = found
         else:
-            self._sum = found if self._sum is None else self._sum.add_(found)
+            self._sum = self.group.collect(self._sum, found)
         self._flat = None
 
     def finish(self) -> list[torch.Tensor]:
@@ -134,7 +134,7 @@ class Bucket:
         assert self._sum is not None
         total, self._sum = self._sum, None
         if self.group is not None:
-            return self.group.cut(total)
+            return self.group.collected(total)
         return [total.as_strided(*place) for place in self._places]
 
     def abandon(self) -> None:
@@ -180,7 +180,7 @@ class Exchange:
         self._staying = [] if flat is None else list(filter(flat.stays, flat.groups))
         """The sharded parameters that are whole all through a step, as are their gradients."""
         self.told: Callable[[str], None] = lambda name: None
-        group_of = flat.group_of if flat is not None and flat.is_shared else {}
+        group_of = flat.group_of if flat is not None and flat.divides_gradients else {}
         sharded = dict.fromkeys(group_of[name] for name in order if name in group_of)
         of_rows = [(name, parameter) for name, parameter in order.items() if parameter in tables]
         rest = {name: p for name, p in order.items() if name not in group_of and p not in tables}

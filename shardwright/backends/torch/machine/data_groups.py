@@ -160,6 +160,8 @@ class DataGroups:
             return partial(self._finish, [work])
         if parts[self.coordinate].data_ptr() != own.data_ptr():
             parts[self.coordinate].copy_(own)
+        if self.ways == 1:
+            return partial(self._finish, [])
         if isinstance(self.stages, StagedMessages):
             return self.stages.gather(parts, self.tags.of(number, is_sum=False))
         if whole.device.type != "cpu":
@@ -204,12 +206,14 @@ class DataGroups:
     def _begin_sum(self, flat: torch.Tensor, number: int, borders: Sequence[int]) -> Callable[[], torch.Tensor]:
         """As `sum_shards`, over the group alone, with complex entries as pairs of real ones."""
         parts = _parts(flat, borders)
+        if self.ways == 1:
+            return lambda: parts[0]
         is_even = len({part.numel() for part in parts}) == 1
         if is_even and isinstance(self.stages, StagedCollectives):
             return self.stages.sum(real_entries(flat).view(self.ways, -1))
         if isinstance(self.stages, StagedMessages):
             return self.stages.sum(parts, self.tags.of(number, is_sum=True))
-        if self.ways > 1 and flat.device.type != "cpu":
+        if flat.device.type != "cpu":
             shard = torch.empty_like(parts[0]) if is_even else parts[self.coordinate]
             works = [self._scatter(shard, flat)] if is_even else self._reduces(parts)
 
@@ -228,7 +232,7 @@ class DataGroups:
 
         def wait() -> torch.Tensor:
             self._finish(works)
-            if self.coordinate or self.ways == 1:
+            if self.coordinate:
                 total, *others = received
             else:  # into memory apart from the buffer, which is then free
                 first, total, *others = received

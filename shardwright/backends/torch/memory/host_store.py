@@ -9,12 +9,18 @@ import ctypes
 import mmap
 import os
 import tempfile
+import weakref
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, TypeVar
 
+import numpy as np
 import torch
 
 from shardwright.core.errors import ShardwrightError
+
+T = TypeVar("T")
+MOST_ARRIVING = 4
+"""The number of gradients on their way to the host that are waited for at the latest when another is sent."""
 
 
 class Away(Protocol):
@@ -44,6 +50,23 @@ class HostStore(Protocol):
     def settle(self, under_way: int) -> None:
         """Let what follows on the device wait until no more than so many bytes are on their way to the host."""
 
+    def tensor(self, entries: int, dtype: torch.dtype) -> torch.Tensor:
+        """A flat tensor of zeros on the host."""
+
+    def kept(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same values on the host: the tensor itself where it is there already."""
+
+    def beside(self, work: Callable[[], T]) -> tuple[T, Callable[[], None]]:
+        """Issue work that copies from the host, beside what the device computes from now on; the second result lets
+        what follows on the device wait for it."""
+
+    def collect(self, total: torch.Tensor | None, part: torch.Tensor) -> torch.Tensor:
+        """Begin to add a flat tensor of the device to a sum on the host; None: the sum is made. It may be read after
+        `arrive`."""
+
+    def arrive(self) -> None:
+        """Wait until all sums are there."""
+
 
 def store_of(device: torch.device) -> HostStore:
     """The host store of a device."""
@@ -65,6 +88,8 @@ class MappedFile:
         self._file = tempfile.TemporaryFile()  # noqa: SIM115 — it lives as long as its blocks
         self._size = 0
         self._free: dict[int, list[mmap.mmap]] = {}
+        self._addresses: set[int] = set()
+        _FILES.add(self)
 
     def send(self, storage: torch.UntypedStorage) -> "_InFile":
         block = self._block(storage.nbytes())
@@ -73,6 +98,37 @@ class MappedFile:
 
     def settle(self, under_way: int) -> None:
         """Nothing is ever on its way."""
+
+    def tensor(self, entries: int, dtype: torch.dtype) -> torch.Tensor:
+        nbytes = entries * dtype.itemsize
+        if not nbytes:
+            return torch.zeros(entries, dtype=dtype)
+        block = self._block(nbytes)
+        array = np.frombuffer(block, dtype=np.uint8, count=nbytes)
+        array.fill(0)
+        # The tensor holds the array, and the array the block.
+        weakref.finalize(array, self._free.setdefault(len(block), []).append, block).atexit = False
+        return torch.from_numpy(array).view(dtype)
+
+    def kept(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.holds(tensor.untyped_storage()) or not tensor.numel():
+            return tensor
+        flat = self.tensor(tensor.numel(), tensor.dtype)
+        is_dense = torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+        return flat.as_strided(tensor.shape, tensor.stride() if is_dense else _contiguous(tensor.shape)).copy_(tensor)
+
+    def holds(self, storage: torch.UntypedStorage) -> bool:
+        """Whether a storage is in the file."""
+        return storage.data_ptr() in self._addresses
+
+    def beside(self, work: Callable[[], T]) -> tuple[T, Callable[[], None]]:
+        return work(), _nothing
+
+    def collect(self, total: torch.Tensor | None, part: torch.Tensor) -> torch.Tensor:
+        return self.tensor(part.numel(), part.dtype).copy_(part) if total is None else total.add_(part)
+
+    def arrive(self) -> None:
+        """Sums are made at once."""
 
     def _block(self, nbytes: int) -> mmap.mmap:
         size = -(-nbytes // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
@@ -87,10 +143,27 @@ class MappedFile:
             raise ShardwrightError(
                 f"the host store has {begin / 2**20:.0f} MiB in a file in {tempfile.gettempdir()} and found no room "
                 f"for {size / 2**20:.1f} MiB more ({error.strerror}): set TMPDIR to a directory with more room, or "
-                f"plan with fewer offloaded units"
+                f"plan with less on the host"
             ) from error
         self._size += size
+        self._addresses.add(_address(block))
         return block
+
+
+_FILES: weakref.WeakSet[MappedFile] = weakref.WeakSet()
+
+
+def is_in_file(storage: torch.UntypedStorage) -> bool:
+    """Whether a storage of the CPU stands for one on a host: a count of the device's memory leaves it out."""
+    return any(file.holds(storage) for file in _FILES)
+
+
+def _nothing() -> None:
+    pass
+
+
+def _contiguous(shape: torch.Size) -> tuple[int, ...]:
+    return torch.empty(shape, device="meta").stride()
 
 
 class _InFile:
@@ -138,6 +211,9 @@ class PinnedMemory:
         self._out, self._in = (torch.Stream(device) for _ in range(2))
         self._leaving: list[tuple[torch.Event, torch.Tensor]] = []
         """The storages on their way to the host, oldest first: their memory is not used again before they are there."""
+        self._arriving: list[tuple[torch.Event, torch.Tensor, torch.Tensor | None, torch.Tensor]] = []
+        """What is on its way into sums, oldest first: when it is there, the sum, what is to be added to it then (None
+        where it is copied into the sum itself), and the tensor of the device."""
 
     def send(self, storage: torch.UntypedStorage) -> "_Pinned":
         on_device = _bytes_of(storage, self._device)
@@ -156,6 +232,43 @@ class PinnedMemory:
             there, tensor = self._leaving.pop(0)
             now.wait_event(there)
             left -= tensor.nbytes
+
+    def tensor(self, entries: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(entries, dtype=dtype, pin_memory=True)
+
+    def kept(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if tensor.device.type == "cpu" else tensor.cpu()
+
+    def beside(self, work: Callable[[], T]) -> tuple[T, Callable[[], None]]:
+        # The memory may have been another tensor's, which the compute stream still reads.
+        self._in.wait_stream(torch.accelerator.current_stream(self._device))
+        with self._in:
+            found = work()
+            there = self._in.record_event()
+        return found, lambda: torch.accelerator.current_stream(self._device).wait_event(there)
+
+    def collect(self, total: torch.Tensor | None, part: torch.Tensor) -> torch.Tensor:
+        while len(self._arriving) >= MOST_ARRIVING:
+            self._arrive_first()
+        buffer = torch.empty(part.shape, dtype=part.dtype, pin_memory=True)
+        self._out.wait_stream(torch.accelerator.current_stream(self._device))
+        with self._out:
+            buffer.copy_(part, non_blocking=True)
+            there = self._out.record_event()
+        is_first = total is None
+        total = buffer if total is None else total
+        self._arriving.append((there, total, None if is_first else buffer, part))
+        return total
+
+    def arrive(self) -> None:
+        while self._arriving:
+            self._arrive_first()
+
+    def _arrive_first(self) -> None:
+        there, total, more, _ = self._arriving.pop(0)
+        there.synchronize()
+        if more is not None:
+            total.add_(more)
 
 
 class _Pinned:

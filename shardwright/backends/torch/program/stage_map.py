@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from shardwright.backends.torch import CAPABILITIES
 from shardwright.core.errors import MissingCapabilityError, ScheduleError, ShardwrightError
-from shardwright.core.plan.decision import LossScope
+from shardwright.core.plan.decision import LossScope, OffloadStates
 from shardwright.core.plan.plan import Plan
 from shardwright.core.schedule import Schedule
 from shardwright.core.schedule.actions import Action
@@ -35,6 +35,8 @@ class StageMap:
     """The number of replicas that share; None: all of them."""
     hierarchical: bool = False
     """Whether these gather between the nodes and then within each, where they lie so."""
+    offload_states: OffloadStates = "none"
+    """What of the state lies on the host between its uses."""
 
     def __post_init__(self) -> None:
         require_runnable(self.schedule)
@@ -57,7 +59,7 @@ class StageMap:
         return cls(
             schedule, calls, plan.parameter_stages("torch"), policies_of(plan),
             plan.decision.loss_scope or "replica", plan, plan.decision.shard, plan.decision.shard_group,
-            plan.decision.hierarchical_gathers,
+            plan.decision.hierarchical_gathers, plan.decision.offload_states,
         )  # fmt: skip
 
     @classmethod
@@ -82,6 +84,7 @@ class StageMap:
 def _require_policies(plan: Plan) -> None:
     decision = plan.decision
     CAPABILITIES.require_on_device(decision.offloaded_units)
+    CAPABILITIES.require_states(decision.offload_states)
     CAPABILITIES.require_residency(decision.shard, decision.gathered_stages, decision.reduce_after)
     if decision.recompute == "selective":
         raise MissingCapabilityError(

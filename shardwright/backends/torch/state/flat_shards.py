@@ -4,6 +4,10 @@ Between steps the data of a parameter is this rank's piece of it, a view of the 
 optimizer states; in a step it is whole, a view of a buffer that is gathered from all shards. The parameter object stays
 the same, so optimizers need no other one. (ZeRO, Rajbhandari et al., arXiv 1910.02054, section 5; the flat buffers of
 FSDP, Zhao et al., arXiv 2304.11277, section 3.2.1; groups smaller than the data axis as in MiCS, arXiv 2205.00119.)
+
+A shard may lie on the host, with its gradients and the states of the optimizer, which then updates it there. What is
+whole comes from there (ZeRO-Offload, Ren et al., arXiv 2101.06840; per block, exchanged and brought back before the
+next forward, as in KARMA, Wahib et al., arXiv 2008.11421, section III-C).
 """
 
 from collections import Counter
@@ -17,6 +21,7 @@ from shardwright.backends.torch.capture.precision import step_dtype
 from shardwright.backends.torch.compat import all_gather_single
 from shardwright.backends.torch.machine.data_groups import DataGroups, real_entries
 from shardwright.backends.torch.machine.watchdog import Watchdog
+from shardwright.backends.torch.memory.host_store import HostStore
 from shardwright.backends.torch.state.flat_layout import FlatLayout
 from shardwright.backends.torch.state.gradient_hook import dense_strides
 from shardwright.backends.torch.state.ownership import Ownership
@@ -46,6 +51,7 @@ class FlatGroup:
         number: the number of the group on this rank, which is that of every rank that shares it.
         values: gives the whole of a parameter by name, where it has no memory yet.
         is_tied: whether several calls of this rank use its parameter.
+        store: the host, where the shard lies; None: on the device.
 
     Attributes:
         gathered: the buffer of the whole data.
@@ -56,8 +62,9 @@ class FlatGroup:
     def __init__(
         self, parameters: Mapping[str, nn.Parameter], layout: FlatLayout, groups: DataGroups, frees: bool,
         compute: torch.dtype, dtype: torch.dtype, number: int, values: Values, is_tied: bool = False,
+        store: HostStore | None = None,
     ) -> None:  # fmt: skip
-        self.number, self.is_tied = number, is_tied
+        self.number, self.is_tied, self.store = number, is_tied, store
         self.parameters, self.layout, self.groups, self.frees = dict(parameters), layout, groups, frees
         some = next(iter(self.parameters.values()))
         self.names, self.device = tuple(self.parameters), some.device
@@ -70,8 +77,8 @@ class FlatGroup:
         self.gathered = make(layout.entries, dtype=compute, device=self.device)
         self._views = [self.gathered.as_strided(*place) for place in self.places]
         own = self._own_part()
-        apart = frees or self.dtype is not compute
-        self.shard = torch.zeros_like(own, dtype=self.dtype) if apart else own
+        apart = frees or self.dtype is not compute or store is not None
+        self.shard = self._made(own.numel()) if apart else own
         self._pieces = self.cut(self.shard)
         if frees:  # before the first parameter is made
             self.gathered.untyped_storage().resize_(0)
@@ -104,6 +111,12 @@ class FlatGroup:
         """Whether the whole data has its memory now, which is being filled perhaps."""
         return not self.frees or self.is_whole or self._gathering is not None
 
+    def _made(self, entries: int) -> torch.Tensor:
+        """Memory for a shard."""
+        if self.store is not None:
+            return self.store.tensor(entries, self.dtype)
+        return torch.zeros(entries, dtype=self.dtype, device=self.device)
+
     def _own_part(self) -> torch.Tensor:
         """This rank's part of the whole data."""
         return self.gathered[self.layout.shard(self.groups.coordinate)]
@@ -131,8 +144,23 @@ class FlatGroup:
         if self.frees:
             storage = self.gathered.untyped_storage()
             storage.resize_(self.layout.entries * self.gathered.element_size())
-        own = self.shard.to(self.compute)
-        self._gathering = self.groups.gather(self.gathered, own, self.number, self.layout.borders)
+        if self.store is None:
+            self._gathering = self._gather()
+            return
+        gathered, arrives = self.store.beside(self._gather)
+
+        def arrive() -> None:
+            gathered()
+            arrives()
+
+        self._gathering = arrive
+
+    def _gather(self) -> Callable[[], None]:
+        if self.store is not None and self.groups.ways == 1:
+            own = self._own_part().copy_(self.shard, non_blocking=True)
+        else:  # others may read it when the whole data of this rank is free again
+            own = self.shard.to(self.device, self.compute, non_blocking=self.store is not None)
+        return self.groups.gather(self.gathered, own, self.number, self.layout.borders)
 
     def gather(self, watchdog: Watchdog) -> None:
         """Make the whole data whole."""
@@ -163,6 +191,20 @@ class FlatGroup:
         self.is_whole = False
         _refuse_writes(written)
 
+    def collect(self, total: torch.Tensor | None, shard: torch.Tensor) -> torch.Tensor:
+        """Add this rank's shard of a sum of gradients to those before; None: there are none."""
+        if self.store is not None:
+            return self.store.collect(total, shard)
+        return shard if total is None else total.add_(shard)
+
+    def collected(self, total: torch.Tensor) -> list[torch.Tensor]:
+        """The piece of each parameter in the sum of its gradients."""
+        if self.store is not None:
+            self.store.arrive()
+            if total.dtype is not self.dtype:
+                total = self._made(total.numel()).copy_(total)
+        return self.cut(total)
+
     def enter_step(self) -> None:
         """Let the parameters see the whole data; it is there after `gather`. Raises as `adopt`."""
         self.adopt()
@@ -190,7 +232,7 @@ class FlatGroup:
             self._views = [self.gathered.as_strided(*place) for place in self.places]
             self.shard = self._own_part()
         else:
-            self.shard = self.shard.clone()
+            self.shard = self._made(self.shard.numel()).copy_(self.shard)
         self._pieces = self.cut(self.shard)
         for (_, parameter, before, _), piece in zip(rows, self._pieces, strict=True):
             if not _shares_memory(parameter, before):
@@ -220,7 +262,7 @@ class FlatGroup:
     def _is_as_gathered(self) -> bool:
         """Whether this rank's part of the whole data is what its shard is, to the bit: writes through ``.data`` leave
         no other sign."""
-        own, shard = self._own_part(), self.shard.to(self.compute)
+        own, shard = self._own_part(), self.shard.to(self.device, self.compute)
         return own.data_ptr() == shard.data_ptr() or torch.equal(own.view(torch.uint8), shard.view(torch.uint8))
 
 
@@ -253,15 +295,17 @@ class FlatShards:
             gradients.
         values: gives the whole of a parameter, which may have no memory yet.
         most_entries: the most entries of a group, but for a larger parameter by itself; None: those of a call.
+        store: the host, where the shards of what is trained lie, and at level 3 all shards; None: on the device.
     """
 
     def __init__(
         self, ownership: Ownership, groups: DataGroups, watchdog: Watchdog, level: int,
         calls: Sequence[Sequence[str]], apart: frozenset[str], whole: bool, compute: torch.dtype | None,
         values: Values = lambda _, parameter: parameter, whole_below_bytes: int = 0,
-        most_entries: int | None = None,
+        most_entries: int | None = None, store: HostStore | None = None,
     ) -> None:  # fmt: skip
         self.ownership, self.data, self.watchdog, self.level = ownership, groups, watchdog, level
+        self.store = store
         self.holds_whole_parameters, self.compute = whole, compute
         self.groups: list[FlatGroup] = []
         self.group_of: dict[str, FlatGroup] = {}
@@ -286,7 +330,8 @@ class FlatShards:
             is_tied = sum(names[0] in used for used in dict.fromkeys(map(tuple, calls))) > 1
             layout = FlatLayout.whole_parameters(sizes, held) if whole else FlatLayout.cut(sizes, groups.ways)
             held = [entries + layout.shard_entries(rank) for rank, entries in enumerate(held)]
-            group = FlatGroup(members, layout, groups, frees, inside, between, number, values, is_tied)
+            on_host = store if trains or level == PARAMETERS else None
+            group = FlatGroup(members, layout, groups, frees, inside, between, number, values, is_tied, on_host)
             self.groups.append(group)
             self.group_of |= dict.fromkeys(names, group)
 
@@ -302,6 +347,11 @@ class FlatShards:
     def is_shared(self) -> bool:
         """Whether several ranks share the shards: between steps parameters are whole where there is one."""
         return self.data.ways > 1
+
+    @property
+    def divides_gradients(self) -> bool:
+        """Whether the gradients of each group are summed in shards: several ranks have some, or the host."""
+        return self.is_shared or self.store is not None
 
     def begin_step(self) -> None:
         """Begin a step: parameters have their whole shapes, and those that stay whole in it are gathered, in the order

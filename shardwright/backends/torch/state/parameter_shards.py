@@ -141,7 +141,7 @@ class Shards:
         self.watchdog.doing("summing gradients of replicated parameters over tp")
         with self.watchdog.waiting(f"tp peers, ranks {list(self.axis.ranks)}"):
             for bucket in _buckets(terms):
-                flat = torch.cat([g.reshape(-1) for g in bucket])
+                flat = torch.cat([g.reshape(-1) for g in bucket]).to(self.device)
                 flat = self.axis.all_reduce(flat, "sum", ("all units", "parameters"))
                 for gradient, piece in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
                     gradient.copy_(piece.view_as(gradient))

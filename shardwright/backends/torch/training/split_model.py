@@ -18,6 +18,7 @@ from shardwright.backends.torch.machine.data_groups import DataGroups
 from shardwright.backends.torch.machine.mesh import BoundMesh
 from shardwright.backends.torch.machine.watchdog import Watchdog
 from shardwright.backends.torch.memory.fp8_linear import compute_in_fp8, require_fp8
+from shardwright.backends.torch.memory.host_store import store_of
 from shardwright.backends.torch.memory.residency import Residency
 from shardwright.backends.torch.pipeline.action_times import Recorder
 from shardwright.backends.torch.pipeline.sentinels import Sentinel
@@ -226,8 +227,10 @@ class SplitModel:
 
     @property
     def shard_level(self) -> int:
-        """The stage of ZeRO that the plan has over several replicas."""
-        return 0 if self.stage_map is None or self.bound.size("dp") == 1 else self.stage_map.shard
+        """The stage of ZeRO that the plan has over several replicas, or between one of them and the host."""
+        if self.stage_map is None or (self.bound.size("dp") == 1 and self.stage_map.offload_states == "none"):
+            return 0
+        return self.stage_map.shard
 
     @property
     def is_cut_for_tensor_axis(self) -> bool:
@@ -272,6 +275,7 @@ class SplitModel:
             self.ownership, data, self.watchdog, level, calls, apart, any(asked), self.parts.compute, values,
             0 if plan is None else plan.decision.whole_below_bytes,
             self.most_summed if level == PARAMETERS else None,
+            store_of(self.bound.device) if self.stage_map.offload_states != "none" else None,
         )  # fmt: skip
         self.awaited = None
         self.parts.flat = self.residency.flat = flat

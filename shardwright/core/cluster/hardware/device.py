@@ -118,6 +118,7 @@ class Device:
         it were one kernel; None: memory_efficiency.
     measured_products: rates of products measured on this device, which stand in for peak, tiles and efficiency.
     measured_units: times of units of some models measured on this device, which stand in for the sum of their ops.
+    host_memory_bytes: what the device has for itself of the host's memory; None when not known, and then no limit.
     price_usd_per_hour: the price of one device; None when not known; 0 for machines of one's own.
     origins: the source of each constant.
 
@@ -142,6 +143,7 @@ class Device:
     optimizer_efficiency: float | None = None
     measured_products: tuple[MeasuredProduct, ...] = ()
     measured_units: tuple[MeasuredUnit, ...] = ()
+    host_memory_bytes: int | None = None
     price_usd_per_hour: float | None = None
     summary: str = field(default="", compare=False)
     origins: Mapping[str, str] = field(default_factory=Table, compare=False, repr=False)
@@ -174,6 +176,8 @@ class Device:
         check.positive(owner, "matmul_efficiency", self.matmul_efficiency, at_most=1.0)
         check.positive(owner, "memory_efficiency", self.memory_efficiency, at_most=1.0)
         check.positive(owner, "host_link_bandwidth_bytes_per_s", self.host_link_bandwidth_bytes_per_s)
+        if self.host_memory_bytes is not None:
+            check.whole(owner, "host_memory_bytes", self.host_memory_bytes, at_least=0)
         if self.compute_units is not None:
             check.whole(owner, "compute_units", self.compute_units, at_least=1)
         for share in ("vector_efficiency", "optimizer_efficiency", "attention_efficiency"):

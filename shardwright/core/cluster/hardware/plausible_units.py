@@ -8,6 +8,7 @@ _BYTES_PER_SECOND, _FLOPS_PER_SECOND = "bytes per second", "FLOPs per second"
 _PLAUSIBLE: dict[str, tuple[float, float, str]] = {
     "memory_bytes": (1e8, 1e14, _BYTES),
     "reserved_memory_bytes": (0.0, 1e12, _BYTES),
+    "host_memory_bytes": (0.0, 1e14, _BYTES),
     "peak_flops_per_s": (1e8, 1e17, _FLOPS_PER_SECOND),
     "flops_per_s": (1e3, 1e17, _FLOPS_PER_SECOND),
     "memory_bandwidth_bytes_per_s": (1e7, 1e15, _BYTES_PER_SECOND),

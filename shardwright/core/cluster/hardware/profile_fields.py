@@ -106,6 +106,7 @@ class DeviceTable(_Section):
     dispatch_s: Constant | None = None
     attention_efficiency: Constant | None = None
     optimizer_efficiency: Constant | None = None
+    host_memory_bytes: Constant | None = None
     price_usd_per_hour: Constant | None = None
 
 
@@ -322,7 +323,7 @@ def link_faults(name: str, table: "LinkTable | UserLinkTable") -> list[str]:
     return [fault for fault in said if fault is not None]
 
 
-_WHOLE = ("memory_bytes", "reserved_memory_bytes", "compute_units")
+_WHOLE = ("memory_bytes", "reserved_memory_bytes", "host_memory_bytes", "compute_units")
 _LINK_CONSTANTS = ("bandwidth_bytes_per_s", "latency_s", "efficiency")
 
 

@@ -23,6 +23,7 @@ MEANINGS = {
     "dispatch_s": "Seconds of the host to issue a product, or a chain of fused ops. Without it: kernel_launch_s.",
     "attention_efficiency": "The rate of attention in one kernel, as a share of large products. Without it: a prior.",
     "optimizer_efficiency": "The share of that which an optimizer's step reaches. Without it: memory_efficiency.",
+    "host_memory_bytes": "What it has for itself of the host's memory. Without it: no limit.",
     "price_usd_per_hour": "US dollars per hour of one device. Without it: not known.",
     "peak_flops_per_s": "Multiplications and additions per second of dense products, in each precision that it has.",
     "sharing": 'Whose the bandwidth is: each "device" has such a port, or the "node" has one that all share.',
