@@ -19,7 +19,7 @@ from shardwright.core.search.request import Request
 from shardwright.core.search.scoring import Scorer
 from shardwright.core.search.search import tables_of
 from shardwright.core.search.space import Pipelining, Policy, Shape
-from shardwright.core.tables.gathered_stages import gathering_schedule, gathers_per_stage, peaks
+from shardwright.core.tables.gathered_stages import gathering_moments, gathers_per_stage, peaks
 from shardwright.core.tables.memory import live_microbatches
 from tests.core.toy import decoder
 
@@ -142,8 +142,8 @@ def test_the_memory_of_long_schedules_that_keep_all_microbatches_is_counted_whol
     asked = scorer.bounds.memory_request(Policy("full", 3, None), 8, 2, 32, decision.whole_below_bytes)
     live = live_microbatches("looped-bfs", 2, 32, 4)
     memory = by_stage(decision, ranked, ranked.memory(decision.stage_starts, placement, live, asked), asked)
-    table = gathering_schedule("looped-bfs", 2, 32, 4, None, None).table
-    whole = peaks(ranked, decision.stage_starts, placement, table, asked)
+    moments = gathering_moments("looped-bfs", 2, 32, 4, None, None)
+    whole = peaks(ranked, decision.stage_starts, placement, moments, asked)
     for use, peak in zip(less_apart(decision, ranked, memory, asked), whole, strict=True):
         staying = use.parameters_bytes + use.optimizer_bytes
         assert use.total_bytes >= staying + peak
