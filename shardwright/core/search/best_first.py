@@ -141,7 +141,7 @@ class Search:
     def _polished(self, best: list[Scored], within_s: float) -> Scored | None:
         """The fastest choice of those that left the queue, are in it, or did not fit, once they are cut anew."""
         stays = [(scored.predicted.step_time_s, scored) for scored in best[1:]]
-        queued = [(e.bound_s, e.choice[0]) for e in self._queue if isinstance(e.choice[0], Cut | Draft | Timed)]
+        queued = [(e.bound_s, e.choice[0]) for e in self._queue if not isinstance(e.choice[0], Shape)]
         return self._polisher.fastest(best[0] if best else None, [*stays, *queued, *self._unfit], within_s)
 
     def _simplest(self, fastest: list[Scored], limit_s: float) -> Scored:
@@ -289,9 +289,7 @@ class Search:
         split = splits_backward(first.schedule, first.virtual_stages)
         gathered_by = first if counts_gathers else None
         bounds = self.scorer.bounds
-        return bounds.bound_s(
-            shape, policies, first.virtual_stages, split=split, live=live, gathered_by=gathered_by
-        )
+        return bounds.bound_s(shape, policies, first.virtual_stages, split=split, live=live, gathered_by=gathered_by)
 
 
 def preference(scored: Scored) -> tuple[float, Simplicity, int, int, str]:

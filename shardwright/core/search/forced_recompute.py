@@ -8,6 +8,7 @@ import numpy as np
 from shardwright.core.tables.rank_tables import RankTables
 from shardwright.core.tables.unit_table import UnitTable
 
+
 @dataclass(frozen=True, slots=True)
 class Forced:
     """Seconds of one microbatch that no cut gets below."""

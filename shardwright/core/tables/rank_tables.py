@@ -307,9 +307,7 @@ class RankTables:
         return list(self._passing(tuple(starts), tuple(placement), request.of_passing))
 
     @found_once
-    def _passing(
-        self, starts: tuple[int, ...], placement: tuple[int, ...], request: MemoryRequest
-    ) -> tuple[int, ...]:
+    def _passing(self, starts: tuple[int, ...], placement: tuple[int, ...], request: MemoryRequest) -> tuple[int, ...]:
         held = self._held(starts, placement, summed=request.is_replicated, again=request.microbatches > 1)
         working = [own.working for own in held]
         if request.stages_are_programs and request.shard == 3:
