@@ -60,10 +60,10 @@ def min_max_cut(
 
 def may_be_cut(fits: Sequence[NDArray[np.bool_]]) -> bool:
     """Whether any cut fits; ``fits`` has a matrix for each stage, as in `min_max_cut`."""
-    reached = np.zeros(len(fits[0]), dtype=np.bool_)
+    reached: NDArray[np.bool_] = np.zeros(len(fits[0]), dtype=np.bool_)
     reached[0] = True
     for each in fits:
-        reached = each[reached].any(axis=0)
+        reached = np.any(each[reached], axis=0)
     return bool(reached[-1])
 
 

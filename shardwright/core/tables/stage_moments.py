@@ -42,39 +42,6 @@ class StageSizes(NamedTuple):
     """What a later one does."""
 
 
-Moment = frozenset[tuple[object, int]]
-"""The number of times that a moment has each size, for those that it has."""
-
-
-class StageMoments:
-    """The moments of every rank under one schedule."""
-
-    def __init__(self, table: Sequence[Sequence[Action]]) -> None:
-        self.first_backwards = tuple(
-            tuple(dict.fromkeys(part.stage for action in order for part in action.flat if part.kind in (B, W)))
-            for order in table
-        )
-        """The stages of every rank in the order of their first backward."""
-        self._table = table
-        self._known: dict[object, tuple[list[object], np.ndarray[tuple[int, int], np.dtype[np.int64]]]] = {}
-
-    def peak(self, rank: int, stages: Mapping[int, StageSizes]) -> int:
-        """The most bytes that a rank holds at once whose stages have these sizes."""
-        adds_up = frozenset(stage for stage, sizes in stages.items() if sizes.sums)
-        if (rank, adds_up) not in self._known:
-            moments = set(_moments(self._table[rank], adds_up))
-            sizes = list({size: None for moment in moments for size, _ in moment})
-            place = {size: number for number, size in enumerate(sizes)}
-            counts = np.zeros((len(moments), len(sizes)), dtype=np.int64)
-            for row, moment in enumerate(moments):
-                for size, count in moment:
-                    counts[row, place[size]] = count
-            self._known[rank, adds_up] = sizes, counts
-        sizes, counts = self._known[rank, adds_up]
-        given = np.array([size.of(stages) for size in sizes], dtype=np.int64)
-        return int((counts @ given).max(initial=0))
-
-
 class _Size(NamedTuple):
     """One of the sizes of a stage."""
 
@@ -98,16 +65,49 @@ class _Ending(NamedTuple):
         return max(own.tail, own.backward - (0 if self.sent is None else stages[self.sent].under_way))
 
 
-def _moments(order: Sequence[Action], adds_up: frozenset[int]) -> Iterator[Moment]:
+_Moment = frozenset[tuple[_Size | _Ending, int]]
+"""The number of times that a moment has each size, for those that it has."""
+
+
+class StageMoments:
+    """The moments of every rank under one schedule."""
+
+    def __init__(self, table: Sequence[Sequence[Action]]) -> None:
+        self.first_backwards = tuple(
+            tuple(dict.fromkeys(part.stage for action in order for part in action.flat if part.kind in (B, W)))
+            for order in table
+        )
+        """The stages of every rank in the order of their first backward."""
+        self._table = table
+        self._known: dict[object, tuple[list[_Size | _Ending], np.ndarray[tuple[int, int], np.dtype[np.int64]]]] = {}
+
+    def peak(self, rank: int, stages: Mapping[int, StageSizes]) -> int:
+        """The most bytes that a rank holds at once whose stages have these sizes."""
+        adds_up = frozenset(stage for stage, sizes in stages.items() if sizes.sums)
+        if (rank, adds_up) not in self._known:
+            moments = set(_moments(self._table[rank], adds_up))
+            sizes = list({size: None for moment in moments for size, _ in moment})
+            place = {size: number for number, size in enumerate(sizes)}
+            counts = np.zeros((len(moments), len(sizes)), dtype=np.int64)
+            for row, moment in enumerate(moments):
+                for size, count in moment:
+                    counts[row, place[size]] = count
+            self._known[rank, adds_up] = sizes, counts
+        sizes, counts = self._known[rank, adds_up]
+        given = np.array([size.of(stages) for size in sizes], dtype=np.int64)
+        return int((counts @ given).max(initial=0))
+
+
+def _moments(order: Sequence[Action], adds_up: frozenset[int]) -> Iterator[_Moment]:
     """The moments of one rank: while each action runs, and at the end of each of its backwards.
 
     ``adds_up``: the stages whose gradients add up whole.
     """
-    held: defaultdict[object, int] = defaultdict(int)
+    held: defaultdict[_Size | _Ending, int] = defaultdict(int)
     """Live activations and gathered stages."""
     sums, shards, sent = set[int](), set[int](), None
 
-    def moment(*beside: object) -> Moment:
+    def moment(*beside: _Size | _Ending) -> _Moment:
         counts = held.copy()
         for size in (*beside, *(_Size(at, "sums") for at in sums), *(_Size(at, "shard") for at in shards)):
             counts[size] += 1
@@ -120,7 +120,7 @@ def _moments(order: Sequence[Action], adds_up: frozenset[int]) -> Iterator[Momen
             sums.discard(action.stage)
             shards.add(action.stage)
             sent = action.stage
-        beside: list[object] = []
+        beside: list[_Size | _Ending] = []
         for part in action.flat:
             at = part.stage
             if part.kind is F:
