@@ -40,6 +40,7 @@ def folded(rows: Sequence[Row]) -> tuple[Run, ...]:
     for index, row in enumerate(rows):
         places.setdefault(row[0], []).append(index)
     order = {index: number for found in places.values() for number, index in enumerate(found)}
+    forms = [(row[0], len(row)) for row in rows]
     runs: list[Run] = []
     single: list[Row] = []
     start = 0
@@ -47,7 +48,7 @@ def folded(rows: Sequence[Row]) -> tuple[Run, ...]:
         later = places[rows[start][0]][order[start] + 1 :][:TRIED_LENGTHS]
         best = (0, 0, 0)  # rows saved, length, times
         for length in (index - start for index in later if index - start <= LONGEST_BLOCK):
-            times = _times(rows, start, length)
+            times = _times(rows, forms, start, length)
             best = max(best, (length * (times - 2), -length, times))
         saved, length, times = best[0], -best[1], best[2]
         if saved <= 0:
@@ -88,21 +89,17 @@ def unfolded(runs: Sequence[Run], name: str) -> list[Row]:
     return rows
 
 
-def _times(rows: Sequence[Row], start: int, length: int) -> int:
-    """The number of times that the ``length`` rows from ``start`` on occur, each number growing by one step."""
-    if start + 2 * length > len(rows):
+def _times(rows: Sequence[Row], forms: Sequence[tuple[int, int]], start: int, length: int) -> int:
+    """The number of times that the ``length`` rows from ``start`` on occur, each number growing by one step. ``forms``:
+    the form and the length of every row."""
+    block = forms[start : start + length]
+    if forms[start + length : start + 2 * length] != block:
         return 1
-    steps = []
-    for a, b in zip(rows[start : start + length], rows[start + length : start + 2 * length], strict=True):
-        if a[0] != b[0] or len(a) != len(b):
-            return 1
-        steps.append(_steps(a, b))
+    steps = list(map(_steps, rows[start : start + length], rows[start + length : start + 2 * length]))
     times = 2
-    while start + (times + 1) * length <= len(rows):
-        at = start + times * length
-        before, after = rows[at - length : at], rows[at : at + length]
-        for a, b, step in zip(before, after, steps, strict=True):
-            if a[0] != b[0] or len(a) != len(b) or _steps(a, b) != step:
+    while forms[(at := start + times * length) : at + length] == block:
+        for before, after, step in zip(rows[at - length : at], rows[at : at + length], steps, strict=True):
+            if _steps(before, after) != step:
                 return times
         times += 1
     return times

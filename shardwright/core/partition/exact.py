@@ -58,6 +58,15 @@ def min_max_cut(
     return cut
 
 
+def may_be_cut(fits: Sequence[NDArray[np.bool_]]) -> bool:
+    """Whether any cut fits; ``fits`` has a matrix for each stage, as in `min_max_cut`."""
+    reached: NDArray[np.bool_] = np.zeros(len(fits[0]), dtype=np.bool_)
+    reached[0] = True
+    for each in fits:
+        reached = np.any(each[reached], axis=0)
+    return bool(reached[-1])
+
+
 def _reachable(stage: int, stages: int, units: int) -> tuple[slice, slice]:
     """The entries of a matrix that a stage may take: the stages before and after it hold at least one unit each."""
     spare = units - stages + 1

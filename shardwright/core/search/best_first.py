@@ -141,7 +141,7 @@ class Search:
     def _polished(self, best: list[Scored], within_s: float) -> Scored | None:
         """The fastest choice of those that left the queue, are in it, or did not fit, once they are cut anew."""
         stays = [(scored.predicted.step_time_s, scored) for scored in best[1:]]
-        queued = [(e.bound_s, e.choice[0]) for e in self._queue if isinstance(e.choice[0], Cut | Draft | Timed)]
+        queued = [(e.bound_s, e.choice[0]) for e in self._queue if not isinstance(e.choice[0], Shape)]
         return self._polisher.fastest(best[0] if best else None, [*stays, *queued, *self._unfit], within_s)
 
     def _simplest(self, fastest: list[Scored], limit_s: float) -> Scored:
@@ -203,7 +203,7 @@ class Search:
                 timed = self.scorer.timed(first)
                 self._push(timed.predicted.step_time_s, timed)
         else:
-            for bound, further in self._opened(*entry.choice):
+            for bound, further in self._opened(entry):
                 self._push(max(bound, entry.bound_s), *further)
         return None
 
@@ -232,8 +232,10 @@ class Search:
             settled = FURTHER.get(type(choice[0]), len(choice))
             heapq.heappush(self._queue, _Entry(bound_s, -settled, next(self._numbers), choice))
 
-    def _opened(self, *choice: Any) -> Iterator[tuple[float, tuple[Any, ...]]]:
-        """The choices that settle one thing more than a choice, each with its bound."""
+    def _opened(self, entry: _Entry) -> Iterator[tuple[float, tuple[Any, ...]]]:
+        """The choices that settle one thing more than an entry's, each with its bound; the same choice where a bound
+        that takes longer is larger."""
+        choice = entry.choice
         shape: Shape = choice[0]
         scorer = self.scorer
         if len(choice) == 1:
@@ -257,21 +259,37 @@ class Search:
                     if any(map(policy.has_stages, members)):
                         yield self._bound_s(shape, (policy,), members), (shape, (policy,), tuple(members))
             return
-        if len(choice[2]) > 1 and policies[0].recompute == "full":
+        is_apart = policies[0].recompute == "full" or policies[0].gathered_stages is not None
+        if len(choice[2]) > 1 and is_apart:
             for pipelining in choice[2]:
-                yield self._bound_s(shape, policies, (pipelining,)), (shape, policies, (pipelining,))
+                if policies[0].has_stages(pipelining):
+                    yield self._bound_s(shape, policies, (pipelining,)), (shape, policies, (pipelining,))
             return
+        if policies[0].gathered_stages is not None:
+            bound_s = self._bound_s(shape, policies, choice[2], counts_gathers=True)
+            if bound_s > entry.bound_s:
+                yield bound_s, choice
+                return
         for pipelining in choice[2]:
             for cut in scorer.cuts(shape, policies, pipelining):
                 yield cut.bound_s, (cut,)
 
-    def _bound_s(self, shape: Shape, policies: Sequence[Policy], pipelinings: Sequence[Pipelining]) -> float:
+    def _bound_s(
+        self,
+        shape: Shape,
+        policies: Sequence[Policy],
+        pipelinings: Sequence[Pipelining],
+        *,
+        counts_gathers: bool = False,
+    ) -> float:
         """Seconds below which no step gets under some policies of one recompute mode and some pipelines that differ in
-        their schedule alone."""
+        their schedule alone. ``counts_gathers``: whether it is counted how often the only one gathers a stage."""
         first = pipelinings[0]
         live = self.scorer.least_live(shape, pipelinings) if policies[0].recompute == "full" else None
         split = splits_backward(first.schedule, first.virtual_stages)
-        return self.scorer.bounds.bound_s(shape, policies, first.virtual_stages, split=split, live=live)
+        gathered_by = first if counts_gathers else None
+        bounds = self.scorer.bounds
+        return bounds.bound_s(shape, policies, first.virtual_stages, split=split, live=live, gathered_by=gathered_by)
 
 
 def preference(scored: Scored) -> tuple[float, Simplicity, int, int, str]:

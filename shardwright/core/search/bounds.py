@@ -11,7 +11,7 @@ from shardwright.core.cost.unit_work import PRECISION_BYTES
 from shardwright.core.errors import PlanError
 from shardwright.core.plan.decision import Decision
 from shardwright.core.search.exchanges import Held
-from shardwright.core.search.forced_recompute import forced
+from shardwright.core.search.forced_recompute import Forced, forced
 from shardwright.core.search.predict import LeastEnds, StepModel, largest_unit
 from shardwright.core.search.request import VIRTUAL_STAGES, Request
 from shardwright.core.search.space import RECOMPUTES, Pipelining, Policy, Shape
@@ -42,6 +42,7 @@ class Bounds:
         self._ranked: dict[tuple[object, ...], RankTables] = {}
         self._alike: dict[tuple[object, ...], RankTables] = {}
         self._fluid: dict[tuple[int, int], float] = {}
+        self._known_forced: dict[tuple[object, ...], Forced] = {}
 
     def ranked(self, shape: Shape, recompute: Recompute) -> RankTables:
         """The unit costs on every pipeline rank."""
@@ -171,8 +172,18 @@ class Bounds:
             policy = replace(policy, gathered_stages=1, look_ahead=None)
         return self.decision(shape, policy, Pipelining("1f1b", 1), ())
 
+    def sharing(self, shape: Shape, policy: Policy, pipelining: Pipelining) -> Decision:
+        """The same, but for how often stages are gathered, which depends on the schedule."""
+        if policy.gathered_stages is None:
+            return self.undivided(shape, policy)
+        return self._decision(shape, policy, pipelining, ())
+
     def decision(self, shape: Shape, policy: Policy, pipelining: Pipelining, starts: Sequence[int]) -> Decision:
         """The choice as a plan has it; without ``starts``, a decision for what depends on degrees and policy alone."""
+        return self._decision(shape, policy, pipelining, tuple(starts))
+
+    @found_once
+    def _decision(self, shape: Shape, policy: Policy, pipelining: Pipelining, starts: tuple[int, ...]) -> Decision:
         request = self.request
         pp, dp, tp = shape.degrees
         return Decision(
@@ -226,13 +237,15 @@ class Bounds:
         *,
         split: bool = True,
         live: Sequence[int] | None = None,
+        gathered_by: Pipelining | None = None,
     ) -> float:
         """Seconds below which no step gets under some policies of one recompute mode; infinity where none has room.
 
         With ``virtual_stages`` of 1, the first microbatch must pass the ranks before a rank, and the last one must pass
         back. The least time of the slowest rank over all cuts then has a closed form. With 0, any number of stages is
         allowed. ``live``: the least number of live microbatches of one stage on every rank, None: not known yet. Where
-        units are recomputed as memory asks for, no more of them are kept than it has room for.
+        units are recomputed as memory asks for, no more of them are kept than it has room for. ``gathered_by``: the
+        schedule that gathers stages, where it is to be counted how often.
         """
         recompute = policies[0].recompute
         few = self.request.recomputes_what_memory_asks_for(recompute)
@@ -243,7 +256,7 @@ class Bounds:
             pipeline = max(pipeline, self._forced_s(shape, policies[0], virtual_stages, live, split=split))
         pipeline = self._lending_s(shape, recompute, pipeline)
         fit = (policy for policy in policies if self._may_fit(shape, policy))
-        steps = (self._least_ends(shape, policy, recompute).step_s(pipeline) for policy in fit)
+        steps = (self._least_ends(shape, policy, recompute, gathered_by).step_s(pipeline) for policy in fit)
         return min(steps, default=math.inf) * SAFE
 
     @found_once
@@ -254,13 +267,16 @@ class Bounds:
         return max(pipeline, self._filled_s(shape, recompute, split=split)) if virtual_stages == 1 else pipeline
 
     @found_once
-    def _least_ends(self, shape: Shape, policy: Policy, recompute: Recompute) -> LeastEnds:
+    def _least_ends(
+        self, shape: Shape, policy: Policy, recompute: Recompute, gathered_by: Pipelining | None
+    ) -> LeastEnds:
         """The bounds of where a step ends under a policy, whose units cost as under ``recompute``."""
         pp, first = shape.mesh.axis_size("pp"), self._first(shape, recompute)
         busy = 0.0 if self._idle_lent(shape, [first]) else float(first.seconds.sum()) / pp * shape.microbatches
         entries = float(first.range_trained[0, -1]) / pp, float(first.range_elements[0, -1]) / pp
         mean = Held(*entries, busy, len(first.units), largest_unit(first))
-        return self.step.least_ends(shape.mesh, self.undivided(shape, policy), mean)
+        decision = self.undivided(shape, policy) if gathered_by is None else self.sharing(shape, policy, gathered_by)
+        return self.step.least_ends(shape.mesh, decision, mean)
 
     def _forced_s(
         self, shape: Shape, policy: Policy, virtual_stages: int, live: Sequence[int], *, split: bool
@@ -269,7 +285,11 @@ class Bounds:
         if not self.cluster.is_uniform or self.request.names_units:
             return 0.0
         whole, ranked = self._first(shape, "none"), self.ranked(shape, policy.recompute)
-        found = forced(whole, ranked, live, virtual_stages, *self.least_state(shape, policy, virtual_stages))
+        state = self.least_state(shape, policy, virtual_stages)
+        key = id(whole), id(ranked), tuple(live), virtual_stages, state
+        if key not in self._known_forced:
+            self._known_forced[key] = forced(whole, ranked, live, virtual_stages, *state)
+        found = self._known_forced[key]
         pp, m = shape.mesh.axis_size("pp"), shape.microbatches
         one_pass = self._passing_s(shape, "none", split=split) + found.again_s
         if virtual_stages == 1 and not split:  # as in `_filled_s`
@@ -289,6 +309,7 @@ class Bounds:
             return held <= pp * self._limit_bytes(self.cluster.memory_bytes(0))
         return held <= sum(self.ranked(shape, policy.recompute).limits_bytes)
 
+    @found_once
     def least_state(self, shape: Shape, policy: Policy, virtual_stages: int) -> tuple[float, float]:
         """The least bytes of any parameter beside activations, and the least bytes of a trained one's gradient and
         states. The gradient is left out where a step is so short that activations may be gone when it is made."""

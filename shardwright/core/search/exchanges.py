@@ -291,7 +291,10 @@ class Exchanges:
             moved = times * traffic.scatter_s(trained * width.gradient) + traffic.gather_s(trained * width.parameter)
             return moved + traffic.across_s(trained * width.gradient)
         if decision.gathered_stages is not None:
-            return traffic.gather_s(parameters * width.parameter) + traffic.scatter_s(trained * width.gradient)
+            sums = decision.microbatches if decision.reduces_each else 1
+            moved = gathers_in_step(decision) * traffic.gather_s(parameters * width.parameter)
+            moved += sums * traffic.scatter_s(trained * width.gradient)
+            return moved + traffic.across_s(trained * width.gradient)
         small = held.units * decision.whole_below_bytes / width.parameter
         parameters, trained = max(0.0, parameters - small), max(0.0, trained - small)
         # On one rank the last unit stays for the backward.

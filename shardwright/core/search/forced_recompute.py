@@ -8,9 +8,6 @@ import numpy as np
 from shardwright.core.tables.rank_tables import RankTables
 from shardwright.core.tables.unit_table import UnitTable
 
-HALVINGS = 30
-"""The number of times by which the time of a rank is bracketed."""
-
 
 @dataclass(frozen=True, slots=True)
 class Forced:
@@ -64,20 +61,19 @@ Bytes = np.ndarray[tuple[int], np.dtype[np.float64]]
 
 
 def _least_rank_s(count: int, once: float, again: float, room: Bytes, each: Bytes, own: Bytes) -> float:
-    """The time t at which the ranks have room for all units, each within t."""
+    """The time t at which the ranks have room for all units, each within t. What a rank has room for is the least of
+    three straight lines, so that of all together is straight between the times at which any two lines cross."""
     most = room / np.maximum(each, 1e-300)
     offset, slope = again * room / own, once + again + again * each / own
-
-    def units(seconds: float) -> float:
-        return float(np.minimum(np.minimum(seconds / once, (seconds + offset) / slope), most).sum())
-
-    low, high = 0.0, count * (once + again)
-    if units(high) < count:
+    high = count * (once + again)
+    crossings = np.concatenate([offset * once / (slope - once), most * slope - offset, most * once])
+    times = np.array([0.0, *np.unique(crossings[(crossings > 0) & (crossings < high)]), high])[:, None]
+    units = np.minimum(np.minimum(times / once, (times + offset) / slope), most).sum(axis=1)
+    if units[-1] < count:
         return high  # no cut fits
-    for _ in range(HALVINGS):
-        middle = (low + high) / 2
-        low, high = (middle, high) if units(middle) < count else (low, middle)
-    return low
+    at = int(np.argmax(units >= count))
+    (before, after), (less, more) = times[at - 1 : at + 1, 0].tolist(), units[at - 1 : at + 1].tolist()
+    return float(before + (after - before) * (count - less) / (more - less))
 
 
 def _least_again_s(count: int, again: float, room: Bytes, each: Bytes, own: Bytes) -> float:

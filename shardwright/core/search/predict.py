@@ -33,6 +33,16 @@ def largest_unit(table: UnitTable) -> float:
     return float(table.range_elements.diagonal(1).max())
 
 
+def _most(held: Sequence[Held]) -> list[Held]:
+    """What ranks hold and do, without those that another one is no less than in anything."""
+    falling = sorted(set(held), key=lambda one: (one.busy_s, one.trained, one.held), reverse=True)
+    found: list[Held] = []
+    for one in falling:
+        if not any(most.trained >= one.trained and most.held >= one.held for most in found):
+            found.append(one)
+    return found
+
+
 class StepModel:
     """A model of the step times on one cluster in one precision, as one system runs it."""
 
@@ -133,7 +143,8 @@ class StepModel:
         ]
         shared = self._tied_s(first, tied) + max(rank.once_s for rank in ranks)
         every = list(enumerate(held))
-        unlike = list({(alike[0], held[rank]): None for alike in self.links.alike(first.mesh) for rank in alike})
+        kinds = self.links.alike(first.mesh)
+        unlike = [(alike[0], most) for alike in kinds for most in _most([held[rank] for rank in alike])]
 
         def least_s(decision: Decision) -> float:
             # Ranks of one data group may have shard groups over one node and over two.

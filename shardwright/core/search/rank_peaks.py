@@ -9,12 +9,13 @@ from shardwright.core.schedule.actions import Action, B, W
 from shardwright.core.schedule.named_schedule import named_schedule
 from shardwright.core.schedule.peak_memory import peak_below_sum
 from shardwright.core.search.space import splits_backward
-from shardwright.core.tables.gathered_stages import gathering_schedule, peaks
+from shardwright.core.tables.gathered_stages import gathering_moments, peaks
 from shardwright.core.tables.gathered_units import stage_passes
 from shardwright.core.tables.memory import MemoryUse, live_bytes, live_microbatches
 from shardwright.core.tables.memory_request import MemoryRequest
 from shardwright.core.tables.rank_tables import RankTables
 from shardwright.core.tables.stage_memory import stage_memories
+from shardwright.core.tables.stage_moments import StageMoments
 
 
 def by_stage(
@@ -97,12 +98,12 @@ def _less_divided(
 
     def peaks_of(microbatches: int) -> list[int]:
         if decision.generated:
-            table = decision.with_residency(decision.compute_schedule(None)).table
+            moments = StageMoments(decision.with_residency(decision.compute_schedule(None)).table)
         else:
             sizes = decision.pp, microbatches, decision.virtual_stages
             residency = decision.gathered_stages, decision.look_ahead, decision.reduces_each
-            table = gathering_schedule(decision.schedule, *sizes, *residency).table
-        return peaks(ranked, starts, placement, table, request)
+            moments = gathering_moments(decision.schedule, *sizes, *residency)
+        return peaks(ranked, starts, placement, moments, request)
 
     first, second = 4 * decision.pp, 5 * decision.pp
     if decision.microbatches <= second or decision.generated or _keeps_more(decision, second):

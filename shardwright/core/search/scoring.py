@@ -179,15 +179,8 @@ class Scorer:
             ranked = self.bounds.ranked(shape, "none" if some_may_be_kept else recompute)
         placement = placement_of(pipelining.schedule, ranked.ranks, pipelining.virtual_stages)
         pipeline = pipeline_s or _least_pipeline_s(shape, pipelining, starts, ranked)
-        decisions = [self._sharing(shape, policy, pipelining) for policy in policies]
+        decisions = [self.bounds.sharing(shape, policy, pipelining) for policy in policies]
         return min(self.step.least_steps_s(decisions, ranked, starts, placement, pipeline)) * SAFE
-
-    def _sharing(self, shape: Shape, policy: Policy, pipelining: Pipelining) -> Decision:
-        """A decision of degrees and policy, on which the tail of a step depends; how often stages are gathered depends
-        on the schedule too."""
-        if policy.gathered_stages is None:
-            return self.bounds.undivided(shape, policy)
-        return self.bounds.decision(shape, policy, pipelining, ())
 
     def with_room(self, cut: Cut) -> Cut:
         """The cut, with the bound of keeping no more units than its memory has room for. A draft keeps these or fewer,
@@ -377,17 +370,19 @@ class Scorer:
         if given is not None:
             require_starts(given, len(placement), ranked.units)
             return tuple(given)
-        tables = ranked if fit else ranked.with_limit(1 << 62)
+        if not fit and self.request.partitioner == DEFAULT:
+            return ranked.free_cut(tuple(placement))
         whole_below, bucket = self.bounds.whole_below_bytes(shape, policy), self.bounds.bucket_bytes(shape, policy)
         sizes = len(placement), shape.mesh.axis_size("dp"), shape.microbatches
         request = self.bounds.memory_request(policy, *sizes, whole_below, bucket)
         under_way = self._under_way(pipelining, shape.mesh.axis_size("pp"), shape.microbatches)
         request = replace(request, under_way=under_way)
         if self.request.partitioner == DEFAULT:
-            found = tables.cut(placement, live, request) if fit else ranked.free_cut(tuple(placement))
+            found = ranked.cut(placement, live, request)
             return None if found is None else tuple(found)
         key = (shape, policy, fit, tuple(placement), tuple(live))
         if key not in self._cuts:
+            tables = ranked if fit else ranked.with_limit(1 << 62)
             units, tasks = partition_input(
                 self.tables.folded,
                 self.tables.counter,
@@ -456,4 +451,5 @@ def _least_pipeline_s(shape: Shape, pipelining: Pipelining, starts: Sequence[int
         return None
     placement = placement_of(pipelining.schedule, ranked.ranks, pipelining.virtual_stages)
     split = splits_backward(pipelining.schedule, pipelining.virtual_stages)
-    return least_makespan_s(ranked.stage_costs(starts, placement), placement, shape.microbatches, splits_backward=split)
+    costs = ranked.stage_seconds(tuple(starts), tuple(placement))
+    return least_makespan_s(costs, placement, shape.microbatches, splits_backward=split)

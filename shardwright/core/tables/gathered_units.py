@@ -66,25 +66,32 @@ class _Bucket(NamedTuple):
 
 def stage_passes(table: UnitTable, ends: tuple[int, int], request: MemoryRequest) -> StagePasses:
     """The bytes of the passes over a stage, given by its first unit and its end, of a runtime that gathers units."""
-    numbers = request.gradient_width, request.shard, request.ways, request.whole_below_bytes, request.on_cpus
-    key = ends, request.precision, request.on_host, request.gathered_stages is None, request.reduces_each, *numbers
-    if key not in table.stage_passes:
-        alike = _content(table, ends)
+    known = table.stage_passes.setdefault(request.of_passes, {})
+    if ends not in known:
+        alike = content_number(table, ends)
         if alike is None:
-            table.stage_passes[key] = _passes(table, ends, request)
+            known[ends] = _passes(table, ends, request)
         else:  # stages of the same units, elsewhere in the model
-            content = alike, *key[1:]
+            content = alike, request.of_passes
             if content not in table.passes_by_content:
                 table.passes_by_content[content] = _passes(table, ends, request)
-            table.stage_passes[key] = table.passes_by_content[content]
-    found = table.stage_passes[key]
+            known[ends] = table.passes_by_content[content]
+    found = known[ends]
     assert isinstance(found, StagePasses)
     return found
 
 
+def content_number(table: UnitTable, ends: tuple[int, int]) -> int | None:
+    """A number for all that the passes of a stage depend on, the same wherever such units are in the model; None where
+    they use parameters that others use too, or in another order than the model has them."""
+    if ends not in table.stage_contents:
+        content = _content(table, ends)
+        numbers = table.content_numbers
+        table.stage_contents[ends] = None if content is None else numbers.setdefault(content, len(numbers))
+    return table.stage_contents[ends]
+
+
 def _content(table: UnitTable, ends: tuple[int, int]) -> tuple[object, ...] | None:
-    """All that the passes of a stage depend on, wherever its units are in the model; None where they use parameters
-    that others use too, or in another order than the model has them."""
     first, end = ends
     kinds = table.call_kinds[first:end]
     if None in kinds:

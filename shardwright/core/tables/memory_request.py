@@ -1,6 +1,6 @@
 """What is asked of a rank's memory: the choices that decide the bytes of a parameter, and what is whole when."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardwright.core.cost.unit_work import PRECISION_BYTES
 from shardwright.core.schedule.messages_under_way import UnderWay
@@ -58,6 +58,18 @@ class MemoryRequest:
     def divides_gradients(self) -> bool:
         """Whether gradients are divided while the step runs, and parameters may be."""
         return self.gathers_units and self.shard >= 2
+
+    @property
+    def of_passes(self) -> tuple[object, ...]:
+        """What the bytes of a stage's passes depend on (`core.tables.gathered_units.stage_passes`)."""
+        numbers = self.gradient_width, self.shard, self.ways, self.whole_below_bytes, self.on_cpus
+        return self.precision, self.gathered_stages is None, self.reduces_each, self.on_host, *numbers
+
+    @property
+    def of_passing(self) -> "MemoryRequest":
+        """The request without what the bytes that ranks hold for a while do not depend on."""
+        several = min(self.microbatches, 2)
+        return replace(self, optimizer="", bucket_bytes=0, microbatches=several, look_ahead=None, under_way=())
 
     @property
     def shares_sums(self) -> bool:

@@ -38,10 +38,12 @@ class Links:
         firsts = (rank for begin in range(0, several, near * pp) for rank in range(begin, begin + near))
         return pp > 1 and self.cluster.is_uniform and all(node_of(rank) == node_of(rank + reach) for rank in firsts)
 
+    @found_once
     def axis(self, mesh: Mesh, pp: int, axis: str) -> Group:
         """The group along an axis of the first rank of a pipeline rank."""
         return self._group(mesh.rank({"pp": pp}), mesh.axis_size(axis), mesh.stride(axis))
 
+    @found_once
     def shard_groups(self, mesh: Mesh, pp: int, ways: int | None) -> tuple[Group, Group | None, int]:
         """The first shard group of a data group divided into groups of ``ways`` (None: one group), the replicas of its
         first shard (None where there is one group), and the number of ranks that share."""
@@ -59,6 +61,7 @@ class Links:
             for stage, ranks in enumerate(self._representatives(mesh))
         )
 
+    @found_once
     def devices(self, mesh: Mesh, pp: int) -> tuple[Device, ...]:
         """The kinds of device of a pipeline rank."""
         return tuple(self.cluster.device(rank) for rank in self._representatives(mesh)[pp])

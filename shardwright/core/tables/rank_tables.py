@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from shardwright.core.cost.unit_seconds import UnitCost
 from shardwright.core.cost.unit_work import PRECISION_BYTES
 from shardwright.core.errors import PlanError
-from shardwright.core.partition.exact import Matrix, min_max_cut, spread_cut
+from shardwright.core.partition.exact import Matrix, may_be_cut, min_max_cut, spread_cut
 from shardwright.core.schedule import StageCosts
 from shardwright.core.schedule.messages_under_way import UnderWay
-from shardwright.core.tables.gathered_units import stage_passes, staying_bytes
+from shardwright.core.tables.gathered_units import content_number, stage_passes, staying_bytes
 from shardwright.core.tables.memory import MemoryUse, collectives_s
 from shardwright.core.tables.memory_request import MemoryRequest
 from shardwright.core.tables.unit_table import UnitTable
@@ -148,22 +148,30 @@ class RankTables:
         first, and before them those in which also no stage idles (`LEAST_SHARE`), unless they are slower by more than
         `PRICE_OF_EVENNESS`. None when no cut fits.
         """
+        found = self._found_cut(tuple(placement), tuple(live), request)
+        return None if found is None else list(found)
+
+    @found_once
+    def _found_cut(
+        self, placement: tuple[int, ...], live: tuple[int, ...], request: MemoryRequest
+    ) -> tuple[int, ...] | None:
         held = len(placement) // self.ranks
-        if len(placement) > self.units or not self.has_room(live, held, request.held_bytes, request.trained_bytes):
+        state = request.held_bytes, request.trained_bytes
+        if len(placement) > self.units or not self.has_room(live, held, *state):
             return None
-        free = self.free_cut(tuple(placement))
+        free = self.free_cut(placement)
         if self.over_bytes(self.memory(free, placement, live, request)) == 0:
-            return list(free)
-        room = list(self.limits_bytes)
+            return free
+        room = self.limits_bytes
         for _ in range(MOST_TRIES):
-            starts = self._cut(placement, live, request, room)
+            starts = self._cut(placement, live, state, room)
             if starts is None:
                 return None
             use = self.memory(starts, placement, live, request)
             over = [u.total_bytes - limit for u, limit in zip(use, self.limits_bytes, strict=True)]
             if max(over) <= 0:
                 return starts
-            room = [left - max(0, more) for left, more in zip(room, over, strict=True)]
+            room = tuple(left - max(0, more) for left, more in zip(room, over, strict=True))
         return None
 
     @found_once
@@ -174,20 +182,24 @@ class RankTables:
             raise PlanError(f"{len(placement)} stages of {self.units} units: no cut was found")
         return tuple(found)
 
+    @found_once
     def _cut(
-        self, placement: Sequence[int], live: Sequence[int], request: MemoryRequest, room: Sequence[int]
-    ) -> list[int] | None:
+        self, placement: tuple[int, ...], live: tuple[int, ...], state: tuple[float, float], room: tuple[int, ...]
+    ) -> tuple[int, ...] | None:
         held = len(placement) // self.ranks
         # A rank's stages share its memory for parameters; its activations are counted by the largest of them.
-        state = request.held_bytes * held, request.trained_bytes * held
+        held_bytes, trained_bytes = (each * held for each in state)
         known: dict[tuple[int, int, int], NDArray[np.bool_]] = {}
         fits = []
         for rank in placement:
             key = (id(self.tables[rank]), live[rank], room[rank])
             if key not in known:
-                known[key] = self.tables[rank].range_memory(live[rank], *state) <= room[rank]
+                known[key] = self.tables[rank].range_memory(live[rank], held_bytes, trained_bytes) <= room[rank]
             fits.append(known[key])
-        return self._fastest(placement, np.stack(fits))
+        if not may_be_cut(fits):
+            return None
+        found = self._fastest(placement, np.stack(fits))
+        return None if found is None else tuple(found)
 
     def _fastest(self, placement: Sequence[int], fits: NDArray[np.bool_] | None) -> list[int] | None:
         stages, held = len(placement), len(placement) // self.ranks
@@ -221,18 +233,26 @@ class RankTables:
         self, starts: Sequence[int], placement: Sequence[int], live: Sequence[int], request: MemoryRequest
     ) -> tuple[MemoryUse, ...]:
         """The memory of every pipeline rank, with all of its stages."""
+        return self._memory(tuple(starts), tuple(placement), tuple(live), request)
+
+    @found_once
+    def _memory(
+        self, starts: tuple[int, ...], placement: tuple[int, ...], live: tuple[int, ...], request: MemoryRequest
+    ) -> tuple[MemoryUse, ...]:
         found = []
-        held = self._held(tuple(starts), tuple(placement), summed=request.is_replicated, again=request.microbatches > 1)
-        activations = [of_rank.kept * count for count, of_rank in zip(live, held, strict=True)]
+        held = self._held(starts, placement, summed=request.is_replicated, again=request.microbatches > 1)
+        alike = self._contents(starts, placement)
         buffers = self.buffers(starts, placement, request)
-        for rank, (count, own, kept, beside) in enumerate(zip(live, held, activations, buffers, strict=True)):
-            parameters, gradients, states = request.state_bytes(own.elements, own.trained, own.updated)
+        states: dict[object, tuple[int, int, int]] = {}
+        for rank, (count, own, content, beside) in enumerate(zip(live, held, alike, buffers, strict=True)):
+            key = content, own.elements, own.trained, own.updated
+            if key not in states:
+                parameters, gradients, kept = request.state_bytes(own.elements, own.trained, own.updated)
+                states[key] = parameters + staying_bytes(self.tables[rank], own.stages, request), gradients, kept
             found.append(
                 MemoryUse(
-                    parameters + staying_bytes(self.tables[rank], own.stages, request),
-                    gradients,
-                    states,
-                    kept,
+                    *states[key],
+                    own.kept * count,
                     beside,
                     host_bytes=own.away * count + request.host_state_bytes(own.elements, own.trained, own.updated),
                     batch_bytes=own.batch[0] + own.batch[1] * request.microbatches,
@@ -241,6 +261,15 @@ class RankTables:
                 )
             )
         return tuple(found)
+
+    @found_once
+    def _contents(self, starts: tuple[int, ...], placement: tuple[int, ...]) -> tuple[object, ...]:
+        """For every rank what its stages hold, equal on ranks that hold the same."""
+        found: list[list[object]] = [[id(table)] for table in self.tables]
+        for rank, ends in zip(placement, self.ends(starts), strict=True):
+            number = content_number(self.tables[rank], ends)
+            found[rank].append(ends if number is None else (number, float(self.tables[rank].range_kept[ends])))
+        return tuple(map(tuple, found))
 
     def _update_bytes(self, rank: int, stages: tuple[tuple[int, int], ...], request: MemoryRequest) -> int:
         """The bytes that the optimizer holds beside its states, with all else that no graph shows."""
@@ -277,17 +306,22 @@ class RankTables:
 
     def passing(self, starts: Sequence[int], placement: Sequence[int], request: MemoryRequest) -> list[int]:
         """These bytes without messages and buckets: temporary values, and what is gathered of what is sharded."""
-        held = self._held(tuple(starts), tuple(placement), summed=request.is_replicated, again=request.microbatches > 1)
+        return list(self._passing(tuple(starts), tuple(placement), request.of_passing))
+
+    @found_once
+    def _passing(self, starts: tuple[int, ...], placement: tuple[int, ...], request: MemoryRequest) -> tuple[int, ...]:
+        held = self._held(starts, placement, summed=request.is_replicated, again=request.microbatches > 1)
         working = [own.working for own in held]
         if request.stages_are_programs and request.shard == 3:
             whole = self._gathering(starts, placement, request)
             working = [max(own, more) for own, more in zip(working, whole, strict=True)]
         if request.shares_sums:
-            stages = list(zip(placement, self.ends(starts), strict=True))
-            for rank, table in enumerate(self.tables):
-                own = [ends for on, ends in stages if on == rank]
-                working[rank] = max(working[rank], self._sharing(table, own, request))
-        return working
+            known: dict[object, int] = {}
+            for rank, content in enumerate(self._contents(starts, placement)):
+                if content not in known:
+                    known[content] = self._sharing(self.tables[rank], held[rank].stages, request)
+                working[rank] = max(working[rank], known[content])
+        return tuple(working)
 
     @staticmethod
     def _sharing(table: UnitTable, stages: Sequence[tuple[int, int]], request: MemoryRequest) -> int:
@@ -421,21 +455,22 @@ class RankTables:
 
     @found_once
     def _stage_costs(self, starts: tuple[int, ...], placement: tuple[int, ...]) -> StageCosts:
-        forward, input_grad, weight_grad, kept, freed = [], [], [], [], []
-        for stage, (a, b) in enumerate(self.ends(starts)):
-            table = self.tables[placement[stage]]
-            ahead, back = table.passes_s(a, b)
-            weights = sum(u.weight_grad_s for u in table.units[a:b])
-            forward.append(ahead)
-            input_grad.append(back - weights)
-            weight_grad.append(weights)
-            kept.append(int(table.range_kept[a, b]))
-            freed.append(int(table.range_freed_by_input_grad[a, b]))
-        transfer = tuple(self.tables[placement[stage]].boundary_s[start] for stage, start in enumerate(starts) if stage)
-        passes = tuple(forward), tuple(input_grad), tuple(weight_grad)
-        return StageCosts(
-            *passes, transfer, tuple(kept), idle_lent=self.idle_lent, freed_by_input_grad_bytes=tuple(freed)
-        )
+        stages = list(zip([self.tables[rank] for rank in placement], self.ends(starts), strict=True))
+        kept = tuple(int(table.range_kept[ends]) for table, ends in stages)
+        freed = tuple(int(table.range_freed_by_input_grad[ends]) for table, ends in stages)
+        times = self.stage_seconds(starts, placement)
+        return replace(times, activation_bytes=kept, freed_by_input_grad_bytes=freed)
+
+    @found_once
+    def stage_seconds(self, starts: tuple[int, ...], placement: tuple[int, ...]) -> StageCosts:
+        """The same costs with no bytes of activations, which take longer to count and which no time depends on."""
+        tables = [self.tables[rank] for rank in placement]
+        passes = [(*table.passes_s(*ends), ends) for table, ends in zip(tables, self.ends(starts), strict=True)]
+        weights = tuple(table.weight_grad_s(*ends) for table, (*_, ends) in zip(tables, passes, strict=True))
+        inputs = tuple(back - own for (_, back, _), own in zip(passes, weights, strict=True))
+        transfer = tuple(table.boundary_s[start] for table, start in zip(tables[1:], starts[1:], strict=True))
+        forward = tuple(ahead for ahead, *_ in passes)
+        return StageCosts(forward, inputs, weights, transfer, (0,) * len(starts), idle_lent=self.idle_lent)
 
     def passed_on_bytes(
         self, starts: Sequence[int], placement: Sequence[int]

@@ -23,6 +23,7 @@ from shardwright.core.tables.memory import (
     recomputed_s,
 )
 from shardwright.core.tables.updated_parameters import NONE_MADE, UpdatedParameters
+from shardwright.core.values.found_once import found_once
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +123,7 @@ class UnitTable:
         sent = [u.saved_bytes if mode == "offload" else 0 for u, mode in zip(self.units, self.modes, strict=True)]
         return np.array(sent) / self.host_bytes_per_s
 
+    @found_once
     def passes_s(self, first: int, end: int) -> tuple[float, float]:
         """Seconds of the forward and of the backward of a stage of units ``first`` … ``end`` - 1 for one microbatch.
 
@@ -132,6 +134,11 @@ class UnitTable:
         units, swapped = self.units[first:end], float(self.swapped_s[first:end].sum())
         backward = sum(u.input_grad_s + u.weight_grad_s for u in units) + float(self.again_s[first:end].sum())
         return self.with_swaps(sum(u.forward_s for u in units), swapped), self.with_swaps(backward, swapped)
+
+    @found_once
+    def weight_grad_s(self, first: int, end: int) -> float:
+        """Seconds of the weight gradients of a stage for one microbatch."""
+        return sum(u.weight_grad_s for u in self.units[first:end])
 
     def with_swaps(self, computing_s: float, swapped_s: float) -> float:
         """Seconds of a pass that computes so long, and whose activations travel so long."""
@@ -206,8 +213,18 @@ class UnitTable:
         return {}
 
     @cached_property
-    def stage_passes(self) -> dict[object, object]:
-        """The passes of stages counted so far (`core.tables.gathered_units`)."""
+    def stage_passes(self) -> dict[object, dict[tuple[int, int], object]]:
+        """The passes of stages counted so far (`core.tables.gathered_units`), by what is asked of memory."""
+        return {}
+
+    @cached_property
+    def stage_contents(self) -> dict[tuple[int, int], int | None]:
+        """The numbers of what stages hold, as found so far (`core.tables.gathered_units.content_number`)."""
+        return {}
+
+    @cached_property
+    def content_numbers(self) -> dict[object, int]:
+        """What stages hold, numbered."""
         return {}
 
     @cached_property
@@ -223,7 +240,8 @@ class UnitTable:
     def keeping(self, units: frozenset[int], offloaded: frozenset[int]) -> "UnitTable":
         """The same table where ``units`` are kept and not recomputed, and ``offloaded`` ones are offloaded."""
         made = replace(self, kept=units, offloaded=offloaded)
-        vars(made).update(call_kinds=self.call_kinds, passes_by_content=self.passes_by_content)
+        unchanged = "call_kinds", "passes_by_content", "content_numbers", "range_elements", "range_trained"
+        vars(made).update((name, getattr(self, name)) for name in unchanged)
         return made
 
     @cached_property

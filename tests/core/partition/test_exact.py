@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwright.core.errors import PlanError
-from shardwright.core.partition.exact import min_max_cut, range_sums, spread_cut
+from shardwright.core.partition.exact import may_be_cut, min_max_cut, range_sums, spread_cut
 
 
 def all_cuts(units: int, stages: int) -> list[list[int]]:
@@ -47,6 +47,7 @@ def test_respects_what_fits_per_stage(units: int, data: st.DataObject) -> None:
         return all(times[a, b] <= limits[k] for k, (a, b) in enumerate(zip(cut, ends, strict=True)))
 
     possible = [largest(times, c) for c in all_cuts(units, stages) if holds(c)]
+    assert may_be_cut(list(fits)) is bool(possible)
     cut = min_max_cut(times, times, stages, fits)
     if not possible:
         assert cut is None

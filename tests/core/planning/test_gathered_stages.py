@@ -1,6 +1,8 @@
 """Stages that the schedule gathers, and gradients that it reduces once a step: their traffic, memory and choice."""
 
 from dataclasses import replace
+from functools import partial
+from typing import Literal
 
 import pytest
 
@@ -18,8 +20,8 @@ from shardwright.core.search.rank_peaks import by_stage, less_apart
 from shardwright.core.search.request import Request
 from shardwright.core.search.scoring import Scorer
 from shardwright.core.search.search import tables_of
-from shardwright.core.search.space import Pipelining, Policy, Shape
-from shardwright.core.tables.gathered_stages import gathering_schedule, gathers_per_stage, peaks
+from shardwright.core.search.space import Pipelining, Policy, Shape, splits_backward
+from shardwright.core.tables.gathered_stages import gathering_moments, gathers_per_stage, peaks
 from shardwright.core.tables.memory import live_microbatches
 from tests.core.toy import decoder
 
@@ -142,8 +144,33 @@ def test_the_memory_of_long_schedules_that_keep_all_microbatches_is_counted_whol
     asked = scorer.bounds.memory_request(Policy("full", 3, None), 8, 2, 32, decision.whole_below_bytes)
     live = live_microbatches("looped-bfs", 2, 32, 4)
     memory = by_stage(decision, ranked, ranked.memory(decision.stage_starts, placement, live, asked), asked)
-    table = gathering_schedule("looped-bfs", 2, 32, 4, None, None).table
-    whole = peaks(ranked, decision.stage_starts, placement, table, asked)
+    moments = gathering_moments("looped-bfs", 2, 32, 4, None, None)
+    whole = peaks(ranked, decision.stage_starts, placement, moments, asked)
     for use, peak in zip(less_apart(decision, ranked, memory, asked), whole, strict=True):
         staying = use.parameters_bytes + use.optimizer_bytes
         assert use.total_bytes >= staying + peak
+
+
+@pytest.mark.parametrize("reduce_after", [None, "last"])
+@pytest.mark.parametrize(
+    ("schedule", "virtual"),
+    [("interleaved-1f1b", 4), ("interleaved-1f1b", 8), ("looped-bfs", 4), ("interleaved-zb", 3)],
+)
+def test_bounds_count_how_often_a_schedule_gathers(
+    schedule: str, virtual: int, reduce_after: Literal["last"] | None
+) -> None:
+    request, pipelining = Request(batch=64), Pipelining(schedule, virtual)
+    scorer = Scorer(tables_of(GRAPH, SLOW, request), SLOW, request)
+    shape, policy = (
+        Shape(Mesh(("pp", "dp", "tp"), (2, 2, 1)), "PDT", 1, 32),
+        Policy("none", 3, None, 2, None, reduce_after),
+    )
+    split = splits_backward(schedule, virtual)
+    bound = partial(scorer.bounds.bound_s, shape, [policy], virtual, split=split)
+    (cut,) = scorer.cuts(shape, [policy], pipelining)
+    draft = scorer.draft(scorer.with_room(cut))
+    assert draft is not None
+    seconds, counted = scorer.timed(draft).predicted.step_time_s, bound(gathered_by=pipelining)
+    assert max(counted, cut.bound_s, draft.bound_s) <= seconds * (1 + 1e-9)
+    assert counted > 1.005 * bound()
+    assert counted > 0.5 * seconds
