@@ -108,7 +108,7 @@ def measured(plan: sw.Plan, steps: int) -> dict[str, Any]:
         plan.save(file)
         command = [
             sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(plan.mesh.size),
-            __file__, "--run", str(file), str(steps), str(out),
+            __file__, "--rank-of", str(file), str(steps), str(out),
         ]  # fmt: skip
         done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": folder}, check=False)
         if done.returncode:
@@ -175,7 +175,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--run"]:
+    if sys.argv[1:2] == ["--rank-of"]:
         run(sys.argv[2], int(sys.argv[3]), sys.argv[4])
     else:
         sys.exit(main())
