@@ -51,12 +51,20 @@ TWO: dict[str, dict[str, Any]] = {
     "pp 2, recomputed": {"pp": 2, "recompute": "full"},
     "pp 2, products kept": {"pp": 2, "recompute": "elementwise"},
     "pp 2, offloaded": {"pp": 2, "recompute": "full", "offloaded_units": "every"},
+    "pp 2, zb-h1": {"pp": 2, "schedule": "zb-h1"},
+    "pp 2, zb-h1, recomputed": {"pp": 2, "schedule": "zb-h1", "recompute": "full"},
+    "pp 2, zb-h1, products kept": {"pp": 2, "schedule": "zb-h1", "recompute": "elementwise"},
+    "pp 2, zb-h1, offloaded": {"pp": 2, "schedule": "zb-h1", "recompute": "full", "offloaded_units": "every"},
     "dp 2, bf16": {"dp": 2, "precision": "bf16"},
     "dp 2, shard 3, bf16": {"dp": 2, "shard": 3, "precision": "bf16"},
 }
 FOUR: dict[str, dict[str, Any]] = {
     "pp 4, 1f1b": {"pp": 4, "schedule": "1f1b"},
     "pp 4, gpipe": {"pp": 4, "schedule": "gpipe"},
+    "pp 4, zb-h1": {"pp": 4, "schedule": "zb-h1"},
+    "pp 4, zb-h1, recomputed": {"pp": 4, "schedule": "zb-h1", "recompute": "full"},
+    "pp 4, zb-h1, offloaded": {"pp": 4, "schedule": "zb-h1", "recompute": "full", "offloaded_units": "every"},
+    "pp 4, zbv, recomputed": {"pp": 4, "schedule": "zbv", "virtual_stages": 2, "recompute": "full"},
     "pp 2 × dp 2, 1f1b": {"pp": 2, "dp": 2, "schedule": "1f1b"},
     "pp 2 × dp 2, interleaved": {"pp": 2, "dp": 2, "schedule": "interleaved-1f1b", "virtual_stages": 2},
     "pp 2 × dp 2, shard 3, 2 of 4 stages": {
