@@ -24,6 +24,7 @@ TORCH = Capabilities(
     # The products of attention cannot be told from the rest of a unit that is replayed.
     recomputes=("none", "elementwise", "alternate", "full"),
     offload=True,
+    recomputes_in_halves=True,
 )
 TORCH_MEMORY = MemoryTraits(
     gradients_when_made=True,
@@ -49,6 +50,7 @@ JAX = Capabilities(
     fp8=True,
     recomputes=("none", "selective", "elementwise", "full"),
     offload=True,
+    recomputes_in_halves=True,
     hosts_are_alike=True,
 )
 JAX_MEMORY = MemoryTraits(
