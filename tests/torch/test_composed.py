@@ -1,5 +1,5 @@
-"""Recompute, offload, divided gradients, stages, replicas and a tensor axis in one run, dropout on: losses, gradients and
-weights are those of the unsplit run that keeps everything."""
+"""Recompute, offload, divided gradients, stages, replicas and a tensor axis in one run, dropout on: losses, gradients
+and weights are those of the unsplit run that keeps everything."""
 
 import json
 from pathlib import Path

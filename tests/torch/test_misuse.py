@@ -2,7 +2,6 @@
 
 import pytest
 
-import shardwright.torch as sw
 from tests.torch.launch import Outcome, on_ranks
 
 CHECKS = (

@@ -68,9 +68,9 @@ def less_apart(
     if splits_backward(decision.schedule, decision.virtual_stages):
         walked = _apart_of_halves(decision, ranked, request)
         apart_of = [max(own, bucket + min(0, own)) for own, bucket in zip(walked, buckets, strict=True)]
-        rows = zip(memory, buffers, apart_of, strict=True)
         return tuple(
-            replace(use, buffers_bytes=beside + max(0, -apart), apart_bytes=max(0, apart)) for use, beside, apart in rows
+            replace(use, buffers_bytes=beside + max(0, -apart), apart_bytes=max(0, apart))
+            for use, beside, apart in zip(memory, buffers, apart_of, strict=True)
         )
     if is_long(decision):
         return tuple(replace(use, apart_bytes=bucket) for use, bucket in zip(memory, buckets, strict=True))

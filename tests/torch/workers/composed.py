@@ -74,7 +74,8 @@ def planned(case: str) -> core.Plan:
     sample = {key: value[:MICROBATCH] for key, value in batch(0).items()}
     return core.plan(
         core.capture(model, sample), core.Cluster("cpu", devices_per_node=8), batch=SAMPLES, microbatch=MICROBATCH,
-        precision="fp32", schedule=schedule, virtual_stages=int(virtual), shard=int(shard), **DEGREES, **POLICIES[policy],
+        precision="fp32", schedule=schedule, virtual_stages=int(virtual), shard=int(shard), **DEGREES,
+        **POLICIES[policy],
     )  # fmt: skip
 
 

@@ -50,8 +50,8 @@ def flatten(
     ``home`` gives the stage and the unit of a module call; ``weights`` the stages of the first arguments, which are
     the model's parameters (None: several). Without them, only jits are opened. ``select`` opens branches too: all of
     them run, and the index picks from their results. ``mark``: what comes before the number of a call in the names of
-    its equations. ``opens_checkpoints``: whether every `jax.checkpoint` is opened, as `Region`. Raises PlanError for a function with its own derivative rule that
-    holds several stages.
+    its equations. ``opens_checkpoints``: whether every `jax.checkpoint` is opened, as `Region`. Raises PlanError for a
+    function with its own derivative rule that holds several stages.
     """
     flat = FlatProgram()
     jaxpr = closed.jaxpr
@@ -114,12 +114,11 @@ class _Flattener:
         if name in CHECKPOINTS and (len(held) > 1 or self.opens_checkpoints):
             opened = Region(params.get("policy"), params.get("prevent_cse", True))
             return self._open(_inner(params), inputs, call, opened)
-        if len(held) > 1:
-            if name in OWN_DERIVATIVES:
-                raise PlanError(
-                    f"a function with its own derivative rule ({name}) holds the stages {sorted(held)}: a cut cannot "
-                    "pass through it; put the rule inside a block, or plan a cut outside of it"
-                )
+        if len(held) > 1 and name in OWN_DERIVATIVES:
+            raise PlanError(
+                f"a function with its own derivative rule ({name}) holds the stages {sorted(held)}: a cut cannot "
+                "pass through it; put the rule inside a block, or plan a cut outside of it"
+            )
         return self._keep(equation, params, inputs, call, region, held)
 
     def _open(self, body: ClosedJaxpr, inputs: list[Atom], call: int, region: Region | None) -> list[Atom]:
