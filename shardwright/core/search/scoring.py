@@ -118,7 +118,8 @@ class Scorer:
             least = tuple(replace(use, gradients_bytes=0, buffers_bytes=0) for use in memory)
         else:  # at most all gradients are subtracted
             least = tuple(replace(use, gradients_bytes=0) for use in memory)
-        if ranked.over_bytes(least) or not ranked.over_bytes(memory):
+        # Of halves of backwards more may be apart: an input gradient's temporary values and the most activations.
+        if not ranked.over_bytes(memory) or (ranked.over_bytes(least) and not may_grow):
             return memory
         return less_apart(decision, ranked, memory, request)
 
