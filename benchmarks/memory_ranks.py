@@ -3,8 +3,8 @@
     python benchmarks/memory_ranks.py [--models gpt2 bert] [--plans "pp 2"] [--write benchmarks/results/memory_ranks.md]
 
 One process of one thread for each rank, over Gloo; AdamW, fp32, gradients made anew in every step. Two ranks: the five
-models of `memory.py` and one that is frozen but for maps of low rank, 4 microbatches on each replica. Four: the GPT-2
-of `found_plans.py`. Aim: measured ≤ predicted ≤ 1.03 × measured, on every rank. The last columns hold
+models of `memory.py` and one that is frozen but for maps of low rank, 4 microbatches on each replica. Four, and eight:
+the GPT-2 of `found_plans.py`. Aim: measured ≤ predicted ≤ 1.03 × measured, on every rank. The last columns hold
 `memory_over_time` against the tracker, action by action.
 """
 
@@ -51,6 +51,10 @@ TWO: dict[str, dict[str, Any]] = {
     "pp 2, recomputed": {"pp": 2, "recompute": "full"},
     "pp 2, products kept": {"pp": 2, "recompute": "elementwise"},
     "pp 2, offloaded": {"pp": 2, "recompute": "full", "offloaded_units": "every"},
+    "pp 2, zb-h1": {"pp": 2, "schedule": "zb-h1"},
+    "pp 2, zb-h1, recomputed": {"pp": 2, "schedule": "zb-h1", "recompute": "full"},
+    "pp 2, zb-h1, products kept": {"pp": 2, "schedule": "zb-h1", "recompute": "elementwise"},
+    "pp 2, zb-h1, offloaded": {"pp": 2, "schedule": "zb-h1", "recompute": "full", "offloaded_units": "every"},
     "dp 2, bf16": {"dp": 2, "precision": "bf16"},
     "dp 2, shard 3, bf16": {"dp": 2, "shard": 3, "precision": "bf16"},
     "dp 2, optimizer on the host": {"dp": 2, "shard": 2, "offload_states": "optimizer"},
@@ -68,6 +72,10 @@ TWO: dict[str, dict[str, Any]] = {
 FOUR: dict[str, dict[str, Any]] = {
     "pp 4, 1f1b": {"pp": 4, "schedule": "1f1b"},
     "pp 4, gpipe": {"pp": 4, "schedule": "gpipe"},
+    "pp 4, zb-h1": {"pp": 4, "schedule": "zb-h1"},
+    "pp 4, zb-h1, recomputed": {"pp": 4, "schedule": "zb-h1", "recompute": "full"},
+    "pp 4, zb-h1, offloaded": {"pp": 4, "schedule": "zb-h1", "recompute": "full", "offloaded_units": "every"},
+    "pp 4, zbv, recomputed": {"pp": 4, "schedule": "zbv", "virtual_stages": 2, "recompute": "full"},
     "pp 2 × dp 2, 1f1b": {"pp": 2, "dp": 2, "schedule": "1f1b"},
     "pp 2 × dp 2, interleaved": {"pp": 2, "dp": 2, "schedule": "interleaved-1f1b", "virtual_stages": 2},
     "pp 2 × dp 2, shard 3, 2 of 4 stages": {
@@ -91,6 +99,17 @@ FOUR: dict[str, dict[str, Any]] = {
     "pp 2 × tp 2, 1f1b": {"pp": 2, "tp": 2, "schedule": "1f1b"},
     "dp 2 × tp 2": {"dp": 2, "tp": 2},
 }
+EIGHT: dict[str, dict[str, Any]] = {
+    f"pp 2 × dp 2 × tp 2, shard 2, {schedule}, {said}": {
+        "pp": 2, "dp": 2, "tp": 2, "shard": 2, "schedule": schedule, "recompute": recompute,
+        "stage_starts": [0, 5],
+    }
+    for schedule in ("1f1b", "zb-h1")
+    for said, recompute in (
+        ("recomputed", "full"),
+        ("recomputed and offloaded", {"transformer.h.[0145]": "offload", "transformer.h.*": "full"}),
+    )
+}  # fmt: skip
 MICROBATCHES, STEPS = 4, 3
 
 
@@ -222,7 +241,7 @@ def main() -> int:
     parser.add_argument(
         "--models", nargs="+", choices=(*memory.BUILDERS, FROZEN, DEEP), default=[*memory.BUILDERS, FROZEN, DEEP]
     )
-    parser.add_argument("--plans", nargs="+", choices=(*TWO, *FOUR), default=[*TWO, *FOUR])
+    parser.add_argument("--plans", nargs="+", choices=(*TWO, *FOUR, *EIGHT), default=[*TWO, *FOUR, *EIGHT])
     parser.add_argument("--write", type=Path, help="append the table to this file")
     for hidden in ("--rank-of", "--plan"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)
@@ -238,7 +257,7 @@ def main() -> int:
     print("\n".join(lines), flush=True)
     judged: dict[str, list[float]] = {}
     for name in options.models:
-        for kind, pins in (FOUR if name == DEEP else TWO).items():
+        for kind, pins in (FOUR | EIGHT if name == DEEP else TWO).items():
             if kind not in options.plans or (name == "resnet" and "bf16" in kind):
                 continue  # torch has no batch norm in bf16 beside float32 statistics on CPUs
             plan = planned(name, pins)

@@ -25,6 +25,7 @@ TORCH = Capabilities(
     recomputes=("none", "elementwise", "alternate", "full"),
     offload=True,
     states_on_host=("optimizer", "parameters"),
+    recomputes_in_halves=True,
 )
 TORCH_MEMORY = MemoryTraits(
     gradients_when_made=True,
@@ -50,6 +51,7 @@ JAX = Capabilities(
     fp8=True,
     recomputes=("none", "selective", "elementwise", "full"),
     offload=True,
+    recomputes_in_halves=True,
     hosts_are_alike=True,
 )
 JAX_MEMORY = MemoryTraits(

@@ -43,6 +43,10 @@ class Capabilities:
     """Whether activations of units can go to the host's memory and come back."""
     states_on_host: tuple[str, ...] = ()
     """What of the state can lie on the host between its uses, as in `Decision.offload_states`."""
+    recomputes_in_halves: bool = False
+    """Whether units can be computed again, or be on the host, under schedules whose backward is split: the forward runs
+    again, or the activations come back, for the input gradient, and the weight gradient is made later of what that
+    leaves."""
     hosts_are_alike: bool = False
     """Whether every host of a run must have as many devices as the others."""
 
@@ -66,6 +70,10 @@ class Capabilities:
         if shard and shard_group not in (None, dp) and not self.shard_groups:
             return f"shard_group={shard_group}"
         return None
+
+    def goes_with(self, recompute: str, *, split: bool) -> bool:
+        """Whether the runtime carries out a recompute policy under a schedule, whose backward may be ``split``."""
+        return recompute == "none" or not split or self.recomputes_in_halves
 
     def lack_of_residency(self, shard: int, gathered_stages: int | None, reduce_after: str | None) -> str | None:
         """The choice of what is whole when that the runtime lacks, as a user would pin it, or None."""

@@ -27,7 +27,6 @@ from shardwright.backends.torch.machine.handshake import shake_hands
 from shardwright.backends.torch.machine.mesh import BoundMesh
 from shardwright.backends.torch.machine.process import choose_device, start, this_launch, watch_over
 from shardwright.backends.torch.machine.watchdog import Fault, Watchdog, watch_for_stop
-from shardwright.backends.torch.program.stage_map import require_whole_backward
 from shardwright.backends.torch.runtime import Runtime
 from shardwright.core.errors import MissingCapabilityError, ShardwrightError
 from shardwright.core.layout.mesh import Mesh
@@ -237,9 +236,7 @@ def _read(given: Mapping[str, Any], plan: "Plan | str | Path | None", world_size
     mesh = settings.mesh(world_size)
     CAPABILITIES.require_axes({"tp": settings.tensor_parallel_degree})
     if settings.pipeline != AUTO:  # which is built from costs, at the first step
-        schedule = settings.schedule(None)
-        if settings.recompute != "none":
-            require_whole_backward(schedule)
+        settings.schedule(None)
     return _Asked(settings, None, mesh)
 
 

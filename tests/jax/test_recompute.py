@@ -13,6 +13,7 @@ import pytest
 from flax import linen, nnx
 
 import shardwright.jax as sw
+from shardwright.backends.jax.pipeline.stage_functions import StageFunction
 from shardwright.core.schedule.actions import Kind
 from tests.comparison import Comparison
 from tests.jax.chains import Run, named, plan_of, recording, reference, require_same_gradients
@@ -201,6 +202,36 @@ def test_one_stage_of_no_modules_keeps_what_enters_its_units_too(name: str) -> N
     assert LAYERS * inside <= products <= LAYERS * (inside + 2 * entering)  # none keeps two of them in every layer
     predicted, without = (recomputing(graph, 1, what).predicted.memory_by_stage_rank[0] for what in ("full", "none"))
     assert predicted.activations_bytes < without.activations_bytes / 2
+
+
+def products(function: StageFunction) -> int:
+    """The matrix products of a stage function, those of its inner programs included."""
+    return str(jax.make_jaxpr(function.function)(*function.avals)).count("dot_general[")
+
+
+@pytest.mark.parametrize("name", ["nnx", "linen", "function"])
+def test_units_are_computed_again_for_input_gradients_alone(name: str) -> None:
+    """Under a split backward: the second half has the products of weight gradients, of what the first leaves to it."""
+    case = CASES[name]
+    plans = [
+        plan_of(case.graph(), 2, batch=BATCH, microbatch=MICROBATCH, schedule="zb-h1", recompute=recompute)
+        for recompute in ("none", "full")
+    ]
+    assert "full" in plans[1].unit_modes
+    expected = reference(case.alone, case.params, optax.sgd(1e-2), batches(), MICROBATCH)
+    none, full = (trained(case, plan, expected).pipeline.launches[1] for plan in plans)
+    halves = (Kind.INPUT_GRAD, Kind.WEIGHT_GRAD)
+    of_stage = LAYERS  # matrices of the second stage, which has half of the layers
+    assert [products(none[half].function) for half in halves] == [of_stage, of_stage]
+    first, second = (products(full[half].function) for half in halves)
+    # A layer's last product is made again only where something reads it, as a loss does.
+    assert of_stage + LAYERS // 2 <= first <= 2 * of_stage
+    assert second == of_stage
+    weights = {leaf.shape for leaf in jax.tree.leaves(layer(0)) if leaf.ndim == 2}
+    passed = [key for key in full[Kind.INPUT_GRAD].function.makes if key[0] == "between"]
+    assert passed
+    made = zip(full[Kind.INPUT_GRAD].function.makes, jax.tree.leaves(full[Kind.INPUT_GRAD].run.out_info), strict=True)
+    assert not any(out.shape in weights for key, out in made if key[0] == "between")
 
 
 class Switched(Block):

@@ -2,7 +2,6 @@
 
 import pytest
 
-import shardwright.torch as sw
 from tests.torch.launch import Outcome, on_ranks
 
 CHECKS = (
@@ -26,9 +25,3 @@ def outcome() -> Outcome:
 def test_both_ranks_are_told(outcome: Outcome, check: str) -> None:
     for rank in (0, 1):
         assert f"ok {check} on {rank}\n" in outcome.text, outcome.text[-4000:]
-
-
-def test_a_split_backward_under_recompute_is_refused() -> None:
-    with pytest.raises(sw.ShardwrightError, match=r"zb-h1 runs input and weight gradients apart.*schedule with whole"):
-        sw.init({"pipeline": "zb-h1", "recompute": "full", "microbatches": 2})
-    assert not sw.is_initialized()

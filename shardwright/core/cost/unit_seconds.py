@@ -72,6 +72,8 @@ class UnitCost:
     """The share of what idle ranks of a pipeline leave unused that those at work get, as in `StageCosts`."""
     put_off_bytes: int | None = None
     """Bytes as in `UnitWork`; None: all that is saved."""
+    input_grad_bytes: tuple[int, int] | None = None
+    weight_grad_bytes: int = 0
     given_bytes: int = 0
     """Bytes as in `UnitWork`."""
     forward_collective_s: float = 0.0
@@ -192,6 +194,8 @@ def unit_cost(
         sum(map(collective_s, work.step_moved)) if collective_s is not None else 0.0,
         trained,
         put_off_bytes=work.put_off_bytes,
+        input_grad_bytes=work.input_grad_bytes,
+        weight_grad_bytes=work.weight_grad_bytes,
         given_bytes=work.given_bytes,
         forward_collective_s=ahead,
         between_bytes=work.between_bytes,

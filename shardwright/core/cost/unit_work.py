@@ -122,11 +122,9 @@ class WorkCounter(ValueFlow):
         gradient at once: then the larger of its factors and its gradient counts."""
         read: dict[int, int] = {}
         found = 0
-        for index in ops:
+        for index in self.put_off(ops):
             op = self.graph.ops[index]
-            trained = [self.memory_of(t) in self._parameters and t in self._needs_gradient for t in op.inputs]
-            if op.kind not in ("contraction", "gather") or not any(trained):
-                continue
+            trained = self._trained(op)
             made = sum(held(index, len(op.inputs) + i) for i in range(len(op.outputs)))
             given = {self.memory_of(t): held(index, i) for i, t in enumerate(op.inputs) if not trained[i]}
             weights = sum(held(index, i) for i, is_trained in enumerate(trained) if is_trained)
@@ -134,6 +132,27 @@ class WorkCounter(ValueFlow):
             found += max(made, weights - sum(given.values())) if within else made
             read.update((root, max(size, read.get(root, 0))) for root, size in given.items())
         return found + sum(read.values())
+
+    def put_off(self, ops: range) -> list[int]:
+        """The ops whose gradients of weights a split backward makes in its second half."""
+        found = (index for index in ops if self.graph.ops[index].kind in ("contraction", "gather"))
+        return [index for index in found if any(self._trained(self.graph.ops[index]))]
+
+    def _trained(self, op: Op) -> list[bool]:
+        """Whether each operand of an op is a parameter that has a gradient."""
+        return [self.memory_of(t) in self._parameters and t in self._needs_gradient for t in op.inputs]
+
+    def weight_grad_bytes(self, put_off: Iterable[int], held: Callable[[int, int], int]) -> int:
+        """The bytes of the largest gradient of a weight that is made before it is added to others: those of products
+        of two matrices are added as they are made."""
+        found = 0
+        for index in put_off:
+            op = self.graph.ops[index]
+            if op.kind == "contraction" and "conv" not in op.name.rsplit("/")[-1].split(".")[-1]:
+                continue
+            sizes = (held(index, i) for i, is_trained in enumerate(self._trained(op)) if is_trained)
+            found = max(found, *sizes)
+        return found
 
     def _collectives(
         self, layouts: RealisedUnit | None, batch: int, precision: str
@@ -417,6 +436,7 @@ class _UnitCount:
         phases: tuple[PhaseBytes, ...] = ()
         if counter.graph.memory_traits.gathers_units:
             phases = counter.live.backward_phases(counter.calls(self.unit), *held)
+        put_off = counter.put_off(self.ops)
         forward, backward, gathered, at_the_end = moved
         entered = sum(self.size_bytes(t) // ways for t, ways in entering.items())
         plain = [number for number, (is_plain, *_) in enumerate(self.results) if is_plain]
@@ -445,6 +465,8 @@ class _UnitCount:
             backward_gathered=gathered,
             step_moved=at_the_end,
             put_off_bytes=counter.put_off_bytes(self.ops, self.cut, self.held),
+            input_grad_bytes=counter.live.input_grad(put_off, *held),
+            weight_grad_bytes=counter.weight_grad_bytes(put_off, self.held),
             forward_beside_bytes=counter.live.forward_beside_kept(*held) if phases else passing,
             phases=phases,
             kept_products_bytes=(kept_results, kept_results - not_kept),

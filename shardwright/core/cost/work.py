@@ -77,6 +77,11 @@ class UnitWork:
     put_off_bytes: int | None = None
     """Bytes kept between the two halves of a split backward: the operands and the gradients of results from which the
     second half makes gradients of parameters. None: not known."""
+    input_grad_bytes: tuple[int, int] | None = None
+    """The most bytes that the first half holds beside what is kept, with what stays for the second; and the most where
+    what is kept comes back op by op, as in ``fetched_bytes``. None: not known."""
+    weight_grad_bytes: int = 0
+    """The most bytes that the second half makes for a while: a gradient that cannot be added where it is made."""
     between_bytes: int = 0
     """Bytes that the input gradient of a split backward makes for the weight gradient, beside what is saved."""
     looped_bytes: int = 0

@@ -125,6 +125,37 @@ class LiveBytes:
         backward = self._backward(ops, _first_keepers(kept_by), mask_bytes, size_of, working, False, comes)
         return max(forward, max((one.most for one in backward), default=0))
 
+    def input_grad(
+        self,
+        put_off: Collection[int],
+        ops: range,
+        kept_by: Mapping[int, Collection[int]],
+        mask_bytes: Mapping[int, int],
+        size_of: Callable[[int], int],
+        working: Mapping[int, tuple[int, int]],
+    ) -> tuple[int, int]:
+        """The most bytes alive at once in the input gradient of a split backward, less all that is kept; and the same
+        where all that is kept comes back op by op, counted from nothing (`fetched`). The ops ``put_off`` leave the
+        gradients of parameters to the weight gradient: their operands, and the gradients of their results, stay. The
+        other arguments are those of `beside_kept`."""
+        first_keeper = _first_keepers(kept_by)
+        comes = Counter(mask_bytes)
+        for root, index in _last_keepers(kept_by).items():
+            comes[index] += size_of(root)
+        beside, fetched = (
+            max(
+                (
+                    one.most
+                    for one in self._backward(
+                        ops, first_keeper, mask_bytes, size_of, working, False, coming, frozenset(put_off)
+                    )
+                ),
+                default=0,
+            )
+            for coming in (None, comes)
+        )
+        return beside, fetched
+
     def backward_phases(
         self,
         calls: Sequence[ParameterCall],
@@ -211,12 +242,16 @@ class LiveBytes:
         working: Mapping[int, tuple[int, int]],
         given_stays: bool,
         comes: Mapping[int, int] | None = None,
+        put_off: Collection[int] = (),
     ) -> Iterator[_BackwardOp]:
         """The ops of the backward pass, which gives up what is kept as it goes. ``comes``: the bytes of it that come
-        for each op; bytes are counted from nothing then, and else from all that is kept."""
+        for each op; bytes are counted from nothing then, and else from all that is kept. ``put_off``: the ops that make
+        no gradients of parameters, and whose operands and gradients of results stay."""
         released: dict[int, int] = {}
+        staying = {self._root(tensor) for index in put_off for tensor in self.graph.ops[index].inputs}
         for root, index in first_keeper.items():
-            released[index] = released.get(index, 0) + size_of(root)
+            if root not in staying:
+                released[index] = released.get(index, 0) + size_of(root)
         held = _Gradients()
         for index in ops:
             for tensor in self.graph.ops[index].outputs:
@@ -238,7 +273,7 @@ class LiveBytes:
                     if tensor not in self._needs_gradient:
                         continue
                     if (root := self._root(tensor)) in self._parameters:
-                        if op.kind != "view":
+                        if op.kind != "view" and index not in put_off:
                             made[root] = made.get(root, 0) + size_of(tensor)
                         continue
                     if tensor in held.memory and not self._repeats(op, tensor) and not self._hands_on(op, tensor):
@@ -256,6 +291,8 @@ class LiveBytes:
                 # A product with its bias makes both gradients at once.
                 of_bias = passing if op.name.endswith("/bias") else 0
                 for tensor in arriving:
+                    if index in put_off:
+                        held.pin(tensor)
                     held.drop(tensor)
             live -= released.get(index, 0) + mask_bytes.get(index, 0)
             left = live + held.bytes

@@ -67,7 +67,15 @@ class StageMemory:
     first_backward: int = 0
     """The most that the first backward has at once of activations, temporary values and the gradients that it makes."""
     freed_by_input_grad: int = 0
-    """The part of the activations that the input gradient of a split backward is the last to read."""
+    """The part of the activations that the input gradient of a split backward is the last to read; below 0 where it
+    leaves more to the weight gradient than was there."""
+    input_grad: int | None = None
+    """Temporary values of an input gradient by itself; None: as ``working``."""
+    weight_grad: int | None = None
+    """Temporary values of a weight gradient by itself; None: as ``working``."""
+    first_weight_grad: int | None = None
+    """The most that the first weight gradient has at once of what was left to it and of the gradients that it makes.
+    None: not known, as if it left them to its end."""
 
 
 class RankMemory(NamedTuple):
@@ -100,16 +108,21 @@ def walk_memory(order: Sequence[Action], stages: Mapping[int, StageMemory]) -> I
     began: set[int] = set()
     for action, (live, remaining) in zip(order, walk_activations(order, sizes, freed), strict=True):
         made = 0
+        beside = -1
         for part in action.parts or (action,):
+            stage = stages.get(part.stage, _NONE)
+            beside = max(beside, _beside(part, stage, working))
             if part.kind is B or part.kind is W:
-                stage = stages[part.stage]
                 is_first = part.stage not in began
                 if is_first:
                     began.add(part.stage)
                     made += stage.gradients
-        most = live + gradients + working
+        most = live + gradients + beside
         if action.kind is B and is_first:  # its gradients come unit by unit as its activations go
             most = live - stage.activations + gradients + stage.first_backward
+        elif action.kind is W and is_first and stage.first_weight_grad is not None:
+            left = stage.activations - stage.freed_by_input_grad
+            most = live - left + gradients + stage.first_weight_grad
         gradients += made
         yield RankMemory(live, most, remaining, gradients)
 
@@ -121,6 +134,15 @@ def peak_below_sum(order: Sequence[Action], stages: Mapping[int, StageMemory]) -
     memories = tuple(walk_memory(order, stages))
     together = memories[-1].gradients + max(memory.activations for memory in memories) + _working(stages)
     return together - max(memory.peak for memory in memories)
+
+
+def _beside(part: Action, stage: StageMemory, working: int) -> int:
+    """The temporary values of an action, where no other action of the rank holds more than ``working``."""
+    alone = stage.input_grad if part.kind is I else stage.weight_grad if part.kind is W else None
+    return working if alone is None else alone
+
+
+_NONE = StageMemory(0)
 
 
 def _working(stages: Mapping[int, StageMemory]) -> int:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from shardwright.core.plan.decision import Decision
 from shardwright.core.schedule.actions import Action, B, W
 from shardwright.core.schedule.named_schedule import named_schedule
-from shardwright.core.schedule.peak_memory import peak_below_sum
+from shardwright.core.schedule.peak_memory import StageMemory, peak_below_sum
 from shardwright.core.search.space import splits_backward
 from shardwright.core.tables.gathered_stages import gathering_moments, peaks
 from shardwright.core.tables.gathered_units import stage_passes
@@ -39,6 +39,9 @@ def with_activations(
 ) -> tuple[MemoryUse, ...]:
     """Memory with other activations."""
     buffers = ranked.buffers(decision.stage_starts, decision.stage_ranks, request)
+    if splits_backward(decision.schedule, decision.virtual_stages):
+        more = ranked.input_grads(decision.stage_starts, decision.stage_ranks)
+        buffers = [beside + size for beside, size in zip(buffers, more, strict=True)]
     return tuple(
         replace(use, activations_bytes=size, buffers_bytes=beside, apart_bytes=0)
         for use, size, beside in zip(memory, activations, buffers, strict=True)
@@ -62,6 +65,14 @@ def less_apart(
     ends, placement = ranked.ends(decision.stage_starts), decision.stage_ranks
     # A bucket is there before all of its gradients are, and never beside all gradients.
     buckets = ranked.buckets(decision.stage_starts, placement, request)
+    buffers = ranked.buffers(decision.stage_starts, placement, request)
+    if splits_backward(decision.schedule, decision.virtual_stages):
+        walked = _apart_of_halves(decision, ranked, request)
+        apart_of = [max(own, bucket + min(0, own)) for own, bucket in zip(walked, buckets, strict=True)]
+        return tuple(
+            replace(use, buffers_bytes=beside + max(0, -apart), apart_bytes=max(0, apart))
+            for use, beside, apart in zip(memory, buffers, apart_of, strict=True)
+        )
     if is_long(decision):
         return tuple(replace(use, apart_bytes=bucket) for use, bucket in zip(memory, buckets, strict=True))
     if decision.generated:
@@ -70,15 +81,9 @@ def less_apart(
         settled = min(decision.microbatches, 2 * decision.stages)
         schedule = named_schedule(decision.schedule, decision.pp, settled, decision.virtual_stages)
     found = []
-    buffers = ranked.buffers(decision.stage_starts, placement, request)
     for rank, (use, beside, bucket) in enumerate(zip(memory, buffers, buckets, strict=True)):
         order = schedule.table[rank]
-        stages = stage_memories(
-            ranked.tables[rank],
-            {stage: ends[stage] for stage, on in enumerate(placement) if on == rank},
-            _backward_order(order),
-            request.gradient_width,
-        )
+        stages = _stages_of(decision, ranked, rank, order, request)
         if request.shares_sums and decision.microbatches == 1:  # buckets leave while gradients are made
             stages = {
                 stage: replace(sizes, first_backward=stage_passes(ranked.tables[rank], ends[stage], request).first)
@@ -87,6 +92,34 @@ def less_apart(
         apart = max(bucket, peak_below_sum(order, stages))
         found.append(replace(use, buffers_bytes=beside, apart_bytes=apart))
     return tuple(found)
+
+
+def _stages_of(
+    decision: Decision, ranked: RankTables, rank: int, order: Sequence[Action], request: MemoryRequest
+) -> dict[int, StageMemory]:
+    """The memory of the stages of a rank, which runs them in an order."""
+    ends = ranked.ends(decision.stage_starts)
+    held = {stage: ends[stage] for stage, on in enumerate(decision.stage_ranks) if on == rank}
+    return stage_memories(ranked.tables[rank], held, _backward_order(order), request.gradient_width)
+
+
+def _apart_of_halves(decision: Decision, ranked: RankTables, request: MemoryRequest) -> list[int]:
+    """The bytes by which the peak of every rank is below the sum of its parts under a schedule with split backwards;
+    below 0 where an input gradient holds more for a while than any other pass. Long schedules are extrapolated from
+    short ones, as in `live_bytes`."""
+
+    def apart(microbatches: int) -> list[int]:
+        if decision.generated:
+            table = decision.build_schedule(None).table
+        else:
+            table = named_schedule(decision.schedule, decision.pp, microbatches, decision.virtual_stages).table
+        found = enumerate(table)
+        return [peak_below_sum(order, _stages_of(decision, ranked, rank, order, request)) for rank, order in found]
+
+    first, second = 4 * decision.pp, 5 * decision.pp
+    if decision.microbatches <= second or decision.generated:
+        return apart(decision.microbatches)
+    return [min(pair) for pair in zip(apart(first), apart(second), strict=True)]
 
 
 def _less_divided(

@@ -25,7 +25,7 @@ from shardwright.core.schedule.schedule import Schedule
 from shardwright.core.search.bounds import Bounds
 from shardwright.core.search.exchanges import Held
 from shardwright.core.search.predict import largest_unit
-from shardwright.core.search.space import Pipelining, Policy, Shape
+from shardwright.core.search.space import Pipelining, Policy, Shape, splits_backward
 from shardwright.core.tables.rank_tables import RankTables
 from shardwright.core.tables.unit_table import UnitTable
 
@@ -177,6 +177,13 @@ class Recut:
         over: NDArray[np.float64] = ((need + self._passing_bytes) / room - 1).max(axis=0)
         return over
 
+    def _working(self, table: UnitTable) -> Matrix:
+        """What the passes of a stage hold for a while, the halves of its backward among them where it is split."""
+        if not (table.knows_halves and splits_backward(self.pipelining.schedule, self.pipelining.virtual_stages)):
+            return table.range_working
+        found: Matrix = np.maximum(table.range_working, table.range_input_grad_working)
+        return found
+
     @cached_property
     def _passing_bytes(self) -> NDArray[np.float64]:
         """The peak of the activations, and what the passes of a stage hold beside them, messages included: of shape
@@ -184,7 +191,7 @@ class Recut:
         crossing = np.array([0, *self.ranked.tables[0].boundary_bytes[1:], 0])
         kept = self._by_stage(self.cuts, "kept", lambda table: table.range_kept)
         freed = self._by_stage(self.cuts, "freed", lambda t: t.range_freed_by_input_grad - t.range_between)
-        working = self._by_stage(self.cuts, "working", lambda table: table.range_working)
+        working = self._by_stage(self.cuts, "working", self._working)
         no_range = np.zeros((len(crossing), len(crossing)))
         before = self._by_stage(self.cuts, "before", lambda _: no_range + crossing[:, None])
         behind = self._by_stage(self.cuts, "behind", lambda _: no_range + crossing[None, :])

@@ -108,7 +108,9 @@ class Scorer:
         """The memory of the ranks, as counted for cuts, or as counted for plans where that does not settle the fit."""
         request = self._request_of(decision)
         memory = ranked.memory(decision.stage_starts, decision.stage_ranks, live, request)
-        if not ranked.over_bytes(memory):
+        # Between the halves of a backward a stage may have more than its forward keeps.
+        may_grow = splits_backward(decision.schedule, decision.virtual_stages)
+        if not ranked.over_bytes(memory) and not may_grow:
             return memory
         memory = by_stage(decision, ranked, memory, request)
         least = memory
@@ -116,7 +118,8 @@ class Scorer:
             least = tuple(replace(use, gradients_bytes=0, buffers_bytes=0) for use in memory)
         else:  # at most all gradients are subtracted
             least = tuple(replace(use, gradients_bytes=0) for use in memory)
-        if ranked.over_bytes(least):
+        # Of halves of backwards more may be apart: an input gradient's temporary values and the most activations.
+        if not ranked.over_bytes(memory) or (ranked.over_bytes(least) and not may_grow):
             return memory
         return less_apart(decision, ranked, memory, request)
 

@@ -284,11 +284,12 @@ class Space:
                     yield Pipelining(name, virtual_stages)
 
     def go_together(self, recompute: Recompute, pipelining: Pipelining) -> bool:
-        """Whether recompute saves memory under a schedule. Between the two halves of a split backward the whole unit is
-        kept, so the two go together only when both are pinned."""
+        """Whether all runtimes carry out a recompute mode under a schedule. Units are computed again for the input
+        gradient of a split backward, and what the weight gradient needs of them stays. What is pinned is not
+        limited."""
         pinned = self.request.recompute != "auto" and self.request.schedule is not None
         split = splits_backward(pipelining.schedule, pipelining.virtual_stages)
-        return recompute == "none" or pinned or not split
+        return pinned or all(runtime.goes_with(recompute, split=split) for runtime in self.runtimes)
 
     def refusal(self, name: str, pp: int, microbatches: int, virtual_stages: int) -> str | None:
         """The reason why a schedule does not admit the sizes, or None."""

@@ -108,7 +108,7 @@ def _stages(
             shard=shard,
             under_way=passes.under_way if request.reduces_each else int(largest * share),
             passing=passes.forward - memory.activations,
-            input_grad=int(passes.by_unit.max()) - memory.activations,
+            input_grad=int((passes.by_unit + table.left_behind(a, b)).max()) - memory.activations,
             weighing=passes.weighing,
             tail=passes.tail - memory.activations,
             first_backward=first_backward - memory.activations,

@@ -94,6 +94,8 @@ class Reading:
             unfused_dropout_selective_bytes=0,
             given_bytes=0,
             put_off_bytes=None,
+            input_grad_bytes=None,
+            weight_grad_bytes=0,
             fetched_bytes=saved + held(footprint.passing, counted.passing_bytes, whole.passing_bytes),
             left_bytes=(0, 0),
             looped_bytes=held([footprint.gathered_in_loops], 1, 1),

@@ -457,7 +457,7 @@ class RankTables:
     def _stage_costs(self, starts: tuple[int, ...], placement: tuple[int, ...]) -> StageCosts:
         stages = list(zip([self.tables[rank] for rank in placement], self.ends(starts), strict=True))
         kept = tuple(int(table.range_kept[ends]) for table, ends in stages)
-        freed = tuple(int(table.range_freed_by_input_grad[ends]) for table, ends in stages)
+        freed = tuple(max(0, int(table.range_freed_by_input_grad[ends])) for table, ends in stages)
         times = self.stage_seconds(starts, placement)
         return replace(times, activation_bytes=kept, freed_by_input_grad_bytes=freed)
 
@@ -477,12 +477,19 @@ class RankTables:
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The bytes of activations of one microbatch on every stage, and those that the input gradient of a split
         backward frees of them; negative where it makes more for the weight gradient than it frees."""
-        costs = self.stage_costs(starts, placement)
-        freed = costs.freed_by_input_grad_bytes or (0,) * len(starts)
-        ends = zip(placement, self.ends(starts), freed, strict=True)
-        return costs.activation_bytes, tuple(
-            less - int(self.tables[rank].range_between[a, b]) for rank, (a, b), less in ends
-        )
+        ends = [(self.tables[rank], ends) for rank, ends in zip(placement, self.ends(starts), strict=True)]
+        freed = (table.range_freed_by_input_grad[at] - table.range_between[at] for table, at in ends)
+        return tuple(int(table.range_kept[at]) for table, at in ends), tuple(map(int, freed))
+
+    def input_grads(self, starts: Sequence[int], placement: Sequence[int]) -> list[int]:
+        """The bytes by which an input gradient of every rank holds more for a while than its other passes do."""
+        found = [0] * self.ranks
+        for rank, at in zip(placement, self.ends(starts), strict=True):
+            table = self.tables[rank]
+            if table.knows_halves:
+                own = max(int(table.range_input_grad_working[at]), table.weight_grad_working(*at))
+                found[rank] = max(found[rank], own - int(table.range_working[at]))
+        return found
 
     def work(self, starts: Sequence[int], placement: Sequence[int]) -> list["RankWork"]:
         """The work of every rank, with all of its stages."""

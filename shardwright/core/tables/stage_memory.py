@@ -67,5 +67,27 @@ def _stage_memory(
         working=int(table.range_working[first, end]),
         gradients=int(made[0]),
         first_backward=int((backward_passes(table, units) + made).max()),
-        freed_by_input_grad=int(table.range_freed_by_input_grad[first, end]),
+        freed_by_input_grad=int(table.range_freed_by_input_grad[first, end] - table.range_between[first, end]),
+        **_halves(table, units, before, made),
     )
+
+
+def _halves(
+    table: UnitTable, units: tuple[int, int], before: Sequence[tuple[int, int]], made: NDArray[np.float64]
+) -> dict[str, int]:
+    """What the halves of a split backward hold for a while, where it is known; ``made`` are the gradients of each unit
+    and of those behind it."""
+    if not table.knows_halves:
+        return {}
+    first, end = units
+    passes = table.weight_grad_passes(first, end)
+    for tie in table.ties:  # the gradient of one use is added to that of another, which was made before
+        here = [user for user in tie.users if first <= user < end]
+        others = any(a <= user < b for user in tie.users for a, b in before)
+        for user in here if others else here[:-1]:
+            passes[user - first] += table.units[user].weight_grad_bytes
+    return {
+        "input_grad": int(table.range_input_grad_working[units]),
+        "weight_grad": table.weight_grad_working(first, end),
+        "first_weight_grad": int((passes + made).max()),
+    }

@@ -48,6 +48,12 @@ def walked(graph: Graph, plan: sw.Plan) -> list[int]:
     size = {p: WIDTH * graph.tensors[each.tensor].elements(1) for p, each in enumerate(graph.parameters)}
     trained = [{p for p in unit.parameters if graph.parameters[p].trainable} for unit in units]
     found = []
+
+    def put_off(unit: int) -> int:
+        left = table.units[unit].put_off_bytes
+        assert left is not None
+        return left
+
     for order in plan.build_schedule().table:
         most = live = 0
         there: set[int] = set()
@@ -59,17 +65,29 @@ def walked(graph: Graph, plan: sw.Plan) -> list[int]:
                 if part.kind is F:
                     live += kept
                     most = max(most, held(live))
-                elif part.kind is I:
-                    most = max(most, held(live + max(table.units[u].passing_bytes for u in of_stage)))
-                elif part.kind in (B, W):
+                elif part.kind is B:
                     live -= kept
                     for u in reversed(of_stage):
-                        if part.kind is B:
-                            there |= trained[u]
-                            here = table.range_kept[of_stage[0], u + 1] + table.units[u].passing_bytes
-                            most = max(most, held(live + here))
-                    there |= {p for u in of_stage for p in trained[u]}
-                    most = max(most, held(live))
+                        there |= trained[u]
+                        here = table.range_kept[of_stage[0], u + 1] + table.units[u].passing_bytes
+                        most = max(most, held(live + here))
+                elif part.kind is I:
+                    live -= kept
+                    left = table.boundary_bytes[of_stage[0]] if of_stage[0] else 0  # what came stays
+                    for u in reversed(of_stage):
+                        beside = table.units[u].input_grad_bytes
+                        assert beside is not None
+                        most = max(most, held(live + left + table.range_kept[of_stage[0], u + 1] + beside[0]))
+                        left += put_off(u)
+                    live += left
+                elif part.kind is W:
+                    for u in reversed(of_stage):
+                        is_first = not trained[u] <= there
+                        there |= trained[u]
+                        most = max(most, held(live + table.units[u].weight_grad_bytes * (not is_first)))
+                        live -= put_off(u)
+                    live -= table.boundary_bytes[of_stage[0]] if of_stage[0] else 0
+                most = max(most, held(live))
         found.append(most)
     return found
 

@@ -131,6 +131,27 @@ def policies_go_with_shards_and_tensor_axes() -> None:
             require_same(f"{pins}, {policy}", trained("gpt2", 0.1, **pins, **policy), kept)
 
 
+def policies_go_with_split_backwards() -> None:
+    """The forward runs again for the input gradients, whose weight gradients come later. Batch statistics move on
+    once."""
+    for name in ("gpt2", "images", "t5"):
+        for schedule in ({"schedule": "zb-h1"}, {"schedule": "zbv", "virtual_stages": 2}):
+            pins: dict[str, Any] = {"pp": 2, **schedule}
+            kept = trained(name, 0.1, **pins)
+            blocks = blocks_of(kept["plan"])
+            pins |= {"stage_starts": kept["plan"].decision.stage_starts}
+            for policy in (
+                {"recompute": "full"},
+                {"recompute": "full", "offloaded_units": blocks},
+                {"recompute": "full", "offloaded_units": blocks[:1], "kept_units": blocks[1:2]},
+                {"recompute": "elementwise"},
+                {"recompute": "alternate"},
+            ):
+                found = trained(name, 0.1, **pins, **policy)
+                assert any(found["plan"].unit_modes[unit] != "none" for unit in blocks)
+                require_same(f"{name}, {pins}, {policy}", found, kept)
+
+
 def memory_is_as_predicted() -> None:
     for name in ("gpt2", "llama"):
         kept = trained(name, 0.0, True, dp=2)
@@ -175,6 +196,7 @@ CHECKS: tuple[Callable[[], None], ...] = (
     offloaded_units_train_as_kept_ones,
     products_that_are_kept_are_not_computed_again,
     policies_go_with_shards_and_tensor_axes,
+    policies_go_with_split_backwards,
     memory_is_as_predicted,
     the_host_gets_its_memory_back,
 )

@@ -4,6 +4,7 @@ The forward's program is differentiated once. A value that its backward reads is
 hand anyway unless it is state that later microbatches change, or made again by cheap arithmetic (`saved_activations`),
 or *kept* from forward to backward. The halves divide the backward's equations: those that the gradients of arrivals
 need, and the rest, with the values that pass between them kept once more (zero bubble, arXiv 2401.10241, section 2).
+What is computed again is computed in the first half, and what the second one needs of it passes between them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.tree_util import PyTreeDef
 
-from shardwright.backends.jax.capture.inner_programs import Aval
+from shardwright.backends.jax.capture.inner_programs import CHECKPOINTS, Aval
 from shardwright.backends.jax.capture.trace import TracedCall
 from shardwright.backends.jax.program.cut import Cut, StagePart
 from shardwright.backends.jax.program.equations import (
@@ -249,9 +250,9 @@ class FunctionsOfStage:
         saved: Sequence[Atom],
         residual: Residuals,
         kept: Mapping[int, Key],
-    ) -> tuple[FlatProgram, dict[int, Key]]:
-        """The program of the backward, and the keys of its arguments. It goes from values at hand, kept values and
-        cotangents to gradients of weights and arrivals."""
+    ) -> tuple[FlatProgram, FlatProgram, dict[int, Key]]:
+        """The program of the backward, the same with every `jax.checkpoint` opened, and the keys of the arguments of
+        either. It goes from values at hand, kept values and cotangents to gradients of weights and arrivals."""
         named = dict(zip(forward.arguments, (self._key(v) for v in self.inputs), strict=True))
         used = {a for a in saved if isinstance(a, int)} | {v for e in residual.remade for v in e.values}
         keys: dict[int, Key] = {argument: key for argument, key in named.items() if argument in used}
@@ -269,38 +270,36 @@ class FunctionsOfStage:
             return [*weights, *arriving]
 
         avals = [*(forward.avals[value] for value in keys), *(self.cut.flat.avals[v] for v in self.leaving)]
-        program = flatten(jax.make_jaxpr(backward)(*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals)))
+        closed = jax.make_jaxpr(backward)(*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals))
+        program = flatten(closed)
+        has_checkpoints = any(equation.primitive.name in CHECKPOINTS for equation in program.equations)
+        opened = flatten(closed, opens_checkpoints=True) if has_checkpoints else program
         cotangents: list[Key] = [("cotangent", value, 0) for value in self.leaving]
-        return program, dict(zip(program.arguments, [*keys.values(), *cotangents], strict=True))
+        return program, opened, dict(zip(program.arguments, [*keys.values(), *cotangents], strict=True))
 
     def _backwards(
-        self, program: FlatProgram, reads: dict[int, Key]
+        self, whole: FlatProgram, opened: FlatProgram, reads: dict[int, Key]
     ) -> tuple[StageFunction, StageFunction | None, StageFunction]:
-        weight_outputs = program.outputs[: len(self.weights)]
-        arrival_outputs = program.outputs[len(self.weights) :]
+        """The backward, and its halves, between whose equations those of what is computed again are divided too."""
         weight_keys: list[Key] = [("gradient", v, 0) for v in self.weights]
         arrival_keys: list[Key] = [("arrival_gradient", v, 0) for v in self.arriving]
-
-        def function(
-            equations: Sequence[Equation], outputs: Sequence[Any], makes: Sequence[Key], looks: Mapping[str, int]
-        ) -> StageFunction:
-            return self._function(program, equations, reads, outputs, makes, looks, is_backward=True)
-
-        came = {"cotangent": BACKWARD}
-        outputs = [*weight_outputs, *arrival_outputs]
-        backward = function(program.equations, outputs, [*weight_keys, *arrival_keys], came)
+        function, came = partial(self._function, is_backward=True), {"cotangent": BACKWARD}
+        backward = function(whole, whole.equations, reads, whole.outputs, [*weight_keys, *arrival_keys], came)
         if not self.arriving:
             return backward, None, backward
-        first = needed(program.equations, (a for a in arrival_outputs if isinstance(a, int)))
+        weight_outputs, arrival_outputs = opened.outputs[: len(self.weights)], opened.outputs[len(self.weights) :]
+        first = needed(opened.equations, (a for a in arrival_outputs if isinstance(a, int)))
         chosen = {id(e) for e in first}
-        second = [e for e in program.equations if id(e) not in chosen]
+        second = [e for e in opened.equations if id(e) not in chosen]
         made = {value for e in first for value in e.outputs}
         wanted = [v for e in second for v in e.values] + [a for a in weight_outputs if isinstance(a, int)]
-        between = residuals(replace(program, equations=first), [v for v in wanted if v in made])
+        between = residuals(replace(opened, equations=first), [v for v in wanted if v in made])
         between_keys: list[Key] = [("between", number, 0) for number in range(len(between.kept))]
-        input_grad = function(first, [*arrival_outputs, *between.kept], [*arrival_keys, *between_keys], came)
+        results, keys = [*arrival_outputs, *between.kept], [*arrival_keys, *between_keys]
+        input_grad = function(opened, first, reads, results, keys, came)
         reads = reads | dict(zip(between.kept, between_keys, strict=True))
-        return backward, input_grad, function([*between.remade, *second], weight_outputs, weight_keys, {})
+        late = [*between.remade, *second]
+        return backward, input_grad, function(opened, late, reads, weight_outputs, weight_keys, {})
 
     # --- both
 

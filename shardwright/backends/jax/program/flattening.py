@@ -43,21 +43,22 @@ def flatten(
     weights: Sequence[int | None] = (),
     select: bool = False,
     mark: str = CALL_MARK,
+    opens_checkpoints: bool = False,
 ) -> FlatProgram:
     """The flat program of a closed jaxpr, without equations that no result needs.
 
     ``home`` gives the stage and the unit of a module call; ``weights`` the stages of the first arguments, which are
     the model's parameters (None: several). Without them, only jits are opened. ``select`` opens branches too: all of
     them run, and the index picks from their results. ``mark``: what comes before the number of a call in the names of
-    its equations. Raises PlanError for a function with its own derivative rule that
-    holds several stages.
+    its equations. ``opens_checkpoints``: whether every `jax.checkpoint` is opened, as `Region`. Raises PlanError for a
+    function with its own derivative rule that holds several stages.
     """
     flat = FlatProgram()
     jaxpr = closed.jaxpr
     flat.arguments = tuple(flat.new(aval(variable)) for variable in jaxpr.invars)
     constants = flat.hold(closed)
     held = dict(zip(flat.arguments, weights, strict=False))
-    flattener = _Flattener(flat, calls if calls is not None else [], home, held, select, mark)
+    flattener = _Flattener(flat, calls if calls is not None else [], home, held, select, mark, opens_checkpoints)
     flat.outputs = tuple(flattener.run(jaxpr, constants, flat.arguments))
     flat.equations = needed(flat.equations, (a for a in flat.outputs if isinstance(a, int)))
     return flat
@@ -72,9 +73,10 @@ class _Flattener:
         weights: dict[int, int | None],
         select: bool,
         mark: str,
+        opens_checkpoints: bool,
     ) -> None:
         self.flat, self.calls, self.home, self.weights, self.select = flat, calls, home, weights, select
-        self.mark = mark
+        self.mark, self.opens_checkpoints = mark, opens_checkpoints
         self.traced = tuple(calls)
         self.casts: dict[int, Equation] = {}
         """The weights in another dtype → the cast."""
@@ -109,15 +111,14 @@ class _Flattener:
         if name == "cond" and self.select and not equation.effects:
             return self._branches(equation, inputs, call, region)
         held = self._held(equation, inputs)
-        if len(held) > 1:
-            if name in CHECKPOINTS:
-                opened = Region(params.get("policy"), params.get("prevent_cse", True))
-                return self._open(_inner(params), inputs, call, opened)
-            if name in OWN_DERIVATIVES:
-                raise PlanError(
-                    f"a function with its own derivative rule ({name}) holds the stages {sorted(held)}: a cut cannot "
-                    "pass through it; put the rule inside a block, or plan a cut outside of it"
-                )
+        if name in CHECKPOINTS and (len(held) > 1 or self.opens_checkpoints):
+            opened = Region(params.get("policy"), params.get("prevent_cse", True))
+            return self._open(_inner(params), inputs, call, opened)
+        if len(held) > 1 and name in OWN_DERIVATIVES:
+            raise PlanError(
+                f"a function with its own derivative rule ({name}) holds the stages {sorted(held)}: a cut cannot "
+                "pass through it; put the rule inside a block, or plan a cut outside of it"
+            )
         return self._keep(equation, params, inputs, call, region, held)
 
     def _open(self, body: ClosedJaxpr, inputs: list[Atom], call: int, region: Region | None) -> list[Atom]:

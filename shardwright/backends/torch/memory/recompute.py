@@ -4,7 +4,7 @@ backward pass comes to them.
 torch's own checkpoint does the bookkeeping of saved tensors and of autocast, and its selective checkpoint that of
 results which are kept op by op. The rest is here: random numbers follow
 the streams of the step, objects that the unit writes to (caches) are those of the first run, and so are the buffers
-that it writes to (running statistics), which move on once.
+that it writes to (running statistics), which move on once, and the attributes of its modules (a counter).
 """
 
 import copy
@@ -20,6 +20,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts as selec
 from shardwright.backends.torch.capture.held_tensors import keep_modules, tensors_in
 from shardwright.backends.torch.capture.own_checkpoints import plain_checkpoints
 from shardwright.backends.torch.compat import pytree
+from shardwright.backends.torch.memory.module_attributes import Attributes, Place
 from shardwright.backends.torch.program.program import ObjectRef, Step
 from shardwright.backends.torch.program.randomness import Streams
 from shardwright.backends.torch.program.stage_map import Call
@@ -46,6 +47,8 @@ class Recompute:
         self.calls, self.modules, self.streams = calls, modules, streams
         self._written: dict[str, tuple[str, ...]] = {}
         """The buffers that a unit's forward writes to in training, by the unit's path: known once it has run."""
+        self._set: dict[str, tuple[Place, ...]] = {}
+        """The attributes of its modules that it sets."""
 
     def names(self, step: Step) -> bool:
         """Whether the plan names a step, which is then recomputed where a backward pass will come."""
@@ -56,12 +59,13 @@ class Recompute:
         assert step.path is not None
         module = self.modules[step.path]
         before = self._buffers_before(step.path, module)
+        found = Attributes(module, self._set.get(step.path))
         unit = _Unit(module, step, args, kwargs)
 
         mode = self.calls[step.path, step.occurrence]
 
         def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-            again = _EachTime(lambda: self._again(step, module, before))
+            again = _EachTime(lambda: self._again(step, module, before, found))
             if mode == "full":
                 return nullcontext(), again
             keeping, kept = selective_contexts(_Kept(every_second=mode == "alternate"))
@@ -69,12 +73,20 @@ class Recompute:
 
         result = checkpoint(unit, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts, **kwargs)
         self._note_written(step.path, module, before)
+        if step.path not in self._set:
+            found.keep_written()
+            self._set[step.path] = found.places
         return result
 
     @contextmanager
-    def _again(self, step: Step, module: nn.Module, before: dict[str, torch.Tensor]) -> Iterator[None]:
-        """A context in which the forward runs again: with its random numbers, and its buffers as they were."""
+    def _again(
+        self, step: Step, module: nn.Module, before: dict[str, torch.Tensor], found: Attributes
+    ) -> Iterator[None]:
+        """A context in which the forward runs again: with its random numbers, and its buffers and attributes as they
+        were."""
         now = dict(module.named_buffers())
+        held = Attributes(module, found.places)
+        found.restore()
         for name, tensor in before.items():
             _set_buffer(module, name, tensor.clone())
         try:
@@ -83,6 +95,7 @@ class Recompute:
         finally:
             for name in before:
                 _set_buffer(module, name, now[name])
+            held.restore()
 
     def _buffers_before(self, path: str, module: nn.Module) -> dict[str, torch.Tensor]:
         if not module.training:

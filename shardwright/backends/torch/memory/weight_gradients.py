@@ -69,10 +69,11 @@ class Deferred:
 
     @torch.no_grad()
     def multiply(self) -> None:
-        """Add all gradients to those of their parameters, in the order in which a whole backward does."""
-        for factors in self._factors:
-            factors.multiply()
-        self._factors.clear()
+        """Add all gradients to those of their parameters, in the order in which a whole backward does, and let go of
+        the factors of each."""
+        self._factors.reverse()
+        while self._factors:
+            self._factors.pop().multiply()
 
 
 _collecting: Deferred | None = None

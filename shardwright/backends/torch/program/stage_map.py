@@ -45,8 +45,6 @@ class StageMap:
                 f"{self.schedule.name} has {self.schedule.stages} stages, and the model is cut into {len(self.calls)}: "
                 f"build the schedule for that number"
             )
-        if recomputed(self.policies):
-            require_whole_backward(self.schedule)
 
     @classmethod
     def of_plan(cls, plan: Plan, schedule: Schedule | None = None) -> "StageMap":
@@ -91,16 +89,6 @@ def _require_policies(plan: Plan) -> None:
             "the plan has recompute='selective', and the torch runtime of this version cannot tell the products of "
             "attention from the rest of a unit: plan again with recompute='elementwise', which keeps all products, "
             "'full' or 'none'"
-        )
-
-
-def require_whole_backward(schedule: Schedule) -> None:
-    """Raise MissingCapabilityError for a schedule that cannot go with recompute."""
-    if schedule.splits_backward:
-        raise MissingCapabilityError(
-            f"{schedule.name} runs input and weight gradients apart, and between the two a recomputed stage would keep "
-            f"what recompute is there to spare, which no prediction counts: take a schedule with whole backward "
-            f"passes, such as 1f1b, or recompute='none'"
         )
 
 
