@@ -22,7 +22,7 @@ from scipy.optimize import minimize
 
 import shardwright.core.cost.unit_seconds as unit_module
 from shardwright.core.cluster.groups import Group
-from shardwright.core.cluster.hardware import load_profile
+from shardwright.core.cluster.hardware import Device, Link, load_profile
 from shardwright.core.cost.unit_seconds import UnitCost, seconds_of, unit_cost
 from shardwright.core.cost.unit_work import WorkCounter
 from shardwright.core.cost.work import UnitWork
@@ -54,27 +54,34 @@ LARGER = ("22B", "175B", "530B", "1T")
 class Machine:
     """A node of A100 with one set of constants."""
 
-    def __init__(self, constants: dict[str, float]) -> None:
-        profile = load_profile("a100-80gb")
-        self.constants = constants
-        self.device = replace(profile.device, **{name: constants[name] for name in DEVICE})
-        self.link = replace(
-            profile.intra_node, efficiency=constants["nvlink3.efficiency"], latency_s=constants["nvlink3.latency_s"]
-        )
+    def __init__(self, device: Device, link: Link) -> None:
+        self.device, self.link = device, link
         self.known: dict[object, tuple[UnitCost, ...]] = {}
         """What was counted of a shape: the costs of embedding, layer and head."""
 
     @classmethod
-    def of(cls, logs: NDArray[np.float64]) -> "Machine":
-        """The machine whose constants are so far from their priors, in logarithms; a share is at most 1."""
-        values = {
-            name: prior * float(np.exp(log)) for (name, (prior, _)), log in zip(PRIORS.items(), logs, strict=True)
-        }
-        return cls({name: min(value, 1.0) if name.endswith("efficiency") else value for name, value in values.items()})
+    def of(cls, constants: dict[str, float]) -> "Machine":
+        profile = load_profile("a100-80gb")
+        found = {name.removeprefix("nvlink3."): value for name, value in constants.items()}
+        device = replace(profile.device, **{name: found[name] for name in DEVICE})
+        return cls(device, replace(profile.intra_node, efficiency=found["efficiency"], latency_s=found["latency_s"]))
 
     def group(self, ranks: int) -> Group:
         """Ranks of one node."""
         return Group(ranks, 1, self.link)
+
+
+def constants_of(logs: NDArray[np.float64]) -> dict[str, float]:
+    """The constants that are so far from their priors, in logarithms; a share is at most 1."""
+    values = {name: prior * float(np.exp(log)) for (name, (prior, _)), log in zip(PRIORS.items(), logs, strict=True)}
+    return {name: min(value, 1.0) if name.endswith("efficiency") else value for name, value in values.items()}
+
+
+def machine_of(constants: dict[str, float]) -> Machine:
+    """The machine with such constants, those of the library among them set."""
+    for name in UNIT_SECONDS:
+        setattr(unit_module, name, constants[name])
+    return Machine.of(constants)
 
 
 RATES = Rates(2.5e14, 1.6e12, 2e11)
@@ -134,8 +141,6 @@ def predicted_s(run: Run, machine: Machine) -> float:
 
 def errors(runs: list[Run], machine: Machine) -> NDArray[np.float64]:
     """Predicted over measured, less 1, of each run."""
-    for name in UNIT_SECONDS:
-        setattr(unit_module, name, machine.constants[name])
     return np.array([predicted_s(run, machine) / run.measured_s - 1 for run in runs])
 
 
@@ -149,7 +154,7 @@ def main() -> None:
     deviations = np.array([deviation for _, deviation in PRIORS.values()])
 
     def loss(logs: NDArray[np.float64]) -> float:
-        machine = Machine.of(logs)
+        machine = machine_of(constants_of(logs))
         near, far = errors(runs, machine), errors(larger, machine)
         smooth = np.mean(np.sqrt(near**2 + 1e-4)) + 0.5 * np.mean(np.sqrt(far**2 + 1e-4))
         return float(smooth + PRIOR_WEIGHT * np.sum((logs / deviations) ** 2))
@@ -168,8 +173,9 @@ def main() -> None:
                 "initial_simplex": logs + 0.15 * np.vstack([np.zeros(len(logs)), np.diag(deviations)]) / 0.3,
             },
         ).x
-    machine = Machine.of(logs)
-    for (name, (prior, _)), value in zip(PRIORS.items(), machine.constants.values(), strict=True):
+    constants = constants_of(logs)
+    machine = machine_of(constants)
+    for (name, (prior, _)), value in zip(PRIORS.items(), constants.values(), strict=True):
         print(f"{name:20} {value:.4g}   (prior {prior:g})")
     near, far = errors(runs, machine), errors(larger, machine)
     print(f"one node: MAPE {np.mean(np.abs(near)):.2%}; larger: {np.round(far, 3).tolist()}")
