@@ -51,7 +51,7 @@ LEAD = 0.03
 """The lead in step time below which predictions do not tell which of two plans of one model on one cluster is faster.
 Errors that both share cancel, those of the mechanisms in which they differ stay. Of the published runs of equal model,
 batch and devices (those of benchmarks/accuracy.py, 9,792 pairs on A100), the one predicted faster was so in 58% of the
-pairs that were predicted within 3% of each other, little more than a coin; in 71% of those from 3 to 5%, in 81% from 5
+pairs that were predicted within 3% of each other, little more than a coin; in 75% of those from 3 to 5%, in 77% from 5
 to 8%."""
 
 _KNOWN_LEAST: tuple[Basis, ...] = ("prior", "profiled", "transferred", "fitted")
