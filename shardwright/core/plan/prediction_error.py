@@ -34,7 +34,7 @@ STEP_TIME: dict[Basis, tuple[float, str]] = {
         0.26,
         "prior: as transferred; products and links are measured, what units take is not, and no result is recorded",
     ),
-    "fitted": (0.07, "benchmarks/results/accuracy.md: MAPE 6.4% over 1440 runs of one node of A100, held out 5.9%"),
+    "fitted": (0.07, "benchmarks/results/accuracy.md: MAPE 6.3% over 1440 runs of one node of A100, held out 5.9%"),
     "transferred": (0.26, "published H100 runs with Megatron's settings: 26% too slow"),
     "prior": (0.40, "prior: more than of transferred devices; no published run on such a device was compared"),
 }
