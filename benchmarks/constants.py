@@ -28,7 +28,7 @@ import fit_cost_model
 import large_runs
 import numpy as np
 import t4_cluster
-from published import DATA, held_out, selective, single_node
+from published import DATA, Run, held_out, layer_times, selective, single_node
 from scipy.stats import spearmanr
 
 import shardwright as sw
@@ -321,6 +321,27 @@ def _head(origins: Mapping[str, str], tables: Sequence[str]) -> list[str]:
         "",
         f"| constant | value | off | a microbenchmark that measures it | {' | '.join(tables)} |",
         "|---|---|---|---|" + "---|" * len(tables),
+    ]
+
+
+def _missed(runs: Sequence[Run]) -> list[str]:
+    """What no mechanism here can explain: layers that are faster with more to do."""
+    times = layer_times(runs)
+    pairs = [(shape, (*shape[:2], 2 * shape[2])) for shape in times if (*shape[:2], 2 * shape[2]) in times]
+    odd = [(one, twice) for one, twice in pairs if times[twice] < times[one]]
+    return [
+        "",
+        "## What these leave unexplained",
+        "",
+        f"The steps of the first table are composed of {len(times)} layer times, each read off it here, and of as many "
+        f"heads. In {len(odd)} of {len(pairs)} cases a layer takes less time with twice the samples, although its work "
+        "doubles. No mechanism here says so, and the choice between plans that lie close hangs on it:",
+        "",
+        *(
+            f"- width {hidden}, tp {tp}: {times[hidden, tp, samples] * 1e3:.2f} ms of {samples} samples, "
+            f"{times[twice] * 1e3:.2f} ms of {twice[2]}"
+            for (hidden, tp, samples), twice in sorted(odd)
+        ),
     ]
 
 
