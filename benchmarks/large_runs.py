@@ -71,12 +71,12 @@ def main() -> int:
 
 def _line(row: Row) -> tuple[str, float, float]:
     """The row of the table, its error, and the width of its range as a share of the middle."""
-    plans = list(_plans(row))
+    plans = list(plans_of(row, cluster_of(row)))
     value, unit = float(row["value"]), row["unit"].split(";")[0]
     what = f"| {row['system']} | {row['parameters_billion']}B | {row['gpus']} | {value:g} {unit} |"
     if not plans:
         return f"{what} no plan fits | | | | | | |", math.nan, math.nan
-    every = sorted((_rate(row, plan), index) for index, plan in enumerate(plans))
+    every = sorted((rate_of(row, plan), index) for index, plan in enumerate(plans))
     found = [each for each in every if each[0] * (1 + TUNED) >= every[-1][0]]
     (low, slow), (high, fast) = found[0], found[-1]
     off, width = max(low / value - 1, min(0.0, high / value - 1)), 2 * (high - low) / (high + low)
@@ -98,9 +98,9 @@ def _line(row: Row) -> tuple[str, float, float]:
     return line, off, width
 
 
-def _plans(row: Row) -> Iterator[sw.Plan]:
+def plans_of(row: Row, cluster: sw.Cluster) -> Iterator[sw.Plan]:
     """The plans that a row may have been: one, or those over what it leaves open."""
-    cluster, graph = _cluster(row), _graph(row)
+    graph = _graph(row)
     pp, dp, batch, layers = (int(row[name]) for name in ("pp", "dp", "global_batch", "layers"))
     like = {
         "DeepSpeed ZeRO-3": "deepspeed",
@@ -144,7 +144,7 @@ def _divisors(number: int) -> list[int]:
     return [each for each in range(1, number + 1) if number % each == 0]
 
 
-def _rate(row: Row, plan: sw.Plan) -> float:
+def rate_of(row: Row, plan: sw.Plan) -> float:
     """What the row gives: TFLOP/s of a device by the formula of arXiv 2104.04473, section 3, or tokens of a device."""
     step_s, gpus, batch, sequence = (
         plan.predicted.step_time_s,
@@ -158,7 +158,7 @@ def _rate(row: Row, plan: sw.Plan) -> float:
     return passes * batch * sequence * layers * hidden**2 * (1 + sequence / (6 * hidden) + head) / step_s / gpus / 1e12
 
 
-def _cluster(row: Row) -> sw.Cluster:
+def cluster_of(row: Row) -> sw.Cluster:
     gpus = int(row["gpus"])
     name = "a100-80gb" if row["device"].startswith("A100") else "h100-500w" if "500 W" in row["device"] else "h100"
     return sw.Cluster(name, nodes=gpus // 8, devices_per_node=8)  # with its usual ports: HDR and NDR, one a device

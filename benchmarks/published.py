@@ -1,6 +1,7 @@
 """The published runs that predictions are compared with: read from data files, one value for each run."""
 
 import csv
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -94,6 +95,29 @@ def selective(path: Path, sequence: int = 2048) -> list[Recomputed]:
                 float(r["activations_sp_selective_gib"]),
             )
         )
+    return found
+
+
+def layer_times(runs: Sequence[Run]) -> dict[tuple[int, int, int], float]:
+    """Seconds of one microbatch of one layer, full recompute in it, by (hidden, tensor degree, microbatch): the slope
+    of a step over the number of microbatches, without pipeline, over the number of layers."""
+    steps: dict[tuple[int, int, int], dict[int, dict[int, list[tuple[int, float]]]]] = {}
+    for r in runs:
+        if r.pp == 1:
+            of_shape = steps.setdefault((r.hidden, r.tp, r.microbatch), {})
+            of_shape.setdefault(r.layers, {}).setdefault(r.dp, []).append(
+                (r.batch // r.dp // r.microbatch, r.measured_s)
+            )
+    found = {}
+    for shape, by_layers in steps.items():
+        slopes = {}
+        for layers, by_dp in by_layers.items():
+            points = sorted(max(by_dp.values(), key=len))
+            if len(points) > 1:
+                slopes[layers] = (points[-1][1] - points[0][1]) / (points[-1][0] - points[0][0])
+        if len(slopes) > 1:
+            few, many = min(slopes), max(slopes)
+            found[shape] = (slopes[many] - slopes[few]) / (many - few)
     return found
 
 

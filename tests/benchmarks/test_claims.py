@@ -33,6 +33,9 @@ MODELS = {(f"a:{number}", case): "equal" for number in range(45) for case in ("p
 ALONE = {"peak over budget": 0.9, "first losses apart": 0.0, "last loss over the first": 0.5, "last apart": 0.01}
 EDITED = {"refused": 100, "rescored": 25, "commands": 31}
 EDITS = {(name, framework): EDITED for name in "abcd" for framework in ("torch", "jax")}
+ERRORS = {"one node": 0.064, "held out": 0.059, "22B to 1T": 0.01, "T4": 0.06, "T4 ranks": 0.97, "large": 0.04}
+WITHOUT = {str(constant): ERRORS for constant in range(28)}
+ORIGINS = dict.fromkeys(WITHOUT, "Fitted: on a table")
 JUDGED: dict[str, tuple[Callable[[], Claims], list[Callable[[], Claims]]]] = {
     "edited_plans": (
         lambda: claims.edited_plans(EDITS),
@@ -265,6 +268,20 @@ JUDGED: dict[str, tuple[Callable[[], Claims], list[Callable[[], Claims]]]] = {
             lambda: claims.large_runs({str(run): (NAN, NAN) for run in range(9)}),
             lambda: claims.large_runs({str(run): (0.0, 0.0) for run in range(8)}),
             lambda: claims.large_runs({}),
+        ],
+    ),
+    "constants": (
+        lambda: claims.constants(ERRORS, WITHOUT, ORIGINS),
+        [
+            lambda: claims.constants(ERRORS | {"one node": 0.07}, WITHOUT, ORIGINS),
+            lambda: claims.constants(ERRORS | {"held out": 0.07}, WITHOUT, ORIGINS),
+            lambda: claims.constants(ERRORS | {"22B to 1T": NAN}, WITHOUT, ORIGINS),
+            lambda: claims.constants(ERRORS | {"T4 ranks": 0.94}, WITHOUT, ORIGINS),
+            lambda: claims.constants(ERRORS | {"large": NAN}, WITHOUT, ORIGINS),
+            lambda: claims.constants({}, WITHOUT, ORIGINS),
+            lambda: claims.constants(ERRORS, WITHOUT | {"0": {"T4": NAN}}, ORIGINS),
+            lambda: claims.constants(ERRORS, WITHOUT, ORIGINS | {"0": "a good guess"}),
+            lambda: claims.constants(ERRORS, {}, ORIGINS),
         ],
     ),
     "sharding_levels": (

@@ -17,7 +17,7 @@ FUSED_ATTENTION_EFFICIENCY = 0.75
 FlashAttention-2 (arXiv 2307.08691, section 4.1) reaches 50 to 73% of an A100's peak, where large products reach about
 80%."""
 
-BACKWARD_DISPATCH = 1.55
+BACKWARD_DISPATCH = 1.57
 """The host's time to issue a backward pass, as a multiple of that for a forward pass. Fitted:
 benchmarks/fit_cost_model.py."""
 
@@ -26,9 +26,13 @@ EAGER_OP_DISPATCH = 0.25
 autograd function take longer. Measured: forward and backward of five tiny models on a CPU by least squares
 (`benchmarks/host_time.py`)."""
 
-OVERLAP_POWER = 2.32
+OVERLAP_POWER = 2.99
 """The sharpness with which the slower of host and device decides: (host^p + device^p)^(1/p). Some kernels of a unit are
 waited for and others queue, so near equality both count. Fitted: benchmarks/fit_cost_model.py."""
+
+COLLECTIVE_DISPATCH = 0.37
+"""The host's time to issue an all-reduce, as a share of that for a product; half of that for each of a gather and a
+scatter. Fitted: benchmarks/fit_cost_model.py."""
 
 SLOWED_BY_COLLECTIVE = 0.25
 """The time by which a collective slows the products beside it, as a share of the collective's time. Prior: NCCL takes
@@ -152,9 +156,12 @@ def unit_cost(
     is_eager = execution.kernels == "eager"
     kernels = work.eager_kernels if is_eager else work.kernels
     vector_bytes = work.eager_bytes if is_eager else work.vector_bytes
-    launches = kernels * device.kernel_launch_s
     bandwidth = vector_bandwidth(device, execution)
     vector = vector_bytes / bandwidth
+    if execution.kernels == "fused":
+        kernels += work.op_by_op_kernels
+        vector += work.op_by_op_bytes / (device.memory_bandwidth_bytes_per_s * device.memory_efficiency)
+    launches = kernels * device.kernel_launch_s
     forward += vector + launches
     input_grad += 2 * vector + launches
     weight_grad += launches + gradient_bytes / (device.memory_bandwidth_bytes_per_s * device.memory_efficiency)
@@ -168,7 +175,8 @@ def unit_cost(
         slowed = hidden * SLOWED_BY_COLLECTIVE
         forward, input_grad, collective = forward + ahead, input_grad + back + slowed, ahead + back
         input_grad += sum(map(collective_s, work.backward_gathered)) * SLOWED_BY_COLLECTIVE
-        issued += sum(0.5 if c.kind == "all_reduce" else 0.25 for c in (*work.forward_moved, *work.backward_moved))
+        moved = (*work.forward_moved, *work.backward_moved)
+        issued += sum(COLLECTIVE_DISPATCH * (1.0 if c.kind == "all_reduce" else 0.5) for c in moved)
     host = issued * device.dispatched_s * execution.dispatch_share
     forward = _overlapped(forward, host)
     backward = input_grad + weight_grad

@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import cached_property, partial
 
 from shardwright.core.cost.fp8_casts import casts
+from shardwright.core.cost.handwritten_kernels import loss_ops, softmax_op_by_op
 from shardwright.core.cost.op_shards import Pieces
 from shardwright.core.cost.opaque_flops import most_flops, result_of
 from shardwright.core.cost.value_flow import ValueFlow
@@ -294,6 +295,8 @@ class _UnitCount:
         """Op → the bytes that it takes for a while in the forward and in the backward pass, beside what it reads."""
         self.vector_bytes = self.vector_again = 0
         self.eager_bytes = self.eager_again = self.eager_kernels = 0
+        self.loss_ops = loss_ops(counter.graph, self.ops, _ALONE_KINDS)
+        self.op_by_op_bytes = self.op_by_op_kernels = self.loss_kernels = 0
         self.kept: dict[int, int] = {}
         self.kept_by: dict[int, list[int]] = {}
         self.mask_bytes: dict[int, int] = {}
@@ -351,6 +354,13 @@ class _UnitCount:
                 self.eager_kernels += 1
                 self.eager_bytes += whole
                 self.eager_again += whole if is_again else 0
+                if index in self.loss_ops:
+                    self.op_by_op_bytes += whole - moved
+                    self.loss_kernels += 1
+                elif op.kind == "softmax" and self.counter.kept.is_attention_score(op.outputs[0]):
+                    size, kernels = softmax_op_by_op(graph, op, self.batch, self.cut.of_labels(index, op))
+                    self.op_by_op_bytes += size
+                    self.op_by_op_kernels += kernels
 
     def _in_fp8(self, index: int, product: Product) -> Product:
         """A product computed in fp8, with its casts. The scale of an operand that several ranks share is that of the
@@ -475,4 +485,6 @@ class _UnitCount:
             eager_bytes=self.eager_bytes,
             eager_selective_bytes=self.eager_again,
             eager_kernels=len(self.products) + self.eager_kernels,
+            op_by_op_bytes=self.op_by_op_bytes,
+            op_by_op_kernels=self.op_by_op_kernels + max(0, self.loss_kernels - 1),  # one is among `chains`
         )

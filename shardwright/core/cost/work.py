@@ -115,6 +115,11 @@ class UnitWork:
     """The same of what selective recompute runs once more."""
     eager_kernels: int = 0
     """The number of products, and of ops that are kernels of their own."""
+    op_by_op_bytes: int = 0
+    """Memory traffic in the forward pass beside ``vector_bytes`` where kernels are written by hand for the chains of a
+    layer, of the ops that none of them takes (`cost.handwritten_kernels`)."""
+    op_by_op_kernels: int = 0
+    """Kernels of such ops beside ``kernels``."""
 
     @property
     def forward_flops(self) -> int:
