@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.distributed._tools.mem_tracker import MemTracker, get_untyped_storages
 
-from shardwright.backends.torch.memory.host_store import is_in_file
+from shardwright.backends.torch.machine.host_store import is_in_file
 
 
 class _NoModules:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import shardwright as sw
-from shardwright.backends.torch.memory.host_store import MappedFile, is_in_file
+from shardwright.backends.torch.machine.host_store import MappedFile, is_in_file
 from shardwright.core.errors import MissingCapabilityError, PlanError, ShardwrightError
 from shardwright.torch.config import read_config
 from tests.comparison import Comparison

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardwright.backends.torch.memory.host_store import MappedFile, store_of
+from shardwright.backends.torch.machine.host_store import MappedFile, store_of
 from shardwright.backends.torch.memory.offload import Offload
 from shardwright.core.errors import MissingCapabilityError, ShardwrightError
 from tests.comparison import Comparison
@@ -139,7 +139,7 @@ def test_a_full_disk_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("shardwright.backends.torch.memory.host_store._allocate", full)
+    monkeypatch.setattr("shardwright.backends.torch.machine.host_store._allocate", full)
     with pytest.raises(ShardwrightError, match=r"No space left on device.*set TMPDIR.*less on the host"):
         MappedFile().send(torch.zeros(5000).untyped_storage())
 

@@ -18,7 +18,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import shardwright.torch as sw
 from benchmarks.tracked import held_by, tracking
-from shardwright.backends.torch.memory.host_store import is_in_file
+from shardwright.backends.torch.machine.host_store import is_in_file
 from tests.comparison import Comparison
 
 STEPS = 3

@@ -17,7 +17,8 @@ from tp_models import batch, build
 import shardwright as core
 import shardwright.torch as sw
 from benchmarks.tracked import held_by, tracking
-from shardwright.backends.torch.memory import host_store, offload
+from shardwright.backends.torch.machine import host_store
+from shardwright.backends.torch.memory import offload
 from tests.comparison import Comparison
 
 STEPS, MICROBATCHES = 3, 2

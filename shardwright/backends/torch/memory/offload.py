@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from shardwright.backends.torch.compat import StorageWeakRef
-from shardwright.backends.torch.memory.host_store import Away, store_of
+from shardwright.backends.torch.machine.host_store import Away, store_of
 from shardwright.backends.torch.program.program import Step
 from shardwright.backends.torch.program.stage_map import Call
 from shardwright.core.errors import MissingCapabilityError

@@ -20,8 +20,8 @@ from torch import nn
 from shardwright.backends.torch.capture.precision import step_dtype
 from shardwright.backends.torch.compat import all_gather_single
 from shardwright.backends.torch.machine.data_groups import DataGroups, real_entries
+from shardwright.backends.torch.machine.host_store import HostStore
 from shardwright.backends.torch.machine.watchdog import Watchdog
-from shardwright.backends.torch.memory.host_store import HostStore
 from shardwright.backends.torch.state.flat_layout import FlatLayout
 from shardwright.backends.torch.state.gradient_hook import dense_strides
 from shardwright.backends.torch.state.ownership import Ownership

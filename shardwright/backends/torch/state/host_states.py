@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from shardwright.backends.torch.memory.host_store import HostStore
+from shardwright.backends.torch.machine.host_store import HostStore
 from shardwright.backends.torch.state.elementwise import require_separate
 from shardwright.backends.torch.state.flat_shards import FlatShards
 

@@ -15,10 +15,10 @@ from shardwright.backends.torch.data_parallel.batch_norm import RunningStatistic
 from shardwright.backends.torch.data_parallel.gradients import Gradients
 from shardwright.backends.torch.machine.agreement import Agreement, Claim
 from shardwright.backends.torch.machine.data_groups import DataGroups
+from shardwright.backends.torch.machine.host_store import store_of
 from shardwright.backends.torch.machine.mesh import BoundMesh
 from shardwright.backends.torch.machine.watchdog import Watchdog
 from shardwright.backends.torch.memory.fp8_linear import compute_in_fp8, require_fp8
-from shardwright.backends.torch.memory.host_store import store_of
 from shardwright.backends.torch.memory.residency import Residency
 from shardwright.backends.torch.pipeline.action_times import Recorder
 from shardwright.backends.torch.pipeline.sentinels import Sentinel
