@@ -138,6 +138,7 @@ def main() -> int:
         [
             *_head(origins, list(base)),
             *rows,
+            *_missed(judge.runs),
             *_tail(origins),
             f"Whole benchmark: {time.perf_counter() - started:.0f} s.",
         ]
