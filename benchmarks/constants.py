@@ -138,6 +138,7 @@ def main() -> int:
         [
             *_head(origins, list(base)),
             *rows,
+            *_missed(judge.runs),
             *_tail(origins),
             f"Whole benchmark: {time.perf_counter() - started:.0f} s.",
         ]
@@ -335,7 +336,8 @@ def _missed(runs: Sequence[Run]) -> list[str]:
         "",
         f"The steps of the first table are composed of {len(times)} layer times, each read off it here, and of as many "
         f"heads. In {len(odd)} of {len(pairs)} cases a layer takes less time with twice the samples, although its work "
-        "doubles. No mechanism here says so, and the choice between plans that lie close hangs on it:",
+        "doubles. Of one sample at tp 8 the softmax says why (`SOFTMAX_OPS`); of the others no mechanism here does, "
+        "and the choice between plans that lie close hangs on them:",
         "",
         *(
             f"- width {hidden}, tp {tp}: {times[hidden, tp, samples] * 1e3:.2f} ms of {samples} samples, "

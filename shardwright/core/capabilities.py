@@ -100,6 +100,12 @@ class Capabilities:
                 f"runtime of this version does not do: plan again without offload=True"
             )
 
+    def lack_of_host(self, offloaded_units: Sequence[int], offload_states: str) -> str | None:
+        """What lies on the host that the runtime does not keep there, as a user would pin it, or None."""
+        if offloaded_units and not self.offload:
+            return "offload=True"
+        return None if offload_states in ("none", *self.states_on_host) else f"offload_states={offload_states!r}"
+
     def require_states(self, offload_states: str) -> None:
         """Raise MissingCapabilityError for state on the host where the runtime keeps none there."""
         if offload_states not in ("none", *self.states_on_host):

@@ -48,6 +48,9 @@ class Execution:
     """The entries of one bucket of gradients; 0: those of one unit."""
     by_parameter: bool = False
     """Whether each parameter is gathered, and its gradient scattered, by itself; else a unit's travel together."""
+    takes_all_ops: bool = False
+    """Whether kernels written by hand are there for every op; else the loss, and a softmax of few heads, run op by op
+    (`core.cost.handwritten_kernels`)."""
     bandwidth_share: Annotated[float, Gt(0), Le(1)] = 1.0
     """The share of a data group's bandwidth that gathers and scatters of sharded parameters reach."""
 
@@ -60,8 +63,9 @@ class Execution:
         return COMPILED_DISPATCH if self.kernels == "compiled" else 1.0
 
 
-PLAIN = Execution("plain", "1", tensor_chunks=1)
-"""Kernels fused by hand, and no traffic hidden but messages between stages."""
+PLAIN = Execution("plain", "1", tensor_chunks=1, takes_all_ops=True)
+"""Kernels fused by hand, of all ops, as the graphs of twins have the same ops in other parts; and no traffic hidden but
+messages between stages."""
 
 SYSTEMS: dict[str, Execution] = {
     found.system: found

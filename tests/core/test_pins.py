@@ -158,7 +158,8 @@ def test_plans_keep_pins_of_one_unit_apart_from_its_class() -> None:
     found = plan.parameter_layouts("toy")
     assert found["h.1.fc"].is_replicated
     assert found["h.0.fc"].on("tp") == Split(0)
-    assert {slot for slot, _ in plan.decision.layouts if slot.startswith("@")} == {"@2/w2", "@2/w3"}
+    weights = {slot for slot, _ in plan.decision.layouts if slot.startswith("@") and "/w" in slot}
+    assert weights == {"@2/w2", "@2/w3"}  # values between them lie as is fastest on the cluster
     assert plan.predicted.peak_memory_bytes[0] > planned(None).predicted.peak_memory_bytes[0]
 
 

@@ -45,6 +45,8 @@ def require_same(result: dict[str, Any], case: str) -> None:
     Comparison.of_ranks(result["same"]).require("losses", "gradients", "weights")
     assert ("W" in result["kinds"]) == (schedule in ("zb-h1", "zbv", "dualpipev"))
     assert result["shard"] == int(shard)
+    if schedule == "zb-h1":  # the four products of each of two blocks, in columns and in rows
+        assert result["put off"] >= 8
     asked = {"mixed": {"full", "offload"}, "offloaded": {"offload"}}.get(policy, {policy})
     assert asked <= {mode for modes in result["modes"] for mode in modes}
     if policy == "mixed" and virtual == "1":

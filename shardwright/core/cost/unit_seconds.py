@@ -158,7 +158,7 @@ def unit_cost(
     vector_bytes = work.eager_bytes if is_eager else work.vector_bytes
     bandwidth = vector_bandwidth(device, execution)
     vector = vector_bytes / bandwidth
-    if execution.kernels == "fused":
+    if execution.kernels == "fused" and not execution.takes_all_ops:
         kernels += work.op_by_op_kernels
         vector += work.op_by_op_bytes / (device.memory_bandwidth_bytes_per_s * device.memory_efficiency)
     launches = kernels * device.kernel_launch_s

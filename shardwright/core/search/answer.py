@@ -197,6 +197,7 @@ def not_carried_out(decision: Decision, runtimes: Sequence[Capabilities]) -> str
     lacks = {
         runtime.framework: runtime.lack(recompute=d.recompute, shard=d.shard, shard_group=d.shard_group, dp=d.dp)
         or runtime.lack_of_residency(d.shard, d.gathered_stages, d.reduce_after)
+        or runtime.lack_of_host(d.offloaded_units, d.offload_states)
         for runtime in runtimes
     }
     return "; ".join(f"{name}'s runtime does not carry out {lack}" for name, lack in lacks.items() if lack)

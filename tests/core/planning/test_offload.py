@@ -9,7 +9,7 @@ import pytest
 import shardwright as sw
 from shardwright.core.cluster.hardware import load_profile
 from shardwright.core.cost.unit_seconds import UnitCost
-from shardwright.core.errors import MissingCapabilityError, PlanError
+from shardwright.core.errors import MissingCapabilityError, PlanError, PlanWarning
 from shardwright.core.plan.decision import Decision
 from shardwright.core.plan.file import to_text
 from shardwright.core.plan.plan import Plan
@@ -231,7 +231,8 @@ def test_a_search_takes_the_host_where_states_have_no_room() -> None:
     state = whole.parameters_bytes + whole.gradients_bytes + whole.optimizer_bytes
     with pytest.raises(PlanError, match=r"most of it, .* is optimizer states"):
         sw.plan(GRAPH, devices(1, state // 2), **ALONE)
-    found = sw.plan(GRAPH, devices(1, state // 2), **ALONE, offload=True)
+    with pytest.warns(PlanWarning, match="toy.s runtime does not carry out offload"):
+        found = sw.plan(GRAPH, devices(1, state // 2), **ALONE, offload=True)
     assert found.decision.offload_states != "none"
     assert max(found.predicted.peak_memory_bytes) <= state // 2
     with pytest.raises(PlanError, match="does not fit"):

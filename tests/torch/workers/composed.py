@@ -9,6 +9,8 @@ the logical tensors, and `reference` leaves its numbers for the launches.
 """
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from launched import leave
 
 import shardwright as core
 import shardwright.torch as sw
+from shardwright.backends.torch.memory import weight_gradients
 from tests.comparison import Comparison
 
 STEPS, DROPOUT, SAMPLES, LAYERS, DP = 3, 0.1, 16, 4, 2
@@ -79,6 +82,23 @@ def planned(case: str) -> core.Plan:
     )  # fmt: skip
 
 
+@contextmanager
+def noting_what_is_put_off() -> Iterator[list[int]]:
+    """The number of weight gradients that each W of this rank makes."""
+    found: list[int] = []
+    multiply = weight_gradients.Deferred.multiply
+
+    def noted(self: weight_gradients.Deferred) -> None:
+        found.append(len(self._factors))
+        multiply(self)
+
+    weight_gradients.Deferred.multiply = noted  # type: ignore[method-assign]
+    try:
+        yield found
+    finally:
+        weight_gradients.Deferred.multiply = multiply  # type: ignore[method-assign]
+
+
 def run(case: str, folder: Path, expected: dict[str, Any]) -> dict[str, Any]:
     path = folder / f"{case}.json"
     if dist.get_rank() == 0:
@@ -86,16 +106,20 @@ def run(case: str, folder: Path, expected: dict[str, Any]) -> dict[str, Any]:
     dist.barrier()
     sw.init(plan=str(path), wait_timeout_s=120.0)
     plan = core.Plan.load(path)
-    found = train((sw.rdp_rank(), DP))
+    with noting_what_is_put_off() as put_off:
+        found = train((sw.rdp_rank(), DP))
     same = Comparison(case).losses(found["losses"], expected["losses"], moving=1e-4)
     same.gradients(found["gradients"], expected["gradients"], part=True)
     same.values(found["state"], expected["state"], relative=0.0, absolute=1e-4, what="weights")
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, same.report())
+    fewest: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(fewest, min(put_off, default=0))
     kinds = {part.kind.value for order in plan.build_schedule().table for a in order for part in a.flat}
     sw.shutdown()
     modes = [[plan.unit_modes[unit] for unit in units] for units in plan.stage_units]
-    return {"same": every, "modes": modes, "kinds": sorted(kinds), "shard": plan.decision.shard}
+    return {"same": every, "modes": modes, "kinds": sorted(kinds), "shard": plan.decision.shard,
+            "put off": min(fewest)}  # fmt: skip
 
 
 def main() -> None:

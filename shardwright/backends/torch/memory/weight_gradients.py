@@ -243,8 +243,7 @@ class _Product(torch.autograd.Function):
         added = bias if bias is None else _cast(bias)[0]
         if not turned:
             return _linear(given, matrix, added)
-        assert added is not None
-        return _addmm(added, given, matrix)
+        return given @ matrix if added is None else _addmm(added, given, matrix)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
@@ -304,6 +303,16 @@ def addmm(*args: Any, **kwargs: Any) -> torch.Tensor:
         return _addmm(*args, **kwargs)
     bias, given, weight = args
     made: torch.Tensor = _Product.apply(_cast(given)[0], weight, bias, True)  # type: ignore[no-untyped-call]
+    return made
+
+
+def matrix_product(given: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The product of [rows, inputs] and a weight [inputs, outputs], as a linear layer's without a bias."""
+    puts_off = may_be_put_off() and _can_defer(given, weight)
+    adds = _adding and _is_large(weight) and _is_summed_in(weight, given) and _can_defer(given, weight)
+    if not (puts_off or adds):
+        return given @ weight
+    made: torch.Tensor = _Product.apply(_cast(given)[0], weight, None, True)  # type: ignore[no-untyped-call]
     return made
 
 

@@ -17,10 +17,20 @@ from shardwright.core.layout.placements import Partial, Replicate
 R = Replicate()
 
 
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """What `functional.linear` is when it runs: under a split backward one that puts its weight gradient off."""
+    return F.linear(x, weight, bias)
+
+
+def embedding(*args: Any, **kwargs: Any) -> torch.Tensor:
+    """What `functional.embedding` is when it runs, as `linear`."""
+    return F.embedding(*args, **kwargs)
+
+
 def flat_product(left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """The product […, k] · [k, n] (+ [n]), as one over flattened leading dims."""
     flat = left.reshape(-1, left.shape[-1])
-    made = flat @ right if bias is None else torch.addmm(bias, flat, right)
+    made = weight_gradients.matrix_product(flat, right) if bias is None else torch.addmm(bias, flat, right)
     return made.view(*left.shape[:-1], right.shape[-1])
 
 

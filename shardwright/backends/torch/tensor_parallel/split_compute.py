@@ -38,7 +38,7 @@ def dropout(call: Call) -> bool:
 
 @rule("linear")
 def linear(call: Call) -> bool:
-    return _product(call, F.linear)
+    return _product(call, columns.linear)
 
 
 @rule("addmm", "baddbmm", "addmv", "mm")
@@ -59,7 +59,7 @@ def _product(call: Call, product: Callable[..., Any]) -> bool:
     """Lower a product and its bias; in one kernel when nothing is converted in between."""
     source = call.lowering.source
     if _is_in_fp8(call):
-        return _product_in_fp8(call, is_turned=product is not F.linear)
+        return _product_in_fp8(call, is_turned=product is not columns.linear)
     if _columns(call, product):
         return True
     left, right = call.inputs(0)
@@ -67,7 +67,7 @@ def _product(call: Call, product: Callable[..., Any]) -> bool:
         call.give(0, 0, source.call(product, left, right))
         return True
     is_term = isinstance(call.pieces[0][1].signature.outputs[0], Partial)
-    in_one = product in (F.linear, columns.flat_product) and not call.converts_between and not is_term
+    in_one = product in (columns.linear, columns.flat_product) and not call.converts_between and not is_term
     if in_one and not _read_elsewhere(call):
         bias = call.lowering.operand(call.pieces[1][0].inputs[1], call.pieces[1][1].inputs[1])
         call.give(1, 0, source.call(product, left, right, bias))
@@ -104,7 +104,7 @@ def _columns(call: Call, product: Callable[..., Any]) -> bool:
     lowering = call.lowering
     (value, weight), hop = op.inputs, layout.inputs[0]
     held = lowering.layout.parameters
-    if product not in (F.linear, columns.flat_product) or value in held or weight not in held:
+    if product not in (columns.linear, columns.flat_product) or value in held or weight not in held:
         return False
     if hop.value != (R, R) or hop.gradient != (Partial("sum"), R) or not layout.inputs[1].is_idle:
         return False
@@ -251,7 +251,11 @@ def batch_norm(call: Call) -> bool:
 def embedding(call: Call) -> bool:
     layout = call.pieces[0][1]
     if layout.signature.need != "offset":
-        return as_recorded(call)
+        if call.site.function is not F.embedding:
+            return as_recorded(call)
+        args, kwargs = call.arguments(call.slots())
+        call.give_all(call.lowering.source.call(columns.embedding, *args, **kwargs))
+        return True
     weight, index = call.inputs(0)
     padding = call.argument("padding_idx", -1)
     by_frequency = bool(call.argument("scale_grad_by_freq", False))
