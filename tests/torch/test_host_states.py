@@ -62,7 +62,9 @@ def test_bad_input() -> None:
     with pytest.raises(PlanError, match=r"offload_states='optimizer' and shard=3: .*shard=2; leave out shard"):
         sw.plan(decoder(), sw.Cluster("cpu"), batch=4, offload_states="optimizer", shard=3)
     assert read_config({"offload_states": "optimizer", "shard_group": 2}).shard_level == 2
-    assert read_config({"offload_states": "parameters", "sharded_data_parallel_degree": 2}).shard_level == 3
+    assert (
+        read_config({"offload_states": "parameters", "sharded_data_parallel_degree": 2, "ddp": True}).shard_level == 3
+    )
 
 
 def test_jax_refuses_such_a_plan() -> None:
