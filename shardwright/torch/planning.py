@@ -14,7 +14,7 @@ from shardwright.backends.torch.program.stage_map import StageMap
 from shardwright.core.cluster.cluster import Cluster
 from shardwright.core.cluster.hardware import Device, load_profile
 from shardwright.core.cost.unit_work import PRECISION_BYTES
-from shardwright.core.errors import MissingCapabilityError, ShardwrightError
+from shardwright.core.errors import ShardwrightError
 from shardwright.core.model.graph import Graph
 from shardwright.core.plan.plan import Plan
 from shardwright.core.schedule import AUTO, Schedule, schedule_names
@@ -81,15 +81,7 @@ def plan_at_first_step(config: Config, bound: BoundMesh, model: nn.Module, graph
         starts = plan.decision.stage_starts
         plan = find(recompute="full", offloaded_units=plan.recomputed_units, stage_starts=starts,
                     activation_loading_horizon=config.activation_loading_horizon)  # fmt: skip
-    try:
-        stage_map = StageMap.of_plan(plan, config.schedule(plan.stage_costs()))
-    except MissingCapabilityError as error:
-        if recompute != "auto":
-            raise
-        raise MissingCapabilityError(
-            f"the model asks by checkpoints or marks to compute blocks again (switch that off, as by "
-            f"gradient_checkpointing_disable(), to go without): {error}"
-        ) from error
+    stage_map = StageMap.of_plan(plan, config.schedule(plan.stage_costs()))
     # On nodes of unlike numbers of ranks, which were planned as one, groups may lie evenly all the same.
     asks = config.hierarchical_gathers is not False and not bound.has_even_nodes
     return replace(stage_map, hierarchical=stage_map.hierarchical or asks)

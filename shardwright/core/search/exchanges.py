@@ -356,11 +356,18 @@ def _by_the_host(
     held = np.diff(table.range_elements[a, a + 1 : b + 1], prepend=0.0) if decision.shard == 3 else trained
     comes = held * max(width.parameter, PRECISION_BYTES["fp32"]) / rate
     goes = trained * width.gradient / rate
-    if decision.shard == 3:
-        found = zip(units, comes.tolist(), goes.tolist(), strict=True)
-        return tuple(replace(u, gather_s=u.gather_s + come, sum_s=u.sum_s + go) for u, come, go in found)
-    found = zip(units, comes.tolist(), goes.tolist(), strict=True)
-    return tuple(replace(u, update_gather_s=u.update_gather_s + come, sum_s=u.sum_s + go) for u, come, go in found)
+    found = []
+    for unit, come, go in zip(units, comes.tolist(), goes.tolist(), strict=True):
+        gathered = (come, 0.0) if decision.shard == 3 else (0.0, come)  # before each pass, or once a step
+        found.append(
+            replace(
+                unit,
+                gather_s=unit.gather_s + gathered[0],
+                update_gather_s=unit.update_gather_s + gathered[1],
+                sum_s=unit.sum_s + go,
+            )
+        )
+    return tuple(found)
 
 
 def _between(decision: Decision, rank: int) -> tuple[Between, ...]:

@@ -17,7 +17,7 @@ from typing import Any
 import models
 import torch
 import torch.distributed as dist
-from launched import leave
+from launched import leave, whole_gradients
 
 import shardwright as core
 import shardwright.torch as sw
@@ -60,12 +60,7 @@ def train(share: tuple[int, int]) -> dict[str, Any]:
         own = {key: tensor.chunk(share[1])[share[0]] for key, tensor in batch(step).items()}
         losses.append(float(train_step(model, own).all_reduce_mean()))
         if step == 0:
-            parts = model.runtime.split_model.parts
-            for key, parameter in sorted(model.local_named_parameters()):
-                gradient = None if parameter.grad is None else parameter.grad.clone()
-                if parts.is_part(key):
-                    gradient = parts.whole(key, torch.empty(0) if gradient is None else gradient)
-                gradients[key] = gradient
+            gradients = whole_gradients(model)
         optimizer.step()
     state = {key: value.clone() for key, value in model.state_dict().items()}
     return {"losses": losses, "gradients": gradients, "state": state}

@@ -11,6 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 
@@ -32,6 +33,17 @@ def leave(results: Any, out: str | Path) -> None:
     dist.barrier()  # no rank closes its connections while another still talks
     dist.destroy_process_group()
     gc.collect()  # a group that something still refers to keeps threads, which can abort an interpreter that ends
+
+
+def whole_gradients(model: Any) -> dict[str, Any]:
+    """The gradients of this rank's parameters, put together where it holds parts. Every rank calls this."""
+    parts, found = model.runtime.split_model.parts, {}
+    for name, parameter in sorted(model.local_named_parameters()):
+        gradient = None if parameter.grad is None else parameter.grad.clone()
+        if parts.is_part(name):
+            gradient = parts.whole(name, torch.empty(0) if gradient is None else gradient)
+        found[name] = gradient
+    return found
 
 
 def largest_share(model: Any) -> float:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from launched import largest_share, leave
+from launched import largest_share, leave, whole_gradients
 from tp_models import batch, build
 
 import shardwright.torch as sw
@@ -156,12 +156,7 @@ def train(name: str, keys: dict[str, Any], replicas: int, is_meta: bool = False)
             losses.append(float(train_step(model, own).all_reduce_mean()))
         if step == 0:
             held = max(before) if is_meta else 0
-            parts = model.runtime.split_model.parts
-            for key, parameter in sorted(model.local_named_parameters()):
-                gradient = None if parameter.grad is None else parameter.grad.clone()
-                if parts.is_part(key):
-                    gradient = parts.whole(key, torch.empty(0) if gradient is None else gradient)
-                gradients[key] = gradient
+            gradients = whole_gradients(model)
         norms.append(float(model.clip_grad_norm_(1.0)))
         optimizer.step()
     sizes = held_bytes(model, optimizer)
