@@ -26,6 +26,7 @@ from shardwright.core.search.bounds import Bounds
 from shardwright.core.search.exchanges import Held
 from shardwright.core.search.predict import largest_unit
 from shardwright.core.search.space import Pipelining, Policy, Shape, splits_backward
+from shardwright.core.tables.backward_halves import halves_of
 from shardwright.core.tables.rank_tables import RankTables
 from shardwright.core.tables.unit_table import UnitTable
 
@@ -179,9 +180,10 @@ class Recut:
 
     def _working(self, table: UnitTable) -> Matrix:
         """What the passes of a stage hold for a while, the halves of its backward among them where it is split."""
-        if not (table.knows_halves and splits_backward(self.pipelining.schedule, self.pipelining.virtual_stages)):
+        halves = halves_of(table)
+        if not (halves.is_known and splits_backward(self.pipelining.schedule, self.pipelining.virtual_stages)):
             return table.range_working
-        found: Matrix = np.maximum(table.range_working, table.range_input_grad_working)
+        found: Matrix = np.maximum(table.range_working, halves.range_input_grad_working)
         return found
 
     @cached_property
@@ -190,7 +192,7 @@ class Recut:
         (ranks, cuts)."""
         crossing = np.array([0, *self.ranked.tables[0].boundary_bytes[1:], 0])
         kept = self._by_stage(self.cuts, "kept", lambda table: table.range_kept)
-        freed = self._by_stage(self.cuts, "freed", lambda t: t.range_freed_by_input_grad - t.range_between)
+        freed = self._by_stage(self.cuts, "freed", lambda t: halves_of(t).range_freed - halves_of(t).range_between)
         working = self._by_stage(self.cuts, "working", self._working)
         no_range = np.zeros((len(crossing), len(crossing)))
         before = self._by_stage(self.cuts, "before", lambda _: no_range + crossing[:, None])

@@ -14,6 +14,7 @@ from shardwright.core.schedule import Schedule
 from shardwright.core.schedule.actions import Action, Kind
 from shardwright.core.schedule.named_schedule import named_schedule
 from shardwright.core.schedule.passes.sharding import insert_residency
+from shardwright.core.tables.backward_halves import halves_of
 from shardwright.core.tables.gathered_units import stage_passes
 from shardwright.core.tables.memory_request import MemoryRequest
 from shardwright.core.tables.rank_tables import RankTables
@@ -108,7 +109,7 @@ def _stages(
             shard=shard,
             under_way=passes.under_way if request.reduces_each else int(largest * share),
             passing=passes.forward - memory.activations,
-            input_grad=int((passes.by_unit + table.left_behind(a, b)).max()) - memory.activations,
+            input_grad=int((passes.by_unit + halves_of(table).left_behind(a, b)).max()) - memory.activations,
             weighing=passes.weighing,
             tail=passes.tail - memory.activations,
             first_backward=first_backward - memory.activations,

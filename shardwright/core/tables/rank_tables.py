@@ -16,6 +16,7 @@ from shardwright.core.errors import PlanError
 from shardwright.core.partition.exact import Matrix, may_be_cut, min_max_cut, spread_cut
 from shardwright.core.schedule import StageCosts
 from shardwright.core.schedule.messages_under_way import UnderWay
+from shardwright.core.tables.backward_halves import halves_of
 from shardwright.core.tables.gathered_units import content_number, stage_passes, staying_bytes
 from shardwright.core.tables.memory import MemoryUse, collectives_s
 from shardwright.core.tables.memory_request import MemoryRequest
@@ -457,7 +458,7 @@ class RankTables:
     def _stage_costs(self, starts: tuple[int, ...], placement: tuple[int, ...]) -> StageCosts:
         stages = list(zip([self.tables[rank] for rank in placement], self.ends(starts), strict=True))
         kept = tuple(int(table.range_kept[ends]) for table, ends in stages)
-        freed = tuple(max(0, int(table.range_freed_by_input_grad[ends])) for table, ends in stages)
+        freed = tuple(max(0, int(halves_of(table).range_freed[ends])) for table, ends in stages)
         times = self.stage_seconds(starts, placement)
         return replace(times, activation_bytes=kept, freed_by_input_grad_bytes=freed)
 
@@ -478,17 +479,17 @@ class RankTables:
         """The bytes of activations of one microbatch on every stage, and those that the input gradient of a split
         backward frees of them; negative where it makes more for the weight gradient than it frees."""
         ends = [(self.tables[rank], ends) for rank, ends in zip(placement, self.ends(starts), strict=True)]
-        freed = (table.range_freed_by_input_grad[at] - table.range_between[at] for table, at in ends)
+        freed = (halves_of(table).range_freed[at] - halves_of(table).range_between[at] for table, at in ends)
         return tuple(int(table.range_kept[at]) for table, at in ends), tuple(map(int, freed))
 
     def input_grads(self, starts: Sequence[int], placement: Sequence[int]) -> list[int]:
         """The bytes by which an input gradient of every rank holds more for a while than its other passes do."""
         found = [0] * self.ranks
         for rank, at in zip(placement, self.ends(starts), strict=True):
-            table = self.tables[rank]
-            if table.knows_halves:
-                own = max(int(table.range_input_grad_working[at]), table.weight_grad_working(*at))
-                found[rank] = max(found[rank], own - int(table.range_working[at]))
+            halves = halves_of(self.tables[rank])
+            if halves.is_known:
+                own = max(int(halves.range_input_grad_working[at]), halves.weight_grad_working(*at))
+                found[rank] = max(found[rank], own - int(self.tables[rank].range_working[at]))
         return found
 
     def work(self, starts: Sequence[int], placement: Sequence[int]) -> list["RankWork"]:

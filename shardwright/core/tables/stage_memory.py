@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwright.core.schedule.peak_memory import StageMemory
+from shardwright.core.tables.backward_halves import BackwardHalves, halves_of
 from shardwright.core.tables.unit_table import UnitTable
 
 
@@ -61,33 +62,33 @@ def _stage_memory(
 ) -> StageMemory:
     """The memory of one stage. ``before`` are other stages whose first backward comes before its own."""
     first, end = units
-    made = table.trained_from(first, end, before) * gradient_width
+    made, halves = table.trained_from(first, end, before) * gradient_width, halves_of(table)
     return StageMemory(
         activations=int(table.range_kept[first, end]),
         working=int(table.range_working[first, end]),
         gradients=int(made[0]),
         first_backward=int((backward_passes(table, units) + made).max()),
-        freed_by_input_grad=int(table.range_freed_by_input_grad[first, end] - table.range_between[first, end]),
-        **_halves(table, units, before, made),
+        freed_by_input_grad=int(halves.range_freed[first, end] - halves.range_between[first, end]),
+        **_halves(halves, units, before, made),
     )
 
 
 def _halves(
-    table: UnitTable, units: tuple[int, int], before: Sequence[tuple[int, int]], made: NDArray[np.float64]
+    halves: BackwardHalves, units: tuple[int, int], before: Sequence[tuple[int, int]], made: NDArray[np.float64]
 ) -> dict[str, int]:
     """What the halves of a split backward hold for a while, where it is known; ``made`` are the gradients of each unit
     and of those behind it."""
-    if not table.knows_halves:
+    if not halves.is_known:
         return {}
-    first, end = units
-    passes = table.weight_grad_passes(first, end)
+    (first, end), table = units, halves.table
+    passes = halves.weight_grad_passes(first, end)
     for tie in table.ties:  # the gradient of one use is added to that of another, which was made before
         here = [user for user in tie.users if first <= user < end]
         others = any(a <= user < b for user in tie.users for a, b in before)
         for user in here if others else here[:-1]:
             passes[user - first] += table.units[user].weight_grad_bytes
     return {
-        "input_grad": int(table.range_input_grad_working[units]),
-        "weight_grad": table.weight_grad_working(first, end),
+        "input_grad": int(halves.range_input_grad_working[units]),
+        "weight_grad": halves.weight_grad_working(first, end),
         "first_weight_grad": int((passes + made).max()),
     }

@@ -14,6 +14,7 @@ from shardwright.core.errors import PlanError
 from shardwright.core.schedule import Action
 from shardwright.core.schedule.peak_memory import StageMemory, peak_below_sum, peak_live
 from shardwright.core.search.bounds import SMALL_SHARE
+from shardwright.core.tables.backward_halves import halves_of
 from shardwright.core.tables.cost_tables import CostTables, Place
 from shardwright.core.tables.memory import MemoryUse
 from shardwright.core.tables.memory_request import MANY, MemoryRequest
@@ -168,7 +169,7 @@ def test_activations_are_those_of_the_walk_under_every_split_schedule(schedule: 
     )
     ends = list(zip(starts, (*starts[1:], len(table.units)), strict=True))
     sizes = [int(table.range_kept[a, b]) for a, b in ends]
-    freed = [int(table.range_freed_by_input_grad[a, b]) for a, b in ends]
+    freed = [int(halves_of(table).range_freed[a, b]) for a, b in ends]
     assert any(freed)
     peaks = [peak_live(order, sizes, freed) for order in plan.build_schedule().table]
     assert [use.activations_bytes for use in plan.predicted.memory_by_stage_rank] == peaks
