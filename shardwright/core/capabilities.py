@@ -4,6 +4,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from shardwright.core.errors import MissingCapabilityError, ShardwrightError
+from shardwright.core.values.recompute_modes import kind_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,7 @@ class Capabilities:
 
     def lack(self, *, recompute: str, shard: int, shard_group: int | None, dp: int) -> str | None:
         """The part of a memory policy that the runtime lacks, as a user would pin it, or None."""
-        if recompute not in self.recomputes:
+        if kind_of(recompute) not in self.recomputes:
             return f"recompute={recompute!r}"
         if shard not in self.shard_levels:
             return f"shard={shard}"

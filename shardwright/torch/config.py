@@ -17,6 +17,7 @@ from shardwright.core.schedule.action_table import has_any
 from shardwright.core.schedule.actions import SHARDING
 from shardwright.core.schedule.checks import require_runnable
 from shardwright.core.schedule.passes.sharding import ReduceAfter, insert_residency
+from shardwright.core.values.recompute_modes import names_products
 from shardwright.core.values.step_line import require_every
 
 _ALIASES = {"partitions": "pipeline_parallel_degree", "sdp_hierarchical_allgather": "hierarchical_gathers"}
@@ -46,7 +47,10 @@ _COUNTS = (
     "sharded_data_parallel_degree", "activation_loading_horizon",
 )  # fmt: skip
 _CHOICES: dict[str, tuple[tuple[str | None, ...], str]] = {
-    "recompute": (("none", "elementwise", "alternate", "full"), "'none', 'elementwise', 'alternate' or 'full'"),
+    "recompute": (
+        ("none", "elementwise", "alternate", "products", "full"),
+        "'none', 'elementwise', 'alternate', 'products', 'products:MODULE,…' or 'full'",
+    ),
     "loss_scope": ((None, "replica", "global"), "'replica' or 'global'"),
     "nonfinite": (("warn", "error", "ignore"), "'warn', 'error' or 'ignore'"),
     "debug": ((None, "numerics"), "'numerics', or None"),
@@ -67,7 +71,8 @@ class Config:
         pipeline_mode: "recorded" runs the step body once and replays it; "messages" runs it as a program whose control
             flow may depend on values, and calls modules where they are; "auto" takes messages where recording fails.
         recompute: "full" runs the forward of repeated blocks again in the backward pass; "elementwise" all but their
-            products and attention, "alternate" these and every second product.
+            products and attention, "alternate" these and every second product; "products" all but the products of as
+            many modules as memory has room for, and "products:attn.c_attn,mlp.c_fc" but for those of these modules.
         offload_activations: whether the activations of the blocks that ``recompute="full"`` would run again are on the
             host between forward and backward instead; not with ``recompute``.
         activation_loading_horizon: the number of these blocks whose activations are on their way back ahead of the one
@@ -136,7 +141,7 @@ class Config:
     ddp_dist_backend: str = "auto"
     placement_strategy: str = "PDT"
     cluster: str | None = None
-    recompute: Literal["none", "elementwise", "alternate", "full"] = "none"
+    recompute: str = "none"
     offload_activations: bool = False
     activation_loading_horizon: int = 1
     offload_states: OffloadStates = "none"
@@ -187,8 +192,9 @@ class Config:
             hint = nearest(str(self.pipeline), (*schedule_names(), AUTO))
             raise ShardwrightError(f"pipeline={self.pipeline!r} is no schedule: {hint}")
         for name, (known, said) in _CHOICES.items():
-            if getattr(self, name) not in known:
-                raise ShardwrightError(f"{name}={getattr(self, name)!r}: expected {said}")
+            value = getattr(self, name)
+            if value not in known and not (name == "recompute" and names_products(str(value))):
+                raise ShardwrightError(f"{name}={value!r}: expected {said}")
         if not isinstance(self.compile, bool):
             backends = torch.compiler.list_backends(exclude_tags=())
             if self.compile not in backends:

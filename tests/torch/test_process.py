@@ -241,7 +241,11 @@ def test_meshes_share_their_process_groups() -> None:
         ({"pipeline": ["1f1b"]}, "is no schedule"),
         ({"placement_strategy": 7}, "placement_strategy=7: expected text"),
         ({"cluster": 7}, "cluster=7: expected the name of a hardware profile"),
-        ({"recompute": ["full"]}, "expected 'none', 'elementwise', 'alternate' or 'full'"),
+        (
+            {"recompute": ["full"]},
+            "expected 'none', 'elementwise', 'alternate', 'products', 'products:MODULE,…' or 'full'",
+        ),
+        ({"recompute": "products:a, b"}, "recompute='products:a, b': expected"),
         ({"compile": 7}, "expected True, False or a backend"),
         ({"layouts": [(".*", sw.Layout.of({"tp": sw.Split(0)}))]}, "tensor_parallel_degree=1 has no axis for layouts"),
         ({7: 1}, "init knows no key 7"),

@@ -7,6 +7,7 @@ from shardwright.core.cluster.groups import Group
 from shardwright.core.cluster.hardware.device import Device
 from shardwright.core.cost.fp8_casts import FORWARD_KERNELS, INPUT_GRAD_KERNELS, ISSUED, WEIGHT_GRAD_KERNELS
 from shardwright.core.cost.matrix_products import product_s
+from shardwright.core.cost.results_kept import NOTHING, ByOp, KeptResult
 from shardwright.core.cost.work import Collective, Product, UnitWork
 from shardwright.core.cost.working_memory import PhaseBytes
 from shardwright.core.errors import ClusterError, nearest
@@ -37,15 +38,6 @@ scatter. Fitted: benchmarks/fit_cost_model.py."""
 SLOWED_BY_COLLECTIVE = 0.25
 """The time by which a collective slows the products beside it, as a share of the collective's time. Prior: NCCL takes
 up to 24 of an A100's 108 multiprocessors while it runs."""
-
-
-@dataclass(frozen=True, slots=True)
-class ByOp:
-    """A unit of which products are kept op by op."""
-
-    saved_bytes: int
-    again_s: float
-    """Seconds that computing the rest again adds to the backward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +91,8 @@ class UnitCost:
     """Seconds of tensor-axis communication that products hide, beside ``collective_s``."""
     parameter_tensors: int = 0
     """The number of the parameters."""
-    by_op: tuple[ByOp, ...] = ()
-    """Where all but products is computed again, and where every second product is too."""
+    by_op: ByOp = NOTHING
+    """What is kept and computed again where results of products are kept op by op."""
 
     def in_one_program(self) -> "UnitCost":
         """The same unit in a step that is one compiled program."""
@@ -216,12 +208,16 @@ def unit_cost(
         phases=work.phases,
         collective_hidden_s=hidden,
         parameter_tensors=parameter_tensors,
-        by_op=(
-            ByOp(min(work.kept_products_bytes[0] + scores, whole), vector + launches),
-            ByOp(
-                min(work.kept_products_bytes[1] + scores, whole),
-                vector + launches + sum(_product_times(p, device, precision)[0] for p in work.alternate_products),
+        by_op=ByOp(
+            work.beside_results_bytes,
+            vector + launches,
+            tuple(
+                KeptResult(
+                    each.module, each.is_plain, each.size_bytes, _product_times(each.product, device, precision)[0]
+                )
+                for each in work.results
             ),
+            scores,
         ),
     )
 

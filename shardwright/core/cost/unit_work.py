@@ -15,10 +15,10 @@ from shardwright.core.cost.handwritten_kernels import loss_ops, softmax_op_by_op
 from shardwright.core.cost.op_shards import Pieces
 from shardwright.core.cost.opaque_flops import most_flops, result_of
 from shardwright.core.cost.value_flow import ValueFlow
-from shardwright.core.cost.work import Collective, Product, UnitWork
+from shardwright.core.cost.work import Collective, Product, Result, UnitWork
 from shardwright.core.cost.working_memory import LiveBytes, PhaseBytes
 from shardwright.core.layout.unit_layouts import Link, RealisedUnit, Step
-from shardwright.core.model.fold import Unit, fold
+from shardwright.core.model.fold import Unit, fold, module_inside
 from shardwright.core.model.fp8_products import Fp8Products, fp8_products
 from shardwright.core.model.graph import ITEM_BYTES, Graph, Op
 from shardwright.core.model.op_memory import at
@@ -285,8 +285,8 @@ class _UnitCount:
         self.made_here = {t: i for i in self.ops for t in counter.graph.ops[i].outputs}
         self.products: list[Product] = []
         self.again: list[Product] = []
-        self.results: list[tuple[bool, int, int]] = []
-        """Whether each product is a plain one, the bytes of its result, and the memory of that."""
+        self.results: list[tuple[Result, int]] = []
+        """The result of each product, and the memory of that."""
         self.small: list[Collective] = []
         self.small_backward: list[Collective] = []
         self.fp8 = counter.fp8.ops if precision == "fp8" else {}
@@ -342,7 +342,8 @@ class _UnitCount:
             made = self.counter.product(op, self.batch, self.cut.of_labels(index, op), size)
             self.products.append(self._in_fp8(index, made) if index in self.fp8 else made)
             result = sum(self.held(index, len(op.inputs) + i) for i in range(len(op.outputs)))
-            self.results.append((op.kind == "contraction", result, self._root(op.outputs[0])))
+            made_by = Result(module_inside(graph, self.unit, op), op.kind == "contraction", result, self.products[-1])
+            self.results.append((made_by, self._root(op.outputs[0])))
             if is_again:
                 self.again.append(self.products[-1])
         elif op.kind not in FREE_KINDS:
@@ -449,12 +450,10 @@ class _UnitCount:
         put_off = counter.put_off(self.ops)
         forward, backward, gathered, at_the_end = moved
         entered = sum(self.size_bytes(t) // ways for t, ways in entering.items())
-        plain = [number for number, (is_plain, *_) in enumerate(self.results) if is_plain]
-        again = plain[1::2]
-        of_products = {root for *_, root in self.results}
+        of_products = {root for _, root in self.results}
         left_beside = sum(size for root, size in left.items() if root not in of_products)
-        kept_results = entered + left_beside + self.statistics + sum(size for _, size, _ in self.results)
-        not_kept = sum(size for _, size, root in (self.results[n] for n in again) if root not in left)
+        held_anyway = sum(made.size_bytes for made, root in self.results if root in left)
+        results = (replace(made, size_bytes=0) if root in left else made for made, root in self.results)
         return UnitWork(
             products=tuple(self.products),
             vector_bytes=self.vector_bytes,
@@ -479,9 +478,9 @@ class _UnitCount:
             weight_grad_bytes=counter.weight_grad_bytes(put_off, self.held),
             forward_beside_bytes=counter.live.forward_beside_kept(*held) if phases else passing,
             phases=phases,
-            kept_products_bytes=(kept_results, kept_results - not_kept),
+            beside_results_bytes=entered + left_beside + self.statistics + held_anyway,
+            results=tuple(results),
             unfused_scores_bytes=self.unfused_scores,
-            alternate_products=tuple(self.products[n] for n in again),
             eager_bytes=self.eager_bytes,
             eager_selective_bytes=self.eager_again,
             eager_kernels=len(self.products) + self.eager_kernels,

@@ -37,6 +37,19 @@ class Collective:
 
 
 @dataclass(frozen=True, slots=True)
+class Result:
+    """The result of a product or of attention, which may be kept where other values are computed again."""
+
+    module: str
+    """The path of the module that makes it, inside of the unit; "" for the unit's own."""
+    is_plain: bool
+    """Whether it is a matrix product, and not attention."""
+    size_bytes: int
+    """What keeping it takes on one rank; 0 where it is kept anyway."""
+    product: Product
+
+
+@dataclass(frozen=True, slots=True)
 class UnitWork:
     """The work of one microbatch of one unit on one rank of the tensor axis."""
 
@@ -96,9 +109,11 @@ class UnitWork:
     phases: tuple[PhaseBytes, ...] = ()
     """The bytes in the phases of the backward (`LiveBytes.backward_phases`), where the runtime gathers parameters and
     sums gradients call by call. Empty: not known."""
-    kept_products_bytes: tuple[int, int] = (0, 0)
-    """Bytes kept where everything but products and attention is computed again: what enters the unit, their results and
-    statistics; and where every second product is too."""
+    beside_results_bytes: int = 0
+    """Bytes kept beside results of products where everything else is computed again: what enters the unit, statistics
+    of attention, and what calls leave in objects."""
+    results: tuple[Result, ...] = ()
+    """The results of its products and attention, which may be kept then."""
     unfused_scores_bytes: int = 0
     """Bytes of the results of products that are kept beside those where an attention with dropout is no kernel of its
     own."""
@@ -107,8 +122,6 @@ class UnitWork:
     left_bytes: tuple[int, int] = (0, 0)
     """Bytes that calls leave in objects which they were given, such as a cache of keys and values; and those of them
     that are no results of products. Recomputed units hold the objects, as they are given them once more."""
-    alternate_products: tuple[Product, ...] = ()
-    """Every second product, without attention."""
     eager_bytes: int = 0
     """Memory traffic of everything beside the products in the forward pass where each op is a kernel of its own."""
     eager_selective_bytes: int = 0

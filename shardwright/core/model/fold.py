@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from shardwright.core.errors import CaptureError
 from shardwright.core.model.blocks import call_tree, find_blocks, parameter_tree
-from shardwright.core.model.graph import Graph
+from shardwright.core.model.graph import Graph, Op
 from shardwright.core.values.fields import Amount
 
 GLUE = "glue"
@@ -75,6 +75,15 @@ def fold(graph: Graph) -> Folded:
         fold_class = known.setdefault(_fingerprint(graph, first, end), len(known))
         units.append(Unit(index, first, end, fold_class, calls[index], tuple(used)))
     return Folded(graph, tuple(units))
+
+
+def module_inside(graph: Graph, unit: Unit, op: Op) -> str:
+    """The path, inside of a unit, of the module that runs an op; "" for the unit's own."""
+    path = graph.calls[op.call].path
+    for call in unit.calls:
+        if path == call.path or path.startswith(f"{call.path}."):
+            return path.removeprefix(call.path).removeprefix(".")
+    return path
 
 
 def _block_of_calls(graph: Graph) -> list[str | None]:

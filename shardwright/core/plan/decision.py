@@ -16,9 +16,10 @@ from shardwright.core.schedule.files import from_csv
 from shardwright.core.schedule.named_schedule import named_schedule
 from shardwright.core.schedule.passes.sharding import ReduceAfter, insert_residency
 from shardwright.core.schedule.schedule import require_buildable
-from shardwright.core.tables.memory import Precision, Recompute, SumPrecision
+from shardwright.core.tables.memory import Precision, SumPrecision
 from shardwright.core.tables.optimizers import OPTIMIZERS
 from shardwright.core.values.fields import Amount, Choices, Count, Words, require_fields
+from shardwright.core.values.recompute_modes import Recompute
 
 LossScope = Literal["replica", "global"]
 ShardLevel = Annotated[int, Choices((0, 1, 2, 3))]

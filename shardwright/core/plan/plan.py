@@ -27,8 +27,9 @@ from shardwright.core.plan.record import PlanRecord
 from shardwright.core.plan.throughput import Throughput, throughput
 from shardwright.core.plan.training_run import Training
 from shardwright.core.schedule import Schedule, StageCosts
-from shardwright.core.tables.memory import Mode, modes_of, recomputable_units
+from shardwright.core.tables.memory import modes_of, recomputable_units
 from shardwright.core.values.amounts import bytes_text, seconds_text
+from shardwright.core.values.recompute_modes import Mode
 from shardwright.core.values.text_files import path_of, read_text
 
 

@@ -20,7 +20,8 @@ from shardwright.core.search.scoring import Scored, Scorer
 from shardwright.core.search.simplicity import why_less_simple
 from shardwright.core.search.step_work import step_work
 from shardwright.core.tables.cost_tables import HOST_LINK_EFFICIENCY, Place, is_one_stage
-from shardwright.core.tables.memory import Mode, collectives_s, kept_bytes, recomputed_s, unit_recompute
+from shardwright.core.tables.memory import collectives_s, kept_bytes, recomputed_s, unit_recompute
+from shardwright.core.values.recompute_modes import Mode
 from shardwright.core.values.version import own_version
 
 

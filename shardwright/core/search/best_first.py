@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardwright.core.cluster.cluster import Cluster
+from shardwright.core.search.kept_products import recompute_choices
 from shardwright.core.search.polish import Polisher
 from shardwright.core.search.request import Progress, Request
 from shardwright.core.search.scoring import Cut, Draft, Scored, Scorer, Timed
@@ -67,7 +68,9 @@ class Search:
         """A search over one cluster; ``limited``: only with what the runtimes carry out."""
         self.request = request
         runtimes = request.runtimes or (tables.graph.capabilities,)
-        self.space = Space(request, cluster, len(tables.folded.units), runtimes, limited=limited)
+        self.space = Space(
+            request, cluster, len(tables.folded.units), runtimes, recompute_choices(tables, request), limited=limited
+        )
         self.scorer = Scorer(tables, cluster, request)
         self._polisher = Polisher(self.scorer)
         self._queue: list[_Entry] = []

@@ -14,14 +14,14 @@ from shardwright.core.search.exchanges import Held
 from shardwright.core.search.forced_recompute import Forced, forced
 from shardwright.core.search.predict import LeastEnds, StepModel, largest_unit
 from shardwright.core.search.request import VIRTUAL_STAGES, Request
-from shardwright.core.search.space import RECOMPUTES, Pipelining, Policy, Shape
+from shardwright.core.search.space import Pipelining, Policy, Shape
 from shardwright.core.tables.cost_tables import CostTables, Place, is_one_stage
-from shardwright.core.tables.memory import Recompute
 from shardwright.core.tables.memory_request import MemoryRequest
 from shardwright.core.tables.mesh_links import Links
 from shardwright.core.tables.rank_tables import RankTables
 from shardwright.core.tables.unit_table import UnitTable
 from shardwright.core.values.found_once import found_once
+from shardwright.core.values.recompute_modes import Recompute
 
 LATENCY_SHARE = 0.05
 """The share of a bucket's time that may be latency."""
@@ -221,8 +221,8 @@ class Bounds:
 
     def shape_bound_s(self, shape: Shape) -> float:
         """Seconds below which no step gets with these degrees and this microbatch, whatever is kept in memory."""
-        recompute = RECOMPUTES[0] if self.request.recompute == "auto" else self.request.recompute
-        if self.request.names_units:
+        recompute = self.request.recompute
+        if self.request.searches_recompute or self.request.names_units:
             recompute = "none"
         pipeline = max(
             self._fluid_s(shape, recompute) * shape.microbatches, self._passing_s(shape, recompute, split=True)

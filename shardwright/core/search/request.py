@@ -30,8 +30,9 @@ from shardwright.core.rules.pins import Asked
 from shardwright.core.schedule import AUTO
 from shardwright.core.schedule.family import Family, Sizes
 from shardwright.core.schedule.passes.sharding import ReduceAfter
-from shardwright.core.tables.memory import Precision, Recompute, SumPrecision
+from shardwright.core.tables.memory import Precision, SumPrecision
 from shardwright.core.values.fields import Amount, Count, Option, Share, Words, fields_of, require_fields
+from shardwright.core.values.recompute_modes import NAMED, Recompute
 
 VIRTUAL_STAGES = (1, 2, 3, 4, 6, 8)
 """Stages per pipeline rank that a search tries."""
@@ -71,11 +72,12 @@ class Options:
         ),
     ] = None
     recompute: Annotated[
-        Recompute | Literal["auto"],
+        Recompute | Literal["auto", "products"],
         Option(
             'which activations are computed again in the backward pass; "auto" searches, but for units that the model '
-            'itself checkpoints or that are marked, which are computed again. In Python also a policy, "none", '
-            '"full" or "offload", for each pattern of module paths, as {"transformer.h.*": "full"}'
+            'itself checkpoints or that are marked, which are computed again; "products" searches for the modules '
+            'whose products are kept while all else is computed again. In Python also a policy, "none", "full" or '
+            '"offload", for each pattern of module paths, as {"transformer.h.*": "full"}'
         ),
     ] = "auto"
     kept_units: Annotated[
@@ -315,6 +317,11 @@ class Options:
     def names_units(self) -> bool:
         """Whether some units are kept or offloaded by number."""
         return bool(self.kept_units or self.offloaded_units)
+
+    @property
+    def searches_recompute(self) -> bool:
+        """Whether the mode of recompute is searched for."""
+        return self.recompute in ("auto", NAMED)
 
     def recomputes_what_memory_asks_for(self, recompute: Recompute) -> bool:
         """Whether under a policy's mode no more units are recomputed than have no room; else all, or none."""

@@ -7,11 +7,11 @@ size of a microbatch is not in it, since no size is simpler than another.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 from shardwright.core.plan.decision import Decision
 from shardwright.core.search.space import ORDERS, Pipelining, Policy, Shape
-from shardwright.core.tables.memory import Recompute
+from shardwright.core.values.recompute_modes import MODES, kind_of
 
 SCHEDULES = (
     "1f1b",
@@ -32,10 +32,6 @@ SCHEDULES = (
 """Schedules from plain to rare, by how many systems have them: 1F1B, GPipe and the interleaved form (Megatron-LM,
 DeepSpeed, PyTorch), SageMaker's two, orders of whole backwards, then split backwards, those in V shape last. What is
 not named, "auto" among it, comes after all of these."""
-
-
-MODES: tuple[Recompute, ...] = get_args(Recompute)
-"""The modes of recompute, from nothing to all."""
 
 
 class Simplicity(NamedTuple):
@@ -85,7 +81,7 @@ def simplicity(decision: Decision) -> Simplicity:
         tp=d.tp,
         shard_groups=d.shard_group is not None and d.shard_group < d.dp,
         shard=d.shard,
-        recompute=MODES.index(d.recompute),
+        recompute=MODES.index(kind_of(d.recompute)),
         order=d.placement_order != ORDERS[0],
     )
 
@@ -108,7 +104,7 @@ def least_simplicity(
         tp=tp,
         shard_groups=all(p.shard_group is not None and p.shard_group < dp for p in policies),
         shard=min(p.shard for p in policies),
-        recompute=min(MODES.index(p.recompute) for p in policies),
+        recompute=min(MODES.index(kind_of(p.recompute)) for p in policies),
         order=shape.order != ORDERS[0],
     )
 

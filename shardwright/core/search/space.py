@@ -20,7 +20,7 @@ from shardwright.core.schedule.family import Sizes
 from shardwright.core.schedule.passes.sharding import ReduceAfter
 from shardwright.core.schedule.schedule import MOST_CELLS
 from shardwright.core.search.request import VIRTUAL_STAGES, Request, indivisible
-from shardwright.core.tables.memory import Recompute
+from shardwright.core.values.recompute_modes import Recompute
 
 MAX_MICROBATCH = 64
 """The size up to which every microbatch that divides is tried; beyond it only powers of two and the largest."""
@@ -40,7 +40,6 @@ GATHERED_STAGES = 2
 """The number of stages that a search keeps gathered where it does not go unit by unit: one that runs, and one ahead."""
 ON_HOST: tuple[OffloadStates, ...] = ("none", "optimizer", "parameters")
 REDUCED: tuple[ReduceAfter | None, ...] = (None, "last")
-RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 ORDERS = ("PDT", "DPT", "PTD", "TPD", "DTP", "TDP")
 """Placement orders, the usual one first: pipeline stages far apart, tensor groups close together."""
 GENERATED_ACTIONS = 20_000
@@ -94,10 +93,18 @@ class Space:
     """The choices of one request on one cluster, for a model of so many units."""
 
     def __init__(
-        self, request: Request, cluster: Cluster, units: int, runtimes: Sequence[Capabilities], *, limited: bool = True
+        self,
+        request: Request,
+        cluster: Cluster,
+        units: int,
+        runtimes: Sequence[Capabilities],
+        modes: Sequence[Recompute],
+        *,
+        limited: bool = True,
     ) -> None:
-        """A space for ``runtimes`` that must be able to carry out what is chosen. ``limited``: whether this holds for
-        degrees and memory policies too. Pinned options are never limited."""
+        """A space for ``runtimes`` that must be able to carry out what is chosen, of ``modes`` of recompute.
+        ``limited``: whether this holds for degrees and memory policies too. Pinned options are never limited."""
+        self.modes = tuple(modes)
         self.request, self.cluster, self.units = request, cluster, units
         self.runtimes = tuple(runtimes) if limited else ()
         self.names = _names(request, all(runtime.split_backward for runtime in runtimes))
@@ -208,7 +215,6 @@ class Space:
     def policies(self, dp: int) -> Iterator[Policy]:
         """The memory policies for a data degree, the one that saves least first."""
         request = self.request
-        modes = RECOMPUTES if request.recompute == "auto" else (request.recompute,)
         levels: tuple[int, ...] = (0, 1, 2, 3) if dp > 1 else (0,)
         if request.shard is not None:
             levels = (request.shard,)
@@ -218,7 +224,7 @@ class Space:
         places = ON_HOST if request.offload else ON_HOST[:1]
         if request.offload_states is not None:
             places = (request.offload_states,)
-        for recompute, place in product(modes, places):
+        for recompute, place in product(self.modes, places):
             divided = (STATES_LEVEL[place],) if place != "none" and request.shard is None else levels
             for level in divided:
                 if level != STATES_LEVEL.get(place, level):
@@ -252,7 +258,7 @@ class Space:
     def _is_carried_out(self, policy: Policy, dp: int) -> bool:
         """Whether all runtimes carry out the parts of a policy that nobody pinned."""
         request = self.request
-        recompute = policy.recompute if request.recompute == "auto" else "none"
+        recompute = policy.recompute if request.searches_recompute else "none"
         shard = policy.shard if request.shard is None else 0
         group = policy.shard_group if request.shard_group is None else None
         gathered = policy.gathered_stages if request.gathered_stages is None else None
@@ -287,7 +293,7 @@ class Space:
         """Whether all runtimes carry out a recompute mode under a schedule. Units are computed again for the input
         gradient of a split backward, and what the weight gradient needs of them stays. What is pinned is not
         limited."""
-        pinned = self.request.recompute != "auto" and self.request.schedule is not None
+        pinned = not self.request.searches_recompute and self.request.schedule is not None
         split = splits_backward(pipelining.schedule, pipelining.virtual_stages)
         return pinned or all(runtime.goes_with(recompute, split=split) for runtime in self.runtimes)
 

@@ -3,12 +3,13 @@
 from collections.abc import Collection
 
 from shardwright.core.cost.training_flops import forward_flops, training_flops
-from shardwright.core.model.fold import Unit
+from shardwright.core.model.fold import Unit, module_inside
 from shardwright.core.model.graph import Graph
 from shardwright.core.plan.decision import Decision
 from shardwright.core.plan.throughput import StepWork
 from shardwright.core.tables.cost_tables import CostTables
 from shardwright.core.tables.memory import unit_recompute
+from shardwright.core.values.recompute_modes import NAMED, kept_modules, kind_of
 from shardwright.core.values.step_line import Argument, tokens_in
 
 
@@ -41,20 +42,24 @@ def _argument(graph: Graph, tensor: int) -> Argument:
     return Argument(held.name, held.shape(graph.sample_batch), is_integer, dims[0] if dims else None)
 
 
-def _plain_products(tables: CostTables, unit: Unit) -> list[int]:
+def _products(tables: CostTables, unit: Unit, *kinds: str) -> list[int]:
     ops = tables.graph.ops
-    return [op for op in range(unit.first_op, unit.end_op) if ops[op].kind == "contraction"]
+    return [op for op in range(unit.first_op, unit.end_op) if ops[op].kind in kinds]
 
 
 def _recomputed(tables: CostTables, decision: Decision) -> Collection[int]:
     """The ops that run forward once more."""
     if decision.recompute == "selective":
         return tables.counter.kept.computed_again
-    if decision.recompute == "elementwise":
+    units = [unit for unit, may in zip(tables.folded.units, tables.recomputable, strict=True) if may]
+    if (kind := kind_of(decision.recompute)) == "elementwise":
         return ()
-    if decision.recompute == "alternate":
-        units = zip(tables.folded.units, tables.recomputable, strict=True)
-        return [op for unit, may in units if may for op in _plain_products(tables, unit)[1::2]]
+    if kind == "alternate":
+        return [op for unit in units for op in _products(tables, unit, "contraction")[1::2]]
+    if kind == NAMED:
+        modules, graph = kept_modules(decision.recompute), tables.graph
+        every = ((unit, op) for unit in units for op in _products(tables, unit, "contraction", "attention"))
+        return [op for unit, op in every if module_inside(graph, unit, graph.ops[op]) not in modules]
     kept = {*decision.kept_units, *decision.offloaded_units}
     return [
         op

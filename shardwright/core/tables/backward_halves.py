@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from shardwright.core.cost.unit_seconds import UnitCost
 from shardwright.core.partition.exact import Matrix, range_sums
-from shardwright.core.tables.memory import Mode
 from shardwright.core.tables.unit_table import UnitTable
+from shardwright.core.values.recompute_modes import Mode
 
 
 def halves_of(table: UnitTable) -> "BackwardHalves":

@@ -28,13 +28,13 @@ from shardwright.core.tables.layout_tables import LayoutTables
 from shardwright.core.tables.measured_units import as_counted, calibrated, runs_of_form
 from shardwright.core.tables.memory import (
     Precision,
-    Recompute,
     SumPrecision,
     recomputable_units,
 )
 from shardwright.core.tables.unit_table import Tie, UnitTable
 from shardwright.core.tables.updated_parameters import NONE_MADE, UpdatedParameters
 from shardwright.core.values.found_once import found_once
+from shardwright.core.values.recompute_modes import Recompute
 
 HOST_LINK_EFFICIENCY = 0.75
 """The share of the bandwidth to the host's memory that copies reach. Prior: as for the links over PCI Express."""

@@ -60,7 +60,7 @@ def calibrated(
         input_grad_s=_scaled(cost.input_grad_s, min(passes, cost.input_grad_s), backward),
         weight_grad_s=cost.weight_grad_s * backward,
         selective_s=cost.selective_s * forward,
-        by_op=tuple(replace(each, again_s=each.again_s * forward) for each in cost.by_op),
+        by_op=cost.by_op.scaled(forward),
         step_s=cost.step_s + once,
         update_share=between([run.update_share for run in runs]),
         idle_lent=between([run.idle_lent for run in runs]),

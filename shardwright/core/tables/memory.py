@@ -12,21 +12,12 @@ from shardwright.core.schedule.named_schedule import named_schedule
 from shardwright.core.schedule.peak_memory import peak_live
 from shardwright.core.tables.optimizers import optimizer_of
 from shardwright.core.values.fields import Amount
+from shardwright.core.values.recompute_modes import Mode, Recompute, goes_by_op
 
-Recompute = Literal["none", "selective", "elementwise", "alternate", "full"]
-"""What is computed again in the backward pass: nothing; the softmax part of attention (arXiv 2205.05198, section 5);
-all but products and attention, whose results are kept op by op (PyTorch's selective checkpointing of products, JAX's
-``dots_saveable``); these and every second product (torchtitan's policy by op); whole units."""
 Precision = Literal["fp32", "bf16", "fp16", "fp8"]
 """In fp8 linear products compute in 8 bits (`core.model.fp8_products`), and everything else is as in bf16."""
 SumPrecision = Literal["fp32", "bf16", "fp16"]
 """A precision in which gradients add up."""
-Mode = Literal["none", "selective", "elementwise", "alternate", "full", "offload"]
-"""The treatment of one unit's activations: keep them, compute some or all of them again, or send them to the host."""
-
-
-BY_OP = ("elementwise", "alternate")
-"""The modes in which products are kept op by op."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +132,7 @@ def recomputable_units(unit_classes: Sequence[int]) -> tuple[bool, ...]:
 
 def unit_recompute(recompute: Recompute, recomputable: bool) -> Recompute:
     """The recompute mode of one unit: only recomputable units are recomputed in full, or but for their products."""
-    return "none" if recompute in ("full", *BY_OP) and not recomputable else recompute
+    return "none" if (recompute == "full" or goes_by_op(recompute)) and not recomputable else recompute
 
 
 def modes_of(
@@ -162,8 +153,8 @@ def kept_bytes(unit: UnitCost, recompute: Mode, *, beside_recomputed: bool = Tru
         return unit.left_bytes[0] if beside_recomputed else 0
     if recompute == "full":
         return unit.entering_bytes
-    if recompute in BY_OP:
-        return unit.by_op[BY_OP.index(recompute)].saved_bytes
+    if goes_by_op(recompute):
+        return unit.by_op.saved_bytes(recompute, unit.saved_bytes)
     return unit.saved_selective_bytes if recompute == "selective" else unit.saved_bytes
 
 
@@ -171,14 +162,14 @@ def recomputed_s(unit: UnitCost, recompute: Mode) -> float:
     """Seconds that the backward of one microbatch spends on recomputing."""
     if recompute == "full":
         return unit.forward_s
-    if recompute in BY_OP:
-        return unit.by_op[BY_OP.index(recompute)].again_s
+    if goes_by_op(recompute):
+        return unit.by_op.again_s(recompute)
     return unit.selective_s if recompute == "selective" else 0.0
 
 
 def collectives_s(unit: UnitCost, recompute: Mode) -> float:
     """Seconds of one microbatch's collectives over the tensor axis, with those that full recompute runs again."""
-    return unit.collective_s + (unit.forward_collective_s if recompute in ("full", *BY_OP) else 0.0)
+    return unit.collective_s + (unit.forward_collective_s if recompute == "full" or goes_by_op(recompute) else 0.0)
 
 
 def live_microbatches(name: str, ranks: int, microbatches: int, virtual_stages: int) -> tuple[int, ...]:

@@ -15,15 +15,13 @@ from shardwright.core.partition.exact import Matrix, range_sums
 from shardwright.core.schedule.peak_memory import StageMemory
 from shardwright.core.tables.call_entries import CallEntries, kinds_of
 from shardwright.core.tables.memory import (
-    BY_OP,
-    Mode,
-    Recompute,
     kept_bytes,
     modes_of,
     recomputed_s,
 )
 from shardwright.core.tables.updated_parameters import NONE_MADE, UpdatedParameters
 from shardwright.core.values.found_once import found_once
+from shardwright.core.values.recompute_modes import Mode, Recompute, goes_by_op
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +252,7 @@ class UnitTable:
         """The bytes of activations that a stage of units a … b-1 keeps for one microbatch; a value that several of its
         units share counts once."""
         modes = self.modes
-        again = any(mode == "full" or mode in BY_OP for mode in modes)
+        again = any(mode == "full" or goes_by_op(mode) for mode in modes)
         kept = range_sums(
             [kept_bytes(u, mode, beside_recomputed=again) for u, mode in zip(self.units, modes, strict=True)]
         )
@@ -308,7 +306,7 @@ class UnitTable:
                 return (1 + self.loading_horizon) * unit.saved_bytes
             if mode == "offload":
                 return unit.fetched_bytes - unit.passing_bytes
-            left = unit.left_bytes[0] if mode == "full" else unit.left_bytes[1] if mode in BY_OP else 0
+            left = unit.left_bytes[0] if mode == "full" else unit.left_bytes[1] if goes_by_op(mode) else 0
             return max(0, unit.saved_bytes - kept_bytes(unit, mode) + left) if mode != "none" else 0
 
         made_again = [again(unit, mode) for unit, mode in zip(self.units, self.modes, strict=True)]

@@ -5,7 +5,7 @@ who asks for it. The check, the arguments of `plan()`, the command line's option
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -35,9 +35,24 @@ Text = Annotated[str, Predicate(_is_printable)]
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """A restriction of a field to some words, which are looked up when they are needed."""
+    """A restriction of a field to some words, which are looked up when they are needed.
+
+    Attributes:
+        is_one: whether another text is one too, and ``form`` what such texts look like.
+    """
 
     known: Callable[[], Collection[str]]
+    is_one: Callable[[str], bool] | None = None
+    form: str = ""
+
+    def admits(self, text: str) -> bool:
+        """Whether a text is one of the words, or as good as one."""
+        return text in self.known() or (self.is_one is not None and self.is_one(text))
+
+    @property
+    def shown(self) -> list[str]:
+        """The words, and the form of what is as good, as messages name them."""
+        return [*self.known(), *([self.form] if self.form else [])]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +95,8 @@ class Field:
         """Raise ``error`` unless the field may have this value."""
         if self.kind is None or (value is None and self.optional):
             return
-        known = [] if self.words is None else list(self.words.known())
-        if isinstance(value, str) and value in known:
+        known = [] if self.words is None else self.words.shown
+        if isinstance(value, str) and self.words is not None and self.words.admits(value):
             return
         beside = ", or None" if self.optional else ""
         if self.kind is tuple:
@@ -135,8 +150,8 @@ def _field(name: str, hint: Any) -> Field:
     found["optional"] = NoneType in kinds
     kinds.discard(NoneType)
     if words:
-        known = tuple(words)
-        found["words"] = Words(lambda: known)
+        beside: Words = found.get("words", Words(tuple))
+        found["words"] = replace(beside, known=lambda: (*beside.known(), *words))
     if kinds == {float}:
         return Field(name, float, **found)
     if not kinds <= {int, bool, str, tuple} or not kinds or (str in kinds and "words" not in found):

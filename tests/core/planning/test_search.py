@@ -16,8 +16,9 @@ from shardwright.core.plan.file import to_text
 from shardwright.core.plan.plan import Plan
 from shardwright.core.search import make_plan
 from shardwright.core.search.devices_in_use import parts
+from shardwright.core.search.kept_products import SEARCHED
 from shardwright.core.search.request import Request
-from shardwright.core.search.space import ORDERS, RECOMPUTES
+from shardwright.core.search.space import ORDERS
 from shardwright.core.search.study import study
 from tests.core.toy import decoder
 
@@ -43,7 +44,7 @@ def enumerated(graph: Graph, cluster: Cluster, batch: int, **pins: object) -> li
         policies = [(shard, None) for shard in ((0, 1, 2, 3) if dp > 1 else (0,))]
         policies += [(shard, 2) for shard in (1, 2, 3) if dp == 4]
         orders = ORDERS if cluster.nodes > 1 else ("PDT",)
-        for (schedule, virtual), (shard, group), recompute, order in product(pipelines, policies, RECOMPUTES, orders):
+        for (schedule, virtual), (shard, group), recompute, order in product(pipelines, policies, SEARCHED, orders):
             for microbatch in range(1, batch // dp + 1):
                 if batch % (dp * microbatch):
                     continue

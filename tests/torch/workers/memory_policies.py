@@ -109,12 +109,19 @@ def offloaded_units_train_as_kept_ones() -> None:
                 require_same(f"{name}, {pins}, offloaded {away}", found, kept)
 
 
+MODULES = {
+    "gpt2": "products:attn.c_attn,mlp.c_fc", "llama": "products:mlp.up_proj,self_attn", "images": "products:0",
+    "t5": "products:layer.0.SelfAttention,layer.1.DenseReluDense.wi",
+}  # fmt: skip
+"""Modules whose products are kept."""
+
+
 def products_that_are_kept_are_not_computed_again() -> None:
     for name in ("gpt2", "llama", "images", "t5"):
         for pins in ({"dp": 2}, {"pp": 2}):
             kept = trained(name, 0.1, **pins)
             pins |= {"stage_starts": kept["plan"].decision.stage_starts}
-            for recompute in ("elementwise", "alternate"):
+            for recompute in ("elementwise", "alternate", MODULES[name]):
                 found = trained(name, 0.1, **pins, recompute=recompute)
                 require_same(f"{name}, {pins}, {recompute}", found, kept)
 
@@ -128,6 +135,7 @@ def policies_go_with_shards_and_tensor_axes() -> None:
             {"recompute": "full", "offloaded_units": blocks[:1], "kept_units": blocks[-1:]},
             {"recompute": "elementwise"},
             {"recompute": "alternate"},
+            {"recompute": MODULES["gpt2"]},
         ):
             require_same(f"{pins}, {policy}", trained("gpt2", 0.1, **pins, **policy), kept)
 
@@ -147,6 +155,7 @@ def policies_go_with_split_backwards() -> None:
                 {"recompute": "full", "offloaded_units": blocks[:1], "kept_units": blocks[1:2]},
                 {"recompute": "elementwise"},
                 {"recompute": "alternate"},
+                {"recompute": MODULES[name]},
             ):
                 found = trained(name, 0.1, **pins, **policy)
                 assert any(found["plan"].unit_modes[unit] != "none" for unit in blocks)
@@ -162,6 +171,7 @@ def memory_is_as_predicted() -> None:
             "offloaded": {"recompute": "full", "offloaded_units": blocks},
             "products": {"recompute": "elementwise"},
             "alternate": {"recompute": "alternate"},
+            "named": {"recompute": MODULES[name]},
             "full": {"recompute": "full"},
         }.items():
             found = trained(name, 0.0, True, dp=2, **policy)
@@ -170,6 +180,7 @@ def memory_is_as_predicted() -> None:
                 f"{name}, {label}: {found['peak']} held, {found['predicted'] / found['peak']:.3f} predicted", flush=True
             )
         assert peaks["full"] < peaks["alternate"] < peaks["products"] < peaks["kept"], peaks
+        assert peaks["full"] < peaks["named"] < peaks["products"], peaks
         assert peaks["offloaded"] < peaks["full"] * 1.1, peaks
 
 

@@ -14,24 +14,18 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, checkpoint
+from torch.utils.checkpoint import checkpoint
 from torch.utils.checkpoint import create_selective_checkpoint_contexts as selective_contexts
 
 from shardwright.backends.torch.capture.held_tensors import keep_modules, tensors_in
 from shardwright.backends.torch.capture.own_checkpoints import plain_checkpoints
 from shardwright.backends.torch.compat import pytree
+from shardwright.backends.torch.memory.kept_results import KeptResults
 from shardwright.backends.torch.memory.module_attributes import Attributes, Place
 from shardwright.backends.torch.program.program import ObjectRef, Step
 from shardwright.backends.torch.program.randomness import Streams
 from shardwright.backends.torch.program.stage_map import Call
-from shardwright.core.tables.memory import Mode
-
-_PRODUCTS = {
-    *(getattr(torch.ops.aten, name) for name in ("mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_mm")),
-}
-"""The ops whose results are kept op by op, beside attention."""
-_ATTENTION = "_scaled_dot_product"
-"""What the names of attention kernels begin with."""
+from shardwright.core.values.recompute_modes import Mode
 
 
 class Recompute:
@@ -68,8 +62,9 @@ class Recompute:
             again = _EachTime(lambda: self._again(step, module, before, found))
             if mode == "full":
                 return nullcontext(), again
-            keeping, kept = selective_contexts(_Kept(every_second=mode == "alternate"))
-            return keeping, _Both(again, kept)
+            results = KeptResults(mode, module)
+            keeping, kept = selective_contexts(results)
+            return _Both(results.around(), keeping), _Both(_Both(again, _EachTime(results.around)), kept)
 
         result = checkpoint(unit, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts, **kwargs)
         self._note_written(step.path, module, before)
@@ -112,23 +107,6 @@ class Recompute:
         self._written[path] = tuple(changed)
         for name in set(before) - set(changed):
             del before[name]
-
-
-class _Kept:
-    """The ops of a unit whose results are kept: attention and products, or of these every second one."""
-
-    def __init__(self, *, every_second: bool) -> None:
-        self._every_second = every_second
-        self._seen = {False: 0, True: 0}
-
-    def __call__(self, context: SelectiveCheckpointContext, op: Any, *_: Any, **__: Any) -> CheckpointPolicy:
-        packet = op.overloadpacket
-        if packet not in _PRODUCTS:
-            is_kept = op.namespace == "aten" and packet.__name__.startswith(_ATTENTION)
-            return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
-        self._seen[context.is_recompute] += 1
-        is_kept = not self._every_second or self._seen[context.is_recompute] % 2 == 1
-        return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 class _Both(AbstractContextManager[None]):

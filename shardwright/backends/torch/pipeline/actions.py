@@ -29,7 +29,7 @@ from shardwright.backends.torch.program.stages import Division, Edge
 from shardwright.core.schedule import Schedule
 from shardwright.core.schedule.actions import SHARDING, Action, Kind
 from shardwright.core.schedule.passes.sharding import without_idle_gathers
-from shardwright.core.tables.memory import Mode
+from shardwright.core.values.recompute_modes import Mode
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
 POSTED_AHEAD = 2

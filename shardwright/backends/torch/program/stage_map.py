@@ -10,7 +10,7 @@ from shardwright.core.plan.plan import Plan
 from shardwright.core.schedule import Schedule
 from shardwright.core.schedule.actions import Action
 from shardwright.core.schedule.checks import require_runnable
-from shardwright.core.tables.memory import Mode
+from shardwright.core.values.recompute_modes import Mode
 
 Call = tuple[str, int]
 """A module path and the occurrence of its call."""

@@ -24,7 +24,7 @@ from shardwright.core.errors import PlanError
 from shardwright.core.layout.placements import Placement
 from shardwright.core.plan.plan import Plan
 from shardwright.core.plan.realised_layouts import digest, realise, require_own_version
-from shardwright.core.tables.memory import Mode
+from shardwright.core.values.recompute_modes import Mode
 
 log = logging.getLogger("shardwright")
 
