@@ -51,6 +51,8 @@ class Execution:
     takes_all_ops: bool = False
     """Whether kernels written by hand are there for every op; else the loss, and a softmax of few heads, run op by op
     (`core.cost.handwritten_kernels`)."""
+    stops_early: bool = False
+    """Whether a recomputed unit runs again as far as its backward reads what that makes; else all of its forward."""
     bandwidth_share: Annotated[float, Gt(0), Le(1)] = 1.0
     """The share of a data group's bandwidth that gathers and scatters of sharded parameters reach."""
 
@@ -71,10 +73,20 @@ SYSTEMS: dict[str, Execution] = {
     found.system: found
     for found in (
         # Buckets leave while the backward goes on, and a unit is gathered ahead; each op is a kernel of its own.
-        Execution("torch", "1", kernels="eager", gradients=True, prefetched_units=1, tensor_chunks=1),
-        Execution("torch-compiled", "1", kernels="compiled", gradients=True, prefetched_units=1, tensor_chunks=1),
+        # torch's checkpoint without re-entry stops early (its `early_stop`), and `jax.checkpoint` drops what nothing
+        # reads; the checkpoints of Megatron-LM and DeepSpeed enter the forward again, all of it.
+        Execution("torch", "1", kernels="eager", gradients=True, prefetched_units=1, tensor_chunks=1, stops_early=True),
+        Execution(
+            "torch-compiled",
+            "1",
+            kernels="compiled",
+            gradients=True,
+            prefetched_units=1,
+            tensor_chunks=1,
+            stops_early=True,
+        ),
         # XLA gathers sharded parameters ahead where it schedules for latency; gradients are summed when all are there.
-        Execution("jax", "1", kernels="compiled", prefetched_units=1, tensor_chunks=1),
+        Execution("jax", "1", kernels="compiled", prefetched_units=1, tensor_chunks=1, stops_early=True),
         # Megatron-LM's README names what its H100 runs overlap: --overlap-grad-reduce, --overlap-param-gather and
         # --tp-comm-overlap, and messages under the interleaved schedule. Its buckets have 40 million entries.
         Execution(
@@ -86,8 +98,18 @@ SYSTEMS: dict[str, Execution] = {
             bucket_elements=40_000_000,
         ),
         # FSDP2 (torch.distributed.fsdp.fully_shard) gathers one unit ahead, and scatters gradients unit by unit.
-        Execution("fsdp2", "2.5", kernels="eager", gradients=True, prefetched_units=1, tensor_chunks=1),
-        Execution("fsdp2-compiled", "2.5", kernels="compiled", gradients=True, prefetched_units=1, tensor_chunks=1),
+        Execution(
+            "fsdp2", "2.5", kernels="eager", gradients=True, prefetched_units=1, tensor_chunks=1, stops_early=True
+        ),
+        Execution(
+            "fsdp2-compiled",
+            "2.5",
+            kernels="compiled",
+            gradients=True,
+            prefetched_units=1,
+            tensor_chunks=1,
+            stops_early=True,
+        ),
         # DeepSpeed's pipeline engine sends and receives in turn with computing, and sums gradients after it. ZeRO-3
         # gathers parameter by parameter; it fetches 50 million entries ahead (stage3_prefetch_bucket_size), less than a
         # large layer has. The share of the bandwidth is fitted on the three rows of arXiv 2104.04473, table 2, for
@@ -96,7 +118,9 @@ SYSTEMS: dict[str, Execution] = {
         # SageMaker's sharded data parallelism (MiCS) gathers a layer ahead, and overlaps the sums of gradients.
         Execution("sagemaker", "1.15", gradients=True, prefetched_units=1, tensor_chunks=1),
         # MaxText sets XLA's flags for asynchronous collectives, with its latency-hiding scheduler.
-        Execution("maxtext", "2024", kernels="compiled", gradients=True, prefetched_units=1, tensor_chunks=0),
+        Execution(
+            "maxtext", "2024", kernels="compiled", gradients=True, prefetched_units=1, tensor_chunks=0, stops_early=True
+        ),
     )
 }
 """The systems that ``like=`` names. Priors: their documentation says what they overlap."""

@@ -59,11 +59,15 @@ class Kept:
 
     def by(self, op: Op) -> list[int]:
         """The activations (as memory: views resolved) that the backward of the op reads."""
+        return self._activations(self.read_by_backward(op))
+
+    def read_by_backward(self, op: Op) -> list[int]:
+        """All tensors that the backward of the op reads, parameters and the batch among them."""
         if not any(t in self._needs_gradient for t in op.inputs):
             return []
         if op.memory is not None:
             operands = (*op.inputs, *op.outputs)
-            return self._activations(operands[place] for place in op.memory.keeps)
+            return [operands[place] for place in op.memory.keeps]
         trained = [place for place, t in enumerate(op.inputs) if t in self._needs_gradient]
         # Each operand of a product is read for the gradient of the others.
         factors = [t for place, t in enumerate(op.inputs) if any(other != place for other in trained)]
@@ -88,7 +92,7 @@ class Kept:
                 wanted = list(op.inputs[1:])
             case "elementwise" if not self._is_linear(op):
                 wanted = [t for t in op.inputs if self._is_as_made(t)]
-        return self._activations(wanted)
+        return wanted
 
     def _activations(self, wanted: Iterable[int]) -> list[int]:
         """The memory of some tensors, as far as it is that of activations."""

@@ -8,7 +8,7 @@ from shardwright.core.cluster.hardware.device import Device
 from shardwright.core.cost.fp8_casts import FORWARD_KERNELS, INPUT_GRAD_KERNELS, ISSUED, WEIGHT_GRAD_KERNELS
 from shardwright.core.cost.matrix_products import product_s
 from shardwright.core.cost.results_kept import NOTHING, ByOp, KeptResult
-from shardwright.core.cost.work import Collective, Product, UnitWork
+from shardwright.core.cost.work import Collective, NotAgain, Product, Result, UnitWork
 from shardwright.core.cost.working_memory import PhaseBytes
 from shardwright.core.errors import ClusterError, nearest
 from shardwright.core.execution import PLAIN, Execution
@@ -91,6 +91,8 @@ class UnitCost:
     """Seconds of tensor-axis communication that products hide, beside ``collective_s``."""
     parameter_tensors: int = 0
     """The number of the parameters."""
+    not_again_s: float = 0.0
+    """Seconds of the forward that full recompute does not run again."""
     by_op: ByOp = NOTHING
     """What is kept and computed again where results of products are kept op by op."""
 
@@ -157,6 +159,7 @@ def unit_cost(
     forward += vector + launches
     input_grad += 2 * vector + launches
     weight_grad += launches + gradient_bytes / (device.memory_bandwidth_bytes_per_s * device.memory_efficiency)
+    on_device = forward
     collective = ahead = hidden = 0.0
     issued = len(work.products) + (kernels - len(work.products)) * (EAGER_OP_DISPATCH if is_eager else 1.0)
     issued += sum(p.casts is not None for p in work.products) * FORWARD_KERNELS * ISSUED
@@ -175,6 +178,16 @@ def unit_cost(
     if backward > 0:
         longer = _overlapped(backward, host * BACKWARD_DISPATCH) / backward
         input_grad, weight_grad = input_grad * longer, weight_grad * longer
+    is_compiled = execution.kernels == "compiled"
+
+    def again_s(made: Result) -> float:
+        is_read = made.is_read[is_compiled] or not execution.stops_early
+        return _product_times(made.product, device, precision)[0] if is_read else 0.0
+
+    not_again = work.not_again[is_compiled] if execution.stops_early else NotAgain()
+    spared = (not_again.eager_bytes if is_eager else not_again.vector_bytes) / bandwidth
+    spared_products = sum(_product_times(p, device, precision)[0] for p in not_again.products)
+    of_forward = (spared + spared_products) / on_device if on_device > 0 else 0.0
     again = sum(_product_times(p, device, precision)[0] for p in work.selective_products)
     again += (work.eager_selective_bytes if is_eager else work.selective_vector_bytes) / bandwidth
     again += 2 * len(work.selective_products) * device.kernel_launch_s
@@ -208,15 +221,11 @@ def unit_cost(
         phases=work.phases,
         collective_hidden_s=hidden,
         parameter_tensors=parameter_tensors,
+        not_again_s=max(0.0, forward - ahead) * min(1.0, of_forward),
         by_op=ByOp(
             work.beside_results_bytes,
-            vector + launches,
-            tuple(
-                KeptResult(
-                    each.module, each.is_plain, each.size_bytes, _product_times(each.product, device, precision)[0]
-                )
-                for each in work.results
-            ),
+            max(0.0, vector - spared) + launches,
+            tuple(KeptResult(made.module, made.is_plain, made.size_bytes, again_s(made)) for made in work.results),
             scores,
         ),
     )

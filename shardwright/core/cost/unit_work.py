@@ -6,7 +6,7 @@ the gradients.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property, partial
 
@@ -14,8 +14,9 @@ from shardwright.core.cost.fp8_casts import casts
 from shardwright.core.cost.handwritten_kernels import loss_ops, softmax_op_by_op
 from shardwright.core.cost.op_shards import Pieces
 from shardwright.core.cost.opaque_flops import most_flops, result_of
+from shardwright.core.cost.run_again import run_again
 from shardwright.core.cost.value_flow import ValueFlow
-from shardwright.core.cost.work import Collective, Product, Result, UnitWork
+from shardwright.core.cost.work import Collective, NotAgain, Product, Result, UnitWork
 from shardwright.core.cost.working_memory import LiveBytes, PhaseBytes
 from shardwright.core.layout.unit_layouts import Link, RealisedUnit, Step
 from shardwright.core.model.fold import Unit, fold, module_inside
@@ -25,6 +26,7 @@ from shardwright.core.model.op_memory import at
 from shardwright.core.model.parameter_calls import ParameterCall, parameter_calls
 from shardwright.core.model.structure import structure_of
 from shardwright.core.values.disjoint_sets import DisjointSets
+from shardwright.core.values.found_once import found_once
 
 PRECISION_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
 """Bytes of a value between ops in steps of a precision: those of fp8 keep their values in bf16."""
@@ -111,6 +113,11 @@ class WorkCounter(ValueFlow):
             count.add_traffic(index)
             count.add_saved(index)
         return count.work(self._collectives(layouts, batch, precision))
+
+    @found_once
+    def run_again(self, unit: Unit, *, compiled: bool) -> frozenset[int]:
+        """The ops of a unit that a recomputed backward runs (`cost.run_again`)."""
+        return run_again(self.graph, self.kept, unit, compiled=compiled)
 
     @cached_property
     def fp8(self) -> Fp8Products:
@@ -285,6 +292,11 @@ class _UnitCount:
         self.made_here = {t: i for i in self.ops for t in counter.graph.ops[i].outputs}
         self.products: list[Product] = []
         self.again: list[Product] = []
+        self.traffic: dict[int, tuple[int, int]] = {}
+        """The bytes that each op beside the products moves: in a chain, and as a kernel of its own."""
+        self.products_of: dict[int, Product] = {}
+        self.again_as = tuple(counter.run_again(unit, compiled=compiled) for compiled in (False, True))
+        """The ops that a recomputed backward runs, as in `UnitWork.not_again`."""
         self.results: list[tuple[Result, int]] = []
         """The result of each product, and the memory of that."""
         self.small: list[Collective] = []
@@ -342,7 +354,11 @@ class _UnitCount:
             made = self.counter.product(op, self.batch, self.cut.of_labels(index, op), size)
             self.products.append(self._in_fp8(index, made) if index in self.fp8 else made)
             result = sum(self.held(index, len(op.inputs) + i) for i in range(len(op.outputs)))
-            made_by = Result(module_inside(graph, self.unit, op), op.kind == "contraction", result, self.products[-1])
+            self.products_of[index] = self.products[-1]
+            is_read = index in self.again_as[0], index in self.again_as[1]
+            made_by = Result(
+                module_inside(graph, self.unit, op), op.kind == "contraction", result, self.products[-1], is_read
+            )
             self.results.append((made_by, self._root(op.outputs[0])))
             if is_again:
                 self.again.append(self.products[-1])
@@ -350,8 +366,10 @@ class _UnitCount:
             moved = self.counter.unfused_bytes(index, self.unit, self.made_here, self.held)
             self.vector_bytes += moved
             self.vector_again += moved if is_again else 0
+            self.traffic[index] = moved, 0
             if not is_part_of_a_kernel(op):
                 whole = self.counter.whole_bytes(op, partial(self.held, index))
+                self.traffic[index] = moved, whole
                 self.eager_kernels += 1
                 self.eager_bytes += whole
                 self.eager_again += whole if is_again else 0
@@ -362,6 +380,12 @@ class _UnitCount:
                     size, kernels = softmax_op_by_op(graph, op, self.batch, self.cut.of_labels(index, op))
                     self.op_by_op_bytes += size
                     self.op_by_op_kernels += kernels
+
+    def _not_again(self, again: Collection[int]) -> NotAgain:
+        left = [index for index in self.ops if index not in again]
+        moved = [self.traffic.get(index, (0, 0)) for index in left]
+        products = tuple(self.products_of[index] for index in left if index in self.products_of)
+        return NotAgain(products, sum(fused for fused, _ in moved), sum(whole for _, whole in moved))
 
     def _in_fp8(self, index: int, product: Product) -> Product:
         """A product computed in fp8, with its casts. The scale of an operand that several ranks share is that of the
@@ -480,6 +504,7 @@ class _UnitCount:
             phases=phases,
             beside_results_bytes=entered + left_beside + self.statistics + held_anyway,
             results=tuple(results),
+            not_again=(self._not_again(self.again_as[0]), self._not_again(self.again_as[1])),
             unfused_scores_bytes=self.unfused_scores,
             eager_bytes=self.eager_bytes,
             eager_selective_bytes=self.eager_again,

@@ -47,6 +47,19 @@ class Result:
     size_bytes: int
     """What keeping it takes on one rank; 0 where it is kept anyway."""
     product: Product
+    is_read: tuple[bool, bool] = (True, True)
+    """Whether anything that the backward reads is made of it: as in `UnitWork.not_again`."""
+
+
+@dataclass(frozen=True, slots=True)
+class NotAgain:
+    """The part of a forward that nothing which the backward reads is made of (`cost.run_again`)."""
+
+    products: tuple[Product, ...] = ()
+    vector_bytes: int = 0
+    """Memory traffic of everything else, chains of elementwise ops fused."""
+    eager_bytes: int = 0
+    """The same where each op is a kernel of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +135,9 @@ class UnitWork:
     left_bytes: tuple[int, int] = (0, 0)
     """Bytes that calls leave in objects which they were given, such as a cache of keys and values; and those of them
     that are no results of products. Recomputed units hold the objects, as they are given them once more."""
+    not_again: tuple[NotAgain, NotAgain] = (NotAgain(), NotAgain())
+    """What a recomputed unit need not run again: where masks of dropout are made with what they drop, and where they
+    are made without, as by compilers."""
     eager_bytes: int = 0
     """Memory traffic of everything beside the products in the forward pass where each op is a kernel of its own."""
     eager_selective_bytes: int = 0

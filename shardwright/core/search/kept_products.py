@@ -6,6 +6,7 @@ first one of that order, the first two, and so on (the greedy order of a knapsac
 `torch.distributed._tools.sac_estimator`).
 """
 
+from shardwright.core.cost.work import UnitWork
 from shardwright.core.errors import PlanError, nearest
 from shardwright.core.search.request import Request
 from shardwright.core.tables.cost_tables import CostTables
@@ -27,7 +28,7 @@ def recompute_choices(tables: CostTables, request: Request) -> tuple[Recompute, 
         return SEARCHED
     if kind_of(asked) != NAMED:
         return (asked,)
-    made = _flops_of_a_byte(tables)
+    made = {each.module: each for unit in _recomputed(tables) for each in unit.results}
     if not made:
         raise PlanError(
             f"recompute={asked!r}: no unit of {tables.graph.model_name} that would be recomputed makes a product: take "
@@ -41,17 +42,28 @@ def recompute_choices(tables: CostTables, request: Request) -> tuple[Recompute, 
                 f"{nearest(unknown[0], made)}"
             )
         return (asked,)
-    order = sorted(made, key=lambda module: (-made[module], module))
+    gains = _flops_of_a_byte(tables)
+    order = sorted(gains, key=lambda module: (-gains[module], module))
     kept = [keeping_products_of(frozenset(order[:count])) for count in range(len(order), 0, -1)]
     return ("none", *kept, "full")
 
 
+def _recomputed(tables: CostTables) -> list[UnitWork]:
+    """The work of the units that are recomputed."""
+    units = zip(tables.folded.units, tables.recomputable, strict=True)
+    return [tables.counter.count(unit, 1, tables.precision) for unit, may in units if may]
+
+
 def _flops_of_a_byte(tables: CostTables) -> dict[str, float]:
-    """The FLOPs that a byte of the results of each module spares, by its path inside of a unit."""
+    """The FLOPs that a byte of the results of each module spares, by its path inside of a unit; none of those that
+    would not be computed again."""
+    execution = tables.execution
+    is_compiled = execution.kernels == "compiled"
     flops: dict[str, int] = {}
     size_bytes: dict[str, int] = {}
-    for unit, may in zip(tables.folded.units, tables.recomputable, strict=True):
-        for made in tables.counter.count(unit, 1, tables.precision).results if may else ():
-            flops[made.module] = flops.get(made.module, 0) + made.product.flops
-            size_bytes[made.module] = size_bytes.get(made.module, 0) + made.size_bytes
+    for unit in _recomputed(tables):
+        for made in unit.results:
+            if made.is_read[is_compiled] or not execution.stops_early:
+                flops[made.module] = flops.get(made.module, 0) + made.product.flops
+                size_bytes[made.module] = size_bytes.get(made.module, 0) + made.size_bytes
     return {module: flops[module] / max(1, size_bytes[module]) for module in flops}

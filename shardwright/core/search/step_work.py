@@ -1,6 +1,6 @@
 """The work in one step of a plan: its tokens, and its FLOPs with and without what recompute repeats."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 
 from shardwright.core.cost.training_flops import forward_flops, training_flops
 from shardwright.core.model.fold import Unit, module_inside
@@ -8,8 +8,7 @@ from shardwright.core.model.graph import Graph
 from shardwright.core.plan.decision import Decision
 from shardwright.core.plan.throughput import StepWork
 from shardwright.core.tables.cost_tables import CostTables
-from shardwright.core.tables.memory import unit_recompute
-from shardwright.core.values.recompute_modes import NAMED, kept_modules, kind_of
+from shardwright.core.values.recompute_modes import kept_modules, kind_of
 from shardwright.core.values.step_line import Argument, tokens_in
 
 
@@ -42,28 +41,31 @@ def _argument(graph: Graph, tensor: int) -> Argument:
     return Argument(held.name, held.shape(graph.sample_batch), is_integer, dims[0] if dims else None)
 
 
-def _products(tables: CostTables, unit: Unit, *kinds: str) -> list[int]:
-    ops = tables.graph.ops
-    return [op for op in range(unit.first_op, unit.end_op) if ops[op].kind in kinds]
-
-
 def _recomputed(tables: CostTables, decision: Decision) -> Collection[int]:
     """The ops that run forward once more."""
     if decision.recompute == "selective":
         return tables.counter.kept.computed_again
     units = [unit for unit, may in zip(tables.folded.units, tables.recomputable, strict=True) if may]
-    if (kind := kind_of(decision.recompute)) == "elementwise":
-        return ()
-    if kind == "alternate":
-        return [op for unit in units for op in _products(tables, unit, "contraction")[1::2]]
-    if kind == NAMED:
-        modules, graph = kept_modules(decision.recompute), tables.graph
-        every = ((unit, op) for unit in units for op in _products(tables, unit, "contraction", "attention"))
-        return [op for unit, op in every if module_inside(graph, unit, graph.ops[op]) not in modules]
-    kept = {*decision.kept_units, *decision.offloaded_units}
-    return [
-        op
-        for unit, may in zip(tables.folded.units, tables.recomputable, strict=True)
-        if unit.index not in kept and unit_recompute(decision.recompute, may) == "full"
-        for op in range(unit.first_op, unit.end_op)
-    ]
+    left = {*decision.kept_units, *decision.offloaded_units}
+    return [op for unit in units if unit.index not in left for op in _recomputed_in(tables, unit, decision.recompute)]
+
+
+def _recomputed_in(tables: CostTables, unit: Unit, mode: str) -> Iterator[int]:
+    """The ops of a unit that run forward once more under a mode."""
+    graph, execution = tables.graph, tables.execution
+    ops: Collection[int] = range(unit.first_op, unit.end_op)
+    if execution.stops_early:
+        ops = tables.counter.run_again(unit, compiled=execution.kernels == "compiled")
+    plain = [op for op in range(unit.first_op, unit.end_op) if graph.ops[op].kind == "contraction"]
+    kept: Collection[int] = ()
+    match kind_of(mode):
+        case "none":
+            return
+        case "elementwise":
+            kept = range(unit.first_op, unit.end_op)
+        case "alternate":
+            kept = set(range(unit.first_op, unit.end_op)) - set(plain[1::2])
+        case "products":
+            modules = kept_modules(mode)
+            kept = {op for op in ops if module_inside(graph, unit, graph.ops[op]) in modules}
+    yield from (op for op in ops if op not in kept)

@@ -60,6 +60,7 @@ def calibrated(
         input_grad_s=_scaled(cost.input_grad_s, min(passes, cost.input_grad_s), backward),
         weight_grad_s=cost.weight_grad_s * backward,
         selective_s=cost.selective_s * forward,
+        not_again_s=cost.not_again_s * forward,
         by_op=cost.by_op.scaled(forward),
         step_s=cost.step_s + once,
         update_share=between([run.update_share for run in runs]),

@@ -161,7 +161,7 @@ def kept_bytes(unit: UnitCost, recompute: Mode, *, beside_recomputed: bool = Tru
 def recomputed_s(unit: UnitCost, recompute: Mode) -> float:
     """Seconds that the backward of one microbatch spends on recomputing."""
     if recompute == "full":
-        return unit.forward_s
+        return unit.forward_s - unit.not_again_s
     if goes_by_op(recompute):
         return unit.by_op.again_s(recompute)
     return unit.selective_s if recompute == "selective" else 0.0
