@@ -78,7 +78,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "batch": (8, 16, 32, 64, 128, 24, 7, 0, None),
     "schedule": (*schedule_names(), "auto", "1f1bb", "zero-bubble", ""),
     "virtual_stages": (1, 2, 3, 0, 100),
-    "recompute": ("none", "selective", "full", "auto", "ful"),
+    "recompute": ("none", "selective", "elementwise", "full", "auto", "ful", "products:nothing"),
     "shard": (0, 1, 2, 3, 4, "3"),
     "precision": ("fp32", "bf16", "fp16", "fp8", "bf61"),
     "optimizer": ("adamw", "sgd", "adam", "adafactor", "adamx"),

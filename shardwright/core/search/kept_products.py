@@ -1,9 +1,8 @@
 """The modes of recompute that a search chooses from: among them, under "products", which modules' products are kept.
 
 A unit that keeps no result computes everything again. Each result that it keeps spares the product that makes it, and
-takes its bytes; so the modules whose products take most FLOPs for a byte of results come first, and the choices are the
-first one of that order, the first two, and so on (the greedy order of a knapsack, as of PyTorch's automatic choice,
-`torch.distributed._tools.sac_estimator`).
+takes its bytes. The choices are the sets of modules of which no other spares as many FLOPs in as few bytes: the front
+of a knapsack.
 """
 
 from shardwright.core.cost.work import UnitWork
@@ -14,6 +13,8 @@ from shardwright.core.values.recompute_modes import NAMED, Recompute, keeping_pr
 
 SEARCHED: tuple[Recompute, ...] = ("none", "selective", "full")
 """The modes that a free search tries."""
+MOST = 16
+"""The most sets of modules that a search tries, evenly spread over their front."""
 
 
 def recompute_choices(tables: CostTables, request: Request) -> tuple[Recompute, ...]:
@@ -42,10 +43,7 @@ def recompute_choices(tables: CostTables, request: Request) -> tuple[Recompute, 
                 f"{nearest(unknown[0], made)}"
             )
         return (asked,)
-    gains = _flops_of_a_byte(tables)
-    order = sorted(gains, key=lambda module: (-gains[module], module))
-    kept = [keeping_products_of(frozenset(order[:count])) for count in range(len(order), 0, -1)]
-    return ("none", *kept, "full")
+    return ("none", *(keeping_products_of(modules) for modules in reversed(_front(tables))), "full")
 
 
 def _recomputed(tables: CostTables) -> list[UnitWork]:
@@ -54,16 +52,25 @@ def _recomputed(tables: CostTables) -> list[UnitWork]:
     return [tables.counter.count(unit, 1, tables.precision) for unit, may in units if may]
 
 
-def _flops_of_a_byte(tables: CostTables) -> dict[str, float]:
-    """The FLOPs that a byte of the results of each module spares, by its path inside of a unit; none of those that
-    would not be computed again."""
+def _front(tables: CostTables) -> list[frozenset[str]]:
+    """The sets of modules of which no other spares as many FLOPs in as few bytes, from the fewest bytes on; at most
+    `MOST` of them. Modules whose products would not be computed again are in none."""
     execution = tables.execution
     is_compiled = execution.kernels == "compiled"
-    flops: dict[str, int] = {}
-    size_bytes: dict[str, int] = {}
+    gains: dict[str, tuple[int, int]] = {}
     for unit in _recomputed(tables):
         for made in unit.results:
             if made.is_read[is_compiled] or not execution.stops_early:
-                flops[made.module] = flops.get(made.module, 0) + made.product.flops
-                size_bytes[made.module] = size_bytes.get(made.module, 0) + made.size_bytes
-    return {module: flops[module] / max(1, size_bytes[module]) for module in flops}
+                size_bytes, flops = gains.get(made.module, (0, 0))
+                gains[made.module] = size_bytes + made.size_bytes, flops + made.product.flops
+    front: list[tuple[int, int, frozenset[str]]] = [(0, 0, frozenset())]
+    for module, (size_bytes, flops) in sorted(gains.items()):
+        more = [(held + size_bytes, spared + flops, modules | {module}) for held, spared, modules in front]
+        candidates = sorted([*front, *more], key=lambda each: (each[0], -each[1], len(each[2])))
+        front = []
+        for each in candidates:
+            if not front or each[1] > front[-1][1]:
+                front.append(each)
+    found = [modules for *_, modules in front if modules]
+    step = max(1.0, (len(found) - 1) / (MOST - 1))
+    return [found[round(number * step)] for number in range(min(MOST, len(found)))]

@@ -90,8 +90,7 @@ def test_as_few_products_are_computed_again_as_memory_asks_for() -> None:
         fits = [plan for plan in every if plan.predicted.peak_memory_bytes[0] <= room]
         fastest = min(plan.predicted.step_time_s for plan in fits)
         assert found.predicted.peak_memory_bytes[0] <= room
-        # Modules come in one order, so that of two that do not fit together the better one may not be the one kept.
-        assert found.predicted.step_time_s <= 1.02 * fastest, room
+        assert found.predicted.step_time_s <= 1.002 * fastest, room  # FLOPs choose the sets, and not seconds
         taken.add(found.decision.recompute)
     assert {"none", "full"} < taken
     assert len(taken) >= 4, taken

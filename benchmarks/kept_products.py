@@ -1,0 +1,236 @@
+"""Which products stay: planned by module, beside PyTorch's own choice by a budget (`activation_memory_budget`).
+
+    python benchmarks/kept_products.py [--write benchmarks/results/kept_products.md]
+
+Blocks of a transformer (attention as one kernel, no dropout) on one CPU thread, in float32. PyTorch's choice is that of
+`torch.compile` with its partitioner and without generated kernels (``aot_eager``): a knapsack over the ops of all
+blocks. Ours are the modes that `plan(recompute="products")` comes to as memory shrinks, run by the policy of our
+runtime. Both are judged by the same two figures: what the process holds more after a forward than before it, and the
+FLOPs of products and attention that the backward runs again, as torch's `FlopCounterMode` counts them. Of every budget
+ours is the mode that recomputes least among those that hold no more than PyTorch's choice. The last column is what a
+mix of two modes, some blocks each, would come to; a plan has one for all blocks. Exit code 0: ours recompute no more at
+any budget.
+"""
+
+import argparse
+import ctypes
+import gc
+import math
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._functorch.config as functorch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import create_selective_checkpoint_contexts as selective_contexts
+from torch.utils.flop_counter import FlopCounterMode
+
+import shardwright as sw
+from shardwright.backends.torch.memory.kept_results import KeptResults
+from shardwright.core.cluster.hardware import load_profile
+from shardwright.core.errors import PlanError
+
+WIDTH, HEADS, TOKENS, SAMPLES, BLOCKS = 256, 8, 256, 8, 4
+BUDGETS = (0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
+ROOMS = 40
+"""The device memories for which a plan is made, from the least that any plan takes to the most."""
+MIB = 2**20
+
+
+def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    return 2 * math.prod(query) * key[2] + 2 * math.prod(query[:3]) * key[2] * value[3]
+
+
+ATTENTION: dict[Any, Any] = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}
+"""The kernel on CPUs, which torch's counter does not know, by the formula that it has for others."""
+NEAR_MIB = 0.5
+"""What pages and small values may differ by."""
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm_1, self.norm_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shape = *x.shape[:2], 3, HEADS, WIDTH // HEADS
+        q, k, v = self.qkv(self.norm_1(x)).view(shape).permute(2, 0, 3, 1, 4)
+        attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).reshape(x.shape))
+        return x + self.down(nn.functional.gelu(self.up(self.norm_2(x))))
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+
+    def forward(self, x: torch.Tensor, mode: str = "none") -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x) if mode == "none" else _again(block, x, mode)
+        return x.square().mean()
+
+
+def _again(block: nn.Module, x: torch.Tensor, mode: str) -> torch.Tensor:
+    if mode == "full":
+        return checkpoint(block, x, use_reentrant=False, preserve_rng_state=False)
+
+    def contexts() -> tuple[ExitStack, ExitStack]:
+        results = KeptResults(mode, block)
+        keeping, kept = selective_contexts(results)
+        return _Together(results.around(), keeping), _Together(results.around(), kept)
+
+    return checkpoint(block, x, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
+
+
+class _Together(ExitStack):
+    """Contexts that are entered when this one is."""
+
+    def __init__(self, *contexts: Any) -> None:
+        super().__init__()
+        self._contexts = contexts
+
+    def __enter__(self) -> "_Together":
+        for context in self._contexts:
+            self.enter_context(context)
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """What one choice holds after a forward, in MiB, and the GFLOP that its backward takes."""
+
+    choice: str
+    held_mib: float
+    gflop: float
+
+
+def held_mib() -> float:
+    gc.collect()
+    line = next(row for row in Path("/proc/self/status").read_text().splitlines() if row.startswith("VmRSS"))
+    return int(line.split()[1]) / 1024
+
+
+def measured(choice: str, run: Callable[[], torch.Tensor], backward_gflop: Callable[[], float]) -> Point:
+    run().backward()  # compiled, and gradients are there
+    before = held_mib()
+    loss = run()
+    held = held_mib() - before
+    loss.backward()
+    del loss
+    return Point(choice, held, backward_gflop())
+
+
+def ours(model: Blocks, x: torch.Tensor, mode: str, forward_gflop: float) -> Point:
+    def backward_gflop() -> float:
+        with FlopCounterMode(display=False, custom_mapping=ATTENTION) as counter:
+            model(x, mode).backward()
+        return counter.get_total_flops() / 1e9 - forward_gflop
+
+    return measured(mode, lambda: model(x, mode), backward_gflop)
+
+
+def theirs(model: Blocks, x: torch.Tensor, budget: float) -> Point:
+    torch._dynamo.reset()
+    functorch.activation_memory_budget = budget
+    compiled = torch.compile(model, backend="aot_eager")
+
+    def backward_gflop() -> float:
+        loss = compiled(x)
+        with FlopCounterMode(display=False, custom_mapping=ATTENTION) as counter:
+            loss.backward()
+        return counter.get_total_flops() / 1e9
+
+    return measured(f"budget {budget}", lambda: compiled(x), backward_gflop)
+
+
+def planned(model: Blocks) -> list[str]:
+    """The modes that plans come to as memory shrinks."""
+    graph = sw.capture(model, torch.ones(2, TOKENS, WIDTH))
+    profile = load_profile("a100-80gb")
+
+    def plan(memory_bytes: int, recompute: str) -> sw.Plan:
+        device = replace(profile.device, memory_bytes=memory_bytes, reserved_memory_bytes=0)
+        cluster = sw.Cluster(device, nodes=1, devices_per_node=1)
+        return sw.plan(
+            graph, cluster, batch=SAMPLES, microbatch=SAMPLES, precision="fp32", headroom=0.0, recompute=recompute
+        )
+
+    most, least = (plan(2**34, mode).predicted.peak_memory_bytes[0] for mode in ("none", "full"))
+    found: dict[str, None] = {}
+    for room in range(ROOMS + 1):
+        try:
+            found[plan(least + (most - least) * room // ROOMS, "products").decision.recompute] = None
+        except PlanError:
+            continue
+    return list(found)
+
+
+def mixed(points: list[Point], held: float) -> float:
+    """The least GFLOP of two points mixed so that they hold so much."""
+    found = min(p.gflop for p in points if p.held_mib <= held + NEAR_MIB)
+    for low in points:
+        for high in points:
+            if low.held_mib < held < high.held_mib:
+                share = (held - low.held_mib) / (high.held_mib - low.held_mib)
+                found = min(found, low.gflop + share * (high.gflop - low.gflop))
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", type=Path)
+    options = parser.parse_args()
+    ctypes.CDLL("libc.so.6").mallopt(-3, 2**17)  # large memory goes back to the system
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model, x = Blocks(), torch.randn(SAMPLES, TOKENS, WIDTH)
+    with FlopCounterMode(display=False, custom_mapping=ATTENTION) as counter:
+        model(x)
+    forward = counter.get_total_flops() / 1e9
+    modes = planned(model)
+    points = [ours(model, x, mode, forward) for mode in dict.fromkeys([*modes, "none", "full"])]
+    once = next(p.gflop for p in points if p.choice == "none")
+    rows = [
+        "| PyTorch's | holds, MiB | recomputes, GFLOP | ours | holds, MiB | recomputes, GFLOP | mixed |",
+        "|" + "---|" * 7,
+    ]
+    behind = []
+    for budget in BUDGETS:
+        peer = theirs(model, x, budget)
+        own = min((p for p in points if p.held_mib <= peer.held_mib + NEAR_MIB), key=lambda p: p.gflop, default=None)
+        if own is None:
+            rows.append(f"| {peer.choice} | {peer.held_mib:.1f} | {peer.gflop - once:.2f} | none | | | |")
+            continue
+        behind.append((own.gflop - peer.gflop) / forward)
+        rows.append(
+            f"| {peer.choice} | {peer.held_mib:.1f} | {peer.gflop - once:.2f} | `{own.choice}` | {own.held_mib:.1f} | "
+            f"{own.gflop - once:.2f} | {mixed(points, peer.held_mib) - once:.2f} |"
+        )
+    rows += [
+        "",
+        f"A forward takes {forward:.2f} GFLOP. Ours recompute at most {max(behind):.1%} of that more than PyTorch's.",
+    ]
+    rows += ["", "| ours | holds, MiB | recomputes, GFLOP |", "|---|---|---|"]
+    rows += [
+        f"| `{p.choice}` | {p.held_mib:.1f} | {p.gflop - once:.2f} |" for p in sorted(points, key=lambda p: p.held_mib)
+    ]
+    text = "\n".join(rows)
+    print(text)
+    if options.write:
+        head = (
+            "# Products that stay, by module and by PyTorch's own choice\n\n    python benchmarks/kept_products.py\n\n"
+        )
+        options.write.write_text(f"{head}{text}\n", encoding="utf-8")
+    return 0 if behind and max(behind) <= 0.0 else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
