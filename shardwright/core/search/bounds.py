@@ -286,9 +286,10 @@ class Bounds:
             return 0.0
         whole, ranked = self._first(shape, "none"), self.ranked(shape, policy.recompute)
         state = self.least_state(shape, policy, virtual_stages)
-        key = id(whole), id(ranked), tuple(live), virtual_stages, state
+        counted = self._counted(shape, policy, virtual_stages)
+        key = id(whole), id(ranked), tuple(live), virtual_stages, state, counted
         if key not in self._known_forced:
-            self._known_forced[key] = forced(whole, ranked, live, virtual_stages, *state)
+            self._known_forced[key] = forced(whole, ranked, live, virtual_stages, state, counted)
         found = self._known_forced[key]
         pp, m = shape.mesh.axis_size("pp"), shape.microbatches
         one_pass = self._passing_s(shape, "none", split=split) + found.again_s
@@ -308,6 +309,14 @@ class Bounds:
         if self.cluster.is_uniform:
             return held <= pp * self._limit_bytes(self.cluster.memory_bytes(0))
         return held <= sum(self.ranked(shape, policy.recompute).limits_bytes)
+
+    @found_once
+    def _counted(self, shape: Shape, policy: Policy, virtual_stages: int) -> MemoryRequest:
+        """What is asked of memory as it is counted for cuts, without what units' bytes do not depend on."""
+        pp, dp, _ = shape.degrees
+        whole_below = self.whole_below_bytes(shape, policy)
+        request = self.memory_request(policy, pp * virtual_stages, dp, shape.microbatches, whole_below, 0)
+        return replace(request, microbatches=1)
 
     @found_once
     def least_state(self, shape: Shape, policy: Policy, virtual_stages: int) -> tuple[float, float]:

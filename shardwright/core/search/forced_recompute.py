@@ -1,13 +1,16 @@
 """The recomputation that memory forces, before there is a cut: of units that are alike, shared out among the ranks."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
+from shardwright.core.tables.least_counted import least_counted_bytes
+from shardwright.core.tables.memory_request import MemoryRequest
 from shardwright.core.tables.rank_tables import RankTables
 from shardwright.core.tables.unit_table import UnitTable
-
 
 @dataclass(frozen=True, slots=True)
 class Forced:
@@ -20,65 +23,78 @@ class Forced:
 
 
 def forced(
-    whole: UnitTable, ranked: RankTables, live: Sequence[int], held: int, held_bytes: float, trained_bytes: float
+    whole: UnitTable,
+    ranked: RankTables,
+    live: Sequence[int],
+    held: int,
+    state: tuple[float, float],
+    request: MemoryRequest,
 ) -> Forced:
-    """The least that a pipeline takes whose ranks keep no more units than memory has room for.
+    """The least that a pipeline takes whose ranks keep no more units than cuts have room for
+    (`RankTables.kept_units`).
 
-    A rank with n units that are alike, of which it keeps k, needs n·c + k·g ≤ L bytes and takes n·(t + a) - k·a
-    seconds: t is a unit's time, a that of computing it again. With k between 0 and n, either may be any real number
-    here, so that what follows is below every cut (k is eliminated after Fourier and Motzkin).
+    A rank with n units that are alike keeps k of them at most, and takes n·(t + a) - k·a seconds: t is a unit's time, a
+    that of computing it again. Stages keep units in turns, as long as the room that the count for cuts leaves has space
+    for one more of the fullest stage.
 
     Args:
         whole: the units that keep everything.
         ranked: the ranks, all alike, with every unit recomputed.
         live: the least number of live microbatches of one stage on every rank.
         held: the number of stages on each rank.
-        held_bytes, trained_bytes: the least bytes of a parameter, and of a trained one beside.
+        state: the least bytes of a parameter at the peak, and of a trained one beside.
+        request: what is asked of memory, as it is counted for cuts.
     """
     best = Forced(0.0, 0.0)
     table = ranked.tables[0]
-    for units, (elements, trained, kept, working) in ranked.kinds:
+    alike = Counter(zip(live, ranked.limits_bytes, strict=True))  # ranks of equal room are counted once
+    many = np.array([*alike.values()])
+    alive, limits = (np.array(each, dtype=np.float64)[:, None] for each in zip(*alike, strict=True))
+    for units, added in ranked.kinds:
+        elements, trained, kept, working = added
         unit = units[0]
         once, again = float(whole.seconds[unit]), float(table.again_s[unit])
         more = table.units[unit].saved_bytes - table.units[unit].entering_bytes
         if again <= 0 or more <= 0 or once <= 0:
             continue
-        count, alive = len(units), np.array(live, dtype=np.float64)
+        counts = np.arange(1.0, len(units) + 1)
+        left = limits - least_counted_bytes(table, units, added, alive, held, request)
+        keeps = np.minimum(np.maximum(held * np.floor(left / (alive * more)), 0.0), counts)
+        seconds = counts * (once + again) - keeps * again
         # With n units in ``held`` stages, one stage has at least n / held, whose activations count.
-        room = np.maximum(0.0, np.array(ranked.limits_bytes, dtype=np.float64) - working)
-        each = held_bytes * elements + trained_bytes * trained + alive * kept / held
-        own = alive * more / held
-        found = Forced(
-            _least_rank_s(count, once, again, room, each, own), _least_again_s(count, again, room, each, own)
-        )
+        each = state[0] * elements + state[1] * trained + alive * kept / held
+        seconds[counts * each > (limits - working) * (1 + 1e-9)] = np.inf
+        found = Forced(_least_rank_s(seconds, many), again * _least_again(keeps, seconds, many))
         if found.rank_s > best.rank_s:
             best = found
     return best
 
 
-Bytes = np.ndarray[tuple[int], np.dtype[np.float64]]
-"""Bytes by rank."""
+Counted = NDArray[np.float64]
+"""Figures of shape (ranks, units): of a rank with one unit, with two, and so on."""
 
 
-def _least_rank_s(count: int, once: float, again: float, room: Bytes, each: Bytes, own: Bytes) -> float:
-    """The time t at which the ranks have room for all units, each within t. What a rank has room for is the least of
-    three straight lines, so that of all together is straight between the times at which any two lines cross."""
-    most = room / np.maximum(each, 1e-300)
-    offset, slope = again * room / own, once + again + again * each / own
-    high = count * (once + again)
-    crossings = np.concatenate([offset * once / (slope - once), most * slope - offset, most * once])
-    times = np.array([0.0, *np.unique(crossings[(crossings > 0) & (crossings < high)]), high])[:, None]
-    units = np.minimum(np.minimum(times / once, (times + offset) / slope), most).sum(axis=1)
-    if units[-1] < count:
-        return high  # no cut fits
-    at = int(np.argmax(units >= count))
-    (before, after), (less, more) = times[at - 1 : at + 1, 0].tolist(), units[at - 1 : at + 1].tolist()
-    return float(before + (after - before) * (count - less) / (more - less))
+def _least_rank_s(seconds: Counted, many: NDArray[np.int64]) -> float:
+    """The time within which the ranks do all units: those that a rank does are as many as the entries of its row up to
+    that time, as rows rise. Infinity where no cut fits."""
+    count = seconds.shape[1]
+    every = np.repeat(seconds, many, axis=0).ravel()
+    every.partition(count - 1)
+    return float(every[count - 1])
 
 
-def _least_again_s(count: int, again: float, room: Bytes, each: Bytes, own: Bytes) -> float:
-    """Every rank keeps all of so many units as it has room for; each further one takes the room of kept ones."""
-    kept = float((room / (each + own)).sum())
-    if kept >= count:
-        return 0.0
-    return again * (count - max(0.0, kept - (count - kept) * float((each / own).min())))
+def _least_again(keeps: Counted, seconds: Counted, many: NDArray[np.int64]) -> float:
+    """The number of units that are computed again at least. At whatever price of a unit in kept ones, all ranks
+    together keep no more than each gains at most with any number of units, and what all units cost."""
+    count = keeps.shape[1]
+    counts = np.arange(1.0, count + 1)
+    possible = np.isfinite(seconds)
+    last = np.where(possible, counts, 0.0).max(axis=1)
+    full = np.where(keeps >= counts, counts, 0.0).max(axis=1)
+    ends = np.where(possible, keeps, np.inf).min(axis=1)
+    falling = (full - np.minimum(full, ends)) / np.maximum(1.0, last - full)
+    most = np.inf
+    for price in {float(falling.min()), float(falling.max())}:
+        gains = np.where(possible, keeps + price * counts, 0.0).max(axis=1)
+        most = min(most, float((np.maximum(0.0, gains) * many).sum()) - price * count)
+    return max(0.0, count - most)

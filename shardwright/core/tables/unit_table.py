@@ -218,6 +218,11 @@ class UnitTable:
         return {}
 
     @cached_property
+    def least_of_alike(self) -> dict[object, int]:
+        """The least bytes of units that are alike, as found so far (`core.tables.gathered_units`)."""
+        return {}
+
+    @cached_property
     def halves(self) -> dict[str, object]:
         """The halves of split backwards, once they are counted (`core.tables.backward_halves`)."""
         return {}
