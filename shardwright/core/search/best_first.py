@@ -25,6 +25,8 @@ from shardwright.core.search.scoring import Cut, Draft, Scored, Scorer, Timed
 from shardwright.core.search.simplicity import Simplicity, least_simplicity, simplicity
 from shardwright.core.search.space import Pipelining, Policy, Shape, Space, splits_backward
 from shardwright.core.tables.cost_tables import CostTables
+from shardwright.core.tables.memory import Recompute
+from shardwright.core.values.found_once import found_once
 
 REPORTED = 4
 """The number of runners-up that are reported, each with degrees of its own."""
@@ -248,16 +250,15 @@ class Search:
             return
         policies: tuple[Policy, ...] = choice[1]
         if len(choice) == 2:
-            ways: dict[tuple[int, bool], list[Pipelining]] = {}
-            for pipelining in self.space.pipelinings(shape.mesh.axis_size("pp"), shape.microbatches):
-                if not self.space.go_together(policies[0].recompute, pipelining):
-                    continue
-                split = splits_backward(pipelining.schedule, pipelining.virtual_stages)
-                ways.setdefault((pipelining.virtual_stages, split), []).append(pipelining)
-            for members in ways.values():
-                for policy in policies:
-                    if any(map(policy.has_stages, members)):
-                        yield self._bound_s(shape, (policy,), members), (shape, (policy,), tuple(members))
+            ways = self._ways(shape.mesh.axis_size("pp"), shape.microbatches, policies[0].recompute)
+            for policy in policies:
+                possible = [
+                    members for members in ways
+                    if any(map(policy.has_stages, members)) and scorer.may_have_room(shape, policy, members)
+                ]  # fmt: skip
+                scorer.foresee(shape, policy, possible)
+                for members in possible:
+                    yield self._bound_s(shape, (policy,), members), (shape, (policy,), members)
             return
         is_apart = policies[0].recompute == "full" or policies[0].gathered_stages is not None
         if len(choice[2]) > 1 and is_apart:
@@ -273,6 +274,16 @@ class Search:
         for pipelining in choice[2]:
             for cut in scorer.cuts(shape, policies, pipelining):
                 yield cut.bound_s, (cut,)
+
+    @found_once
+    def _ways(self, pp: int, microbatches: int, recompute: Recompute) -> list[tuple[Pipelining, ...]]:
+        """The pipelines of some degrees, those together that differ in their schedule alone."""
+        ways: dict[tuple[int, bool], list[Pipelining]] = {}
+        for pipelining in self.space.pipelinings(pp, microbatches):
+            if self.space.go_together(recompute, pipelining):
+                split = splits_backward(pipelining.schedule, pipelining.virtual_stages)
+                ways.setdefault((pipelining.virtual_stages, split), []).append(pipelining)
+        return [*map(tuple, ways.values())]
 
     def _bound_s(
         self,

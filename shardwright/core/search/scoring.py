@@ -25,6 +25,7 @@ from shardwright.core.tables.cost_tables import CostTables
 from shardwright.core.tables.memory import STAYING, MemoryUse, live_microbatches
 from shardwright.core.tables.memory_request import MemoryRequest
 from shardwright.core.tables.rank_tables import RankTables
+from shardwright.core.values.found_once import found_once
 
 REMEMBERED_PIPELINES = 512
 """The number of simulated pipelines that are remembered: policies that wait alike share one."""
@@ -104,8 +105,11 @@ class Scorer:
             return ()
         return usual_messages_under_way(pipelining.schedule, pp, microbatches, pipelining.virtual_stages)
 
-    def _memory(self, decision: Decision, ranked: RankTables, live: Sequence[int]) -> tuple[MemoryUse, ...]:
-        """The memory of the ranks, as counted for cuts, or as counted for plans where that does not settle the fit."""
+    def _memory(
+        self, decision: Decision, ranked: RankTables, live: Sequence[int], *, until_over: bool = False
+    ) -> tuple[MemoryUse, ...]:
+        """The memory of the ranks, as counted for cuts, or as counted for plans where that does not settle the fit;
+        ``until_over`` as in `less_apart`."""
         request = self._request_of(decision)
         memory = ranked.memory(decision.stage_starts, decision.stage_ranks, live, request)
         # Between the halves of a backward a stage may have more than its forward keeps.
@@ -121,16 +125,34 @@ class Scorer:
         # Of halves of backwards more may be apart: an input gradient's temporary values and the most activations.
         if not ranked.over_bytes(memory) or (ranked.over_bytes(least) and not may_grow):
             return memory
-        return less_apart(decision, ranked, memory, request)
+        return less_apart(decision, ranked, memory, request, until_over=until_over)
 
     def least_live(self, shape: Shape, pipelinings: Sequence[Pipelining]) -> tuple[int, ...] | None:
         """The least number of live microbatches of one stage on every rank under any of some pipelines, all of as many
         stages; None where units may be offloaded, which is no recomputation."""
         if self._may_offload:
             return None
-        pp, m = shape.mesh.axis_size("pp"), shape.microbatches
-        every = [live_microbatches(each.schedule, pp, m, each.virtual_stages) for each in pipelinings]
+        return self._least_live(shape.mesh.axis_size("pp"), shape.microbatches, tuple(pipelinings))
+
+    @found_once
+    def _least_live(self, pp: int, microbatches: int, pipelinings: tuple[Pipelining, ...]) -> tuple[int, ...]:
+        every = [live_microbatches(each.schedule, pp, microbatches, each.virtual_stages) for each in pipelinings]
         return tuple(map(min, zip(*every, strict=True)))
+
+    def may_have_room(self, shape: Shape, policy: Policy, pipelinings: Sequence[Pipelining]) -> bool:
+        """Whether some cut may fit under any of some pipelines of as many stages: there is room for units that are
+        alike."""
+        live, held = self.least_live(shape, pipelinings), pipelinings[0].virtual_stages
+        if live is None or not self.bounds.may_fit(shape, policy):
+            return live is None
+        ranked = self.bounds.ranked(shape, policy.recompute)
+        return ranked.has_room(live, held, *self.bounds.least_state(shape, policy, held))
+
+    def foresee(self, shape: Shape, policy: Policy, ways: Sequence[Sequence[Pipelining]]) -> None:
+        """Count together what memory forces to be recomputed in several ways, for the bounds of each."""
+        if policy.recompute == "full":
+            lives = [(way[0].virtual_stages, self.least_live(shape, way)) for way in ways]
+            self.bounds.foresee(shape, policy, lives)
 
     # Cuts --------------------------------------------------------------------------------------------------------
 
@@ -238,7 +260,8 @@ class Scorer:
             return None
         fitting = []
         for policy in cut.policies:
-            memory = self._memory(self.bounds.decision(shape, policy, pipelining, starts), ranked, live)
+            decision = self.bounds.decision(shape, policy, pipelining, starts)
+            memory = self._memory(decision, ranked, live, until_over=True)
             if not ranked.over_bytes(memory):
                 fitting.append((policy, memory))
         if not fitting and self._may_offload and self.request.recomputes_what_memory_asks_for(recompute):

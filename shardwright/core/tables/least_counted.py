@@ -19,7 +19,7 @@ def least_counted_bytes(
     units: tuple[int, ...],
     added: tuple[float, ...],
     live: Bytes,
-    held: int,
+    held: Bytes,
     request: MemoryRequest,
 ) -> Bytes:
     """The bytes below which no rank's use gets as `RankTables.memory` counts it, whichever other units it has.
@@ -30,30 +30,31 @@ def least_counted_bytes(
         table: the units of the ranks, which are all alike.
         units: those that are alike.
         added: what one of them adds at least, as in `RankTables.kinds`.
-        live: the numbers of live microbatches of one stage, of shape (ranks, 1).
-        held: the number of stages on each rank.
+        live: the numbers of live microbatches of one stage, of shape (ways, ranks, 1): ways to divide a pipeline's work
+            are counted together.
+        held: the number of stages on each rank, of shape (ways, 1, 1).
         request: what is asked of memory; its bucket and messages do not count.
 
     Returns:
-        Bytes of shape (ranks, units): of a rank with one of them, with two, and so on.
+        Bytes of shape (ways, ranks, units): of a rank with one of them, with two, and so on.
     """
     elements, trained, kept, working = added
     counts = np.arange(1.0, len(units) + 1)
-    # Of n units in ``held`` stages one stage has at least n / held, rounded up.
+    # Of n units in some stages one stage has at least n / stages, rounded up.
     fullest = np.ceil(counts / held)
-    state = counts * ((request.held_bytes - ROUNDED) * elements + (request.trained_bytes - ROUNDED) * trained)
-    passing = np.full(len(units), working)
-    if request.shares_sums:
-        whole = np.zeros(len(units))
-        most = np.full(len(units), least_passes_bytes(table, units, request))
+    fixed = counts * ((request.held_bytes - ROUNDED) * elements + (request.trained_bytes - ROUNDED) * trained)
+    if not request.shares_sums:
+        fixed = fixed + working
+    else:
+        most, whole = np.full(fullest.shape, float(least_passes_bytes(table, units, request))), 0.0 * fullest
         if request.shard >= 2:
             if request.gathered_stages is not None:
-                share = min(1.0, request.gathered_stages / held)
+                share = np.minimum(1.0, request.gathered_stages / held)
                 whole += np.ceil(counts * share) * elements * PRECISION_BYTES[request.precision]
             if request.reduces_each:
                 most = np.maximum(most, fullest * least_made_bytes(table, units, request))
             else:
                 whole += counts * trained * request.gradient_width
-        passing = np.maximum(passing, most + whole)
-    found: Bytes = state + passing + live * fullest * kept
+        fixed = fixed + np.maximum(working, most + whole)
+    found: Bytes = fixed + live * (fullest * kept)
     return found
