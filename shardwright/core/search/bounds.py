@@ -43,6 +43,7 @@ class Bounds:
         self._alike: dict[tuple[object, ...], RankTables] = {}
         self._fluid: dict[tuple[int, int], float] = {}
         self._known_forced: dict[object, Forced] = {}
+        self._foreseen: tuple[Shape, Policy, dict[tuple[int, tuple[int, ...]], Forced]] | None = None
 
     def ranked(self, shape: Shape, recompute: Recompute) -> RankTables:
         """The unit costs on every pipeline rank."""
@@ -78,7 +79,7 @@ class Bounds:
     def _idle_lent(self, shape: Shape, tables: Sequence[UnitTable]) -> float:
         """The share of the time left by idle ranks that busy ranks of their pipeline get: the least that was measured
         for any unit. 0 where ranks are unlike, or not all on one node."""
-        lent = min(unit.idle_lent for table in tables for unit in table.units)
+        lent = min(table.idle_lent for table in tables)
         return lent if lent and self.links.pipelines_share_nodes(shape.mesh) else 0.0
 
     @found_once
@@ -286,8 +287,7 @@ class Bounds:
         """Seconds below which no pipeline gets that recomputes what memory asks for."""
         if not self.cluster.is_uniform or self.request.names_units:
             return 0.0
-        whole = self._first(shape, "none")
-        (found,) = self._forced(shape, policy, [(virtual_stages, tuple(live))])
+        (found,), whole = self._forced(shape, policy, [(virtual_stages, tuple(live))]), self._first(shape, "none")
         pp, m = shape.mesh.axis_size("pp"), shape.microbatches
         one_pass = self._passing_s(shape, "none", split=split) + found.again_s
         if virtual_stages == 1 and not split:  # as in `_filled_s`
@@ -300,22 +300,26 @@ class Bounds:
         known = [(virtual_stages, tuple(live)) for virtual_stages, live in ways if live is not None]
         few = self.request.recomputes_what_memory_asks_for(policy.recompute)
         if known and few and self.cluster.is_uniform and self.may_fit(shape, policy):
-            self._forced(shape, policy, known)
+            self._foreseen = shape, policy, dict(zip(known, self._forced(shape, policy, known), strict=True))
 
     def _forced(self, shape: Shape, policy: Policy, ways: Sequence[tuple[int, tuple[int, ...]]]) -> list[Forced]:
         """What memory forces to be recomputed in each way of `foresee`."""
+        if self._foreseen is not None and self._foreseen[0] is shape and self._foreseen[1] is policy:
+            known = self._foreseen[2]
+            if all(way in known for way in ways):
+                return [known[way] for way in ways]
         whole, ranked = self._first(shape, "none"), self.ranked(shape, policy.recompute)
-        found: dict[object, tuple[Way, MemoryRequest]] = {}
+        lacking: dict[MemoryRequest, dict[object, Way]] = {}
+        keys = []
         for virtual_stages, live in ways:
             way = Way(live, virtual_stages, self.least_state(shape, policy, virtual_stages))
             counted = self._counted(shape, policy, virtual_stages)
-            found[id(whole), id(ranked), way, counted] = way, counted
-        lacking = {key: pair for key, pair in found.items() if key not in self._known_forced}
-        for request in {counted for _, counted in lacking.values()}:
-            alike = {key: way for key, (way, counted) in lacking.items() if counted == request}
-            counted_together = forced(whole, ranked, [*alike.values()], request)
-            self._known_forced.update(zip(alike, counted_together, strict=True))
-        return [self._known_forced[key] for key in found]
+            keys.append((id(whole), id(ranked), way, counted))
+            if keys[-1] not in self._known_forced:
+                lacking.setdefault(counted, {})[keys[-1]] = way
+        for counted, alike in lacking.items():
+            self._known_forced.update(zip(alike, forced(whole, ranked, [*alike.values()], counted), strict=True))
+        return [self._known_forced[key] for key in keys]
 
     @found_once
     def may_fit(self, shape: Shape, policy: Policy) -> bool:

@@ -1,5 +1,7 @@
 """The least bytes that a rank takes, as memory is counted for cuts, with so many units that are alike."""
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -12,6 +14,7 @@ ROUNDED = 3 / MANY
 """The bytes of an entry by which its share may be too large, as three sizes are each rounded up over `MANY`."""
 
 Bytes = NDArray[np.float64]
+Kinds = Sequence[tuple[tuple[int, ...], tuple[float, ...]]]
 
 
 def least_counted_bytes(
@@ -58,3 +61,30 @@ def least_counted_bytes(
         fixed = fixed + np.maximum(working, most + whole)
     found: Bytes = fixed + live * (fullest * kept)
     return found
+
+
+def may_fit_as_counted(
+    table: UnitTable,
+    kinds: Kinds,
+    limits_bytes: Sequence[int],
+    live: Sequence[int],
+    held: int,
+    request: MemoryRequest,
+) -> bool:
+    """Whether the ranks have room for the units that are alike, as memory is counted for cuts; False means that no cut
+    is counted to fit.
+
+    Args:
+        table, request: as in `least_counted_bytes`.
+        kinds: as in `RankTables.kinds`.
+        limits_bytes: the memory of every rank.
+        live: the number of live microbatches of one stage on every rank.
+        held: the number of stages on each rank.
+    """
+    alive, stages = np.array(live, dtype=np.float64)[None, :, None], np.full((1, 1, 1), float(held))
+    limits = np.array(limits_bytes, dtype=np.float64)[:, None]
+    for units, added in kinds:
+        fits = least_counted_bytes(table, units, added, alive, stages, request)[0] <= limits
+        if int((fits * np.arange(1, len(units) + 1)).max(axis=1).sum()) < len(units):
+            return False
+    return True
