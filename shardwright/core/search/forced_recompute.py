@@ -12,6 +12,7 @@ from shardwright.core.tables.memory_request import MemoryRequest
 from shardwright.core.tables.rank_tables import RankTables
 from shardwright.core.tables.unit_table import UnitTable
 
+
 @dataclass(frozen=True, slots=True)
 class Forced:
     """Seconds of one microbatch that no cut gets below."""
