@@ -39,6 +39,9 @@ FURTHER: dict[type, int] = {Cut: 4, Draft: 5, Timed: 6}
 SAME = 1e-6
 """The relative difference below which times are equal, so that the simpler plan is taken."""
 
+Live = tuple[int, ...] | None
+"""The least number of live microbatches of one stage on every rank, as `Scorer.least_live` gives it."""
+
 
 @dataclass(slots=True)
 class Found:
@@ -253,12 +256,15 @@ class Search:
             ways = self._ways(shape.mesh.axis_size("pp"), shape.microbatches, policies[0].recompute)
             for policy in policies:
                 possible = [
-                    members for members in ways
-                    if any(map(policy.has_stages, members)) and scorer.may_have_room(shape, policy, members)
+                    (members, live) for members, live in ways
+                    if any(map(policy.has_stages, members)) and scorer.may_have_room(shape, policy, members[0], live)
                 ]  # fmt: skip
-                scorer.foresee(shape, policy, possible)
-                for members in possible:
-                    yield self._bound_s(shape, (policy,), members), (shape, (policy,), members)
+                if policy.recompute == "full":
+                    scorer.bounds.foresee(
+                        shape, policy, [(members[0].virtual_stages, live) for members, live in possible]
+                    )
+                for members, live in possible:
+                    yield self._bound_s(shape, (policy,), members, live), (shape, (policy,), members)
             return
         is_apart = policies[0].recompute == "full" or policies[0].gathered_stages is not None
         if len(choice[2]) > 1 and is_apart:
@@ -276,27 +282,31 @@ class Search:
                 yield cut.bound_s, (cut,)
 
     @found_once
-    def _ways(self, pp: int, microbatches: int, recompute: Recompute) -> list[tuple[Pipelining, ...]]:
-        """The pipelines of some degrees, those together that differ in their schedule alone."""
+    def _ways(self, pp: int, microbatches: int, recompute: Recompute) -> list[tuple[tuple[Pipelining, ...], Live]]:
+        """The pipelines of some degrees, those together that differ in their schedule alone, with the microbatches that
+        are live under any of them at least."""
         ways: dict[tuple[int, bool], list[Pipelining]] = {}
         for pipelining in self.space.pipelinings(pp, microbatches):
             if self.space.go_together(recompute, pipelining):
                 split = splits_backward(pipelining.schedule, pipelining.virtual_stages)
                 ways.setdefault((pipelining.virtual_stages, split), []).append(pipelining)
-        return [*map(tuple, ways.values())]
+        return [(tuple(each), self.scorer.least_live(pp, microbatches, each)) for each in ways.values()]
 
     def _bound_s(
         self,
         shape: Shape,
         policies: Sequence[Policy],
         pipelinings: Sequence[Pipelining],
+        live: Live = None,
         *,
         counts_gathers: bool = False,
     ) -> float:
         """Seconds below which no step gets under some policies of one recompute mode and some pipelines that differ in
-        their schedule alone. ``counts_gathers``: whether it is counted how often the only one gathers a stage."""
+        their schedule alone. ``live`` is as `_ways` gives it, None: not known yet; ``counts_gathers``: whether it is
+        counted how often the only pipeline gathers a stage."""
         first = pipelinings[0]
-        live = self.scorer.least_live(shape, pipelinings) if policies[0].recompute == "full" else None
+        if live is None and policies[0].recompute == "full":
+            live = self.scorer.least_live(shape.mesh.axis_size("pp"), shape.microbatches, pipelinings)
         split = splits_backward(first.schedule, first.virtual_stages)
         gathered_by = first if counts_gathers else None
         bounds = self.scorer.bounds

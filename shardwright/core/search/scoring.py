@@ -25,7 +25,6 @@ from shardwright.core.tables.cost_tables import CostTables
 from shardwright.core.tables.memory import STAYING, MemoryUse, live_microbatches
 from shardwright.core.tables.memory_request import MemoryRequest
 from shardwright.core.tables.rank_tables import RankTables
-from shardwright.core.values.found_once import found_once
 
 REMEMBERED_PIPELINES = 512
 """The number of simulated pipelines that are remembered: policies that wait alike share one."""
@@ -127,32 +126,22 @@ class Scorer:
             return memory
         return less_apart(decision, ranked, memory, request, until_over=until_over)
 
-    def least_live(self, shape: Shape, pipelinings: Sequence[Pipelining]) -> tuple[int, ...] | None:
+    def least_live(self, pp: int, microbatches: int, pipelinings: Sequence[Pipelining]) -> tuple[int, ...] | None:
         """The least number of live microbatches of one stage on every rank under any of some pipelines, all of as many
         stages; None where units may be offloaded, which is no recomputation."""
         if self._may_offload:
             return None
-        return self._least_live(shape.mesh.axis_size("pp"), shape.microbatches, tuple(pipelinings))
-
-    @found_once
-    def _least_live(self, pp: int, microbatches: int, pipelinings: tuple[Pipelining, ...]) -> tuple[int, ...]:
         every = [live_microbatches(each.schedule, pp, microbatches, each.virtual_stages) for each in pipelinings]
         return tuple(map(min, zip(*every, strict=True)))
 
-    def may_have_room(self, shape: Shape, policy: Policy, pipelinings: Sequence[Pipelining]) -> bool:
-        """Whether some cut may fit under any of some pipelines of as many stages: there is room for units that are
-        alike."""
-        live, held = self.least_live(shape, pipelinings), pipelinings[0].virtual_stages
-        if live is None or not self.bounds.may_fit(shape, policy):
-            return live is None
-        ranked = self.bounds.ranked(shape, policy.recompute)
-        return ranked.has_room(live, held, *self.bounds.least_state(shape, policy, held))
-
-    def foresee(self, shape: Shape, policy: Policy, ways: Sequence[Sequence[Pipelining]]) -> None:
-        """Count together what memory forces to be recomputed in several ways, for the bounds of each."""
-        if policy.recompute == "full":
-            lives = [(way[0].virtual_stages, self.least_live(shape, way)) for way in ways]
-            self.bounds.foresee(shape, policy, lives)
+    def may_have_room(self, shape: Shape, policy: Policy, pipelining: Pipelining, live: Sequence[int] | None) -> bool:
+        """Whether some cut may fit with no more than ``live`` microbatches of one stage on every rank, None: not known.
+        Where units are recomputed as memory asks for, bounds tell."""
+        if live is None or self.request.recomputes_what_memory_asks_for(policy.recompute):
+            return True
+        bounds, held = self.bounds, pipelining.virtual_stages
+        state = bounds.least_state(shape, policy, held)
+        return bounds.may_fit(shape, policy) and bounds.ranked(shape, policy.recompute).has_room(live, held, *state)
 
     # Cuts --------------------------------------------------------------------------------------------------------
 

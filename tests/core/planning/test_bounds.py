@@ -116,7 +116,9 @@ def test_no_bound_is_above_what_it_bounds(cluster: Cluster, frozen: bool) -> Non
                     continue
                 split = splits_backward(pipelining.schedule, pipelining.virtual_stages)
                 virtual = pipelining.virtual_stages
-                live = scorer.least_live(shape, [pipelining]) if policies[0].recompute == "full" else None
+                live = (
+                    scorer.least_live(pp, shape.microbatches, [pipelining]) if policies[0].recompute == "full" else None
+                )
                 of_kind = scorer.bounds.bound_s(shape, policies, virtual, split=split, live=live)
                 roomy = scorer.bounds.bound_s(shape, policies, virtual, split=split)
                 assert of_shape <= roomy <= of_kind * (1 + 1e-9)
@@ -187,7 +189,7 @@ def test_what_memory_forces_to_be_recomputed_is_never_too_much(
                 if not policy.has_stages(pipelining):
                     continue
                 bound = partial(scorer.bounds.bound_s, shape, [policy], pipelining.virtual_stages, split=split)
-                least = bound(live=scorer.least_live(shape, [pipelining]))
+                least = bound(live=scorer.least_live(pp, shape.microbatches, [pipelining]))
                 if not space.go_together("full", pipelining):
                     continue
                 for cut in scorer.cuts(shape, [policy], pipelining):
