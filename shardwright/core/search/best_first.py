@@ -26,6 +26,8 @@ from shardwright.core.search.scoring import Cut, Draft, Scored, Scorer, Timed
 from shardwright.core.search.simplicity import Simplicity, least_simplicity, simplicity
 from shardwright.core.search.space import Pipelining, Policy, Shape, Space, splits_backward
 from shardwright.core.tables.cost_tables import CostTables
+from shardwright.core.tables.memory import Recompute
+from shardwright.core.values.found_once import found_once
 
 REPORTED = 4
 """The number of runners-up that are reported, each with degrees of its own."""
@@ -37,6 +39,9 @@ FURTHER: dict[type, int] = {Cut: 4, Draft: 5, Timed: 6}
 """The settled steps of a choice that has stages; for a choice without stages they are the number of its parts."""
 SAME = 1e-6
 """The relative difference below which times are equal, so that the simpler plan is taken."""
+
+Live = tuple[int, ...] | None
+"""The least number of live microbatches of one stage on every rank, as `Scorer.least_live` gives it."""
 
 
 @dataclass(slots=True)
@@ -251,16 +256,18 @@ class Search:
             return
         policies: tuple[Policy, ...] = choice[1]
         if len(choice) == 2:
-            ways: dict[tuple[int, bool], list[Pipelining]] = {}
-            for pipelining in self.space.pipelinings(shape.mesh.axis_size("pp"), shape.microbatches):
-                if not self.space.go_together(policies[0].recompute, pipelining):
-                    continue
-                split = splits_backward(pipelining.schedule, pipelining.virtual_stages)
-                ways.setdefault((pipelining.virtual_stages, split), []).append(pipelining)
-            for members in ways.values():
-                for policy in policies:
-                    if any(map(policy.has_stages, members)):
-                        yield self._bound_s(shape, (policy,), members), (shape, (policy,), tuple(members))
+            ways = self._ways(shape.mesh.axis_size("pp"), shape.microbatches, policies[0].recompute)
+            for policy in policies:
+                possible = [
+                    (members, live) for members, live in ways
+                    if any(map(policy.has_stages, members)) and scorer.may_have_room(shape, policy, members[0], live)
+                ]  # fmt: skip
+                if policy.recompute == "full":
+                    scorer.bounds.foresee(
+                        shape, policy, [(members[0].virtual_stages, live) for members, live in possible]
+                    )
+                for members, live in possible:
+                    yield self._bound_s(shape, (policy,), members, live), (shape, (policy,), members)
             return
         is_apart = policies[0].recompute == "full" or policies[0].gathered_stages is not None
         if len(choice[2]) > 1 and is_apart:
@@ -277,18 +284,32 @@ class Search:
             for cut in scorer.cuts(shape, policies, pipelining):
                 yield cut.bound_s, (cut,)
 
+    @found_once
+    def _ways(self, pp: int, microbatches: int, recompute: Recompute) -> list[tuple[tuple[Pipelining, ...], Live]]:
+        """The pipelines of some degrees, those together that differ in their schedule alone, with the microbatches that
+        are live under any of them at least."""
+        ways: dict[tuple[int, bool], list[Pipelining]] = {}
+        for pipelining in self.space.pipelinings(pp, microbatches):
+            if self.space.go_together(recompute, pipelining):
+                split = splits_backward(pipelining.schedule, pipelining.virtual_stages)
+                ways.setdefault((pipelining.virtual_stages, split), []).append(pipelining)
+        return [(tuple(each), self.scorer.least_live(pp, microbatches, each)) for each in ways.values()]
+
     def _bound_s(
         self,
         shape: Shape,
         policies: Sequence[Policy],
         pipelinings: Sequence[Pipelining],
+        live: Live = None,
         *,
         counts_gathers: bool = False,
     ) -> float:
         """Seconds below which no step gets under some policies of one recompute mode and some pipelines that differ in
-        their schedule alone. ``counts_gathers``: whether it is counted how often the only one gathers a stage."""
+        their schedule alone. ``live`` is as `_ways` gives it, None: not known yet; ``counts_gathers``: whether it is
+        counted how often the only pipeline gathers a stage."""
         first = pipelinings[0]
-        live = self.scorer.least_live(shape, pipelinings) if policies[0].recompute == "full" else None
+        if live is None and policies[0].recompute == "full":
+            live = self.scorer.least_live(shape.mesh.axis_size("pp"), shape.microbatches, pipelinings)
         split = splits_backward(first.schedule, first.virtual_stages)
         gathered_by = first if counts_gathers else None
         bounds = self.scorer.bounds

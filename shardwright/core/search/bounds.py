@@ -11,7 +11,7 @@ from shardwright.core.cost.unit_work import PRECISION_BYTES
 from shardwright.core.errors import PlanError
 from shardwright.core.plan.decision import Decision
 from shardwright.core.search.exchanges import Held
-from shardwright.core.search.forced_recompute import Forced, forced
+from shardwright.core.search.forced_recompute import Forced, Way, forced
 from shardwright.core.search.predict import LeastEnds, StepModel, largest_unit
 from shardwright.core.search.request import VIRTUAL_STAGES, Request
 from shardwright.core.search.space import Pipelining, Policy, Shape
@@ -42,7 +42,8 @@ class Bounds:
         self._ranked: dict[tuple[object, ...], RankTables] = {}
         self._alike: dict[tuple[object, ...], RankTables] = {}
         self._fluid: dict[tuple[int, int], float] = {}
-        self._known_forced: dict[tuple[object, ...], Forced] = {}
+        self._known_forced: dict[object, Forced] = {}
+        self._foreseen: tuple[Shape, Policy, dict[tuple[int, tuple[int, ...]], Forced]] | None = None
 
     def ranked(self, shape: Shape, recompute: Recompute) -> RankTables:
         """The unit costs on every pipeline rank."""
@@ -78,7 +79,7 @@ class Bounds:
     def _idle_lent(self, shape: Shape, tables: Sequence[UnitTable]) -> float:
         """The share of the time left by idle ranks that busy ranks of their pipeline get: the least that was measured
         for any unit. 0 where ranks are unlike, or not all on one node."""
-        lent = min(unit.idle_lent for table in tables for unit in table.units)
+        lent = min(table.idle_lent for table in tables)
         return lent if lent and self.links.pipelines_share_nodes(shape.mesh) else 0.0
 
     @found_once
@@ -251,13 +252,15 @@ class Bounds:
         few = self.request.recomputes_what_memory_asks_for(recompute)
         if few or (recompute == "full" and self.request.names_units):
             recompute = "none"  # any number of units may be kept
+        fit = [policy for policy in policies if self.may_fit(shape, policy)]
+        if not fit:
+            return math.inf
         pipeline = self._least_pipeline_s(shape, recompute, virtual_stages, split=split)
         if live is not None and recompute != policies[0].recompute:
             pipeline = max(pipeline, self._forced_s(shape, policies[0], virtual_stages, live, split=split))
         pipeline = self._lending_s(shape, recompute, pipeline)
-        fit = (policy for policy in policies if self._may_fit(shape, policy))
         steps = (self._least_ends(shape, policy, recompute, gathered_by).step_s(pipeline) for policy in fit)
-        return min(steps, default=math.inf) * SAFE
+        return min(steps) * SAFE
 
     @found_once
     def _least_pipeline_s(self, shape: Shape, recompute: Recompute, virtual_stages: int, *, split: bool) -> float:
@@ -284,20 +287,42 @@ class Bounds:
         """Seconds below which no pipeline gets that recomputes what memory asks for."""
         if not self.cluster.is_uniform or self.request.names_units:
             return 0.0
-        whole, ranked = self._first(shape, "none"), self.ranked(shape, policy.recompute)
-        state = self.least_state(shape, policy, virtual_stages)
-        key = id(whole), id(ranked), tuple(live), virtual_stages, state
-        if key not in self._known_forced:
-            self._known_forced[key] = forced(whole, ranked, live, virtual_stages, *state)
-        found = self._known_forced[key]
+        (found,), whole = self._forced(shape, policy, [(virtual_stages, tuple(live))]), self._first(shape, "none")
         pp, m = shape.mesh.axis_size("pp"), shape.microbatches
         one_pass = self._passing_s(shape, "none", split=split) + found.again_s
         if virtual_stages == 1 and not split:  # as in `_filled_s`
             one_pass = max(one_pass, (float(whole.seconds.sum()) + found.again_s) / (1 - (1 - 1 / m) ** pp))
         return max(m * found.rank_s, one_pass)
 
+    def foresee(self, shape: Shape, policy: Policy, ways: Sequence[tuple[int, Sequence[int] | None]]) -> None:
+        """Count what memory forces to be recomputed under a policy in several ways, each given by its stages on a rank
+        and its ``live`` microbatches as in `bound_s`: together they take little longer than one."""
+        known = [(virtual_stages, tuple(live)) for virtual_stages, live in ways if live is not None]
+        few = self.request.recomputes_what_memory_asks_for(policy.recompute)
+        if known and few and self.cluster.is_uniform and self.may_fit(shape, policy):
+            self._foreseen = shape, policy, dict(zip(known, self._forced(shape, policy, known), strict=True))
+
+    def _forced(self, shape: Shape, policy: Policy, ways: Sequence[tuple[int, tuple[int, ...]]]) -> list[Forced]:
+        """What memory forces to be recomputed in each way of `foresee`."""
+        if self._foreseen is not None and self._foreseen[0] is shape and self._foreseen[1] is policy:
+            known = self._foreseen[2]
+            if all(way in known for way in ways):
+                return [known[way] for way in ways]
+        whole, ranked = self._first(shape, "none"), self.ranked(shape, policy.recompute)
+        lacking: dict[MemoryRequest, dict[object, Way]] = {}
+        keys = []
+        for virtual_stages, live in ways:
+            way = Way(live, virtual_stages, self.least_state(shape, policy, virtual_stages))
+            counted = self._counted(shape, policy, virtual_stages)
+            keys.append((id(whole), id(ranked), way, counted))
+            if keys[-1] not in self._known_forced:
+                lacking.setdefault(counted, {})[keys[-1]] = way
+        for counted, alike in lacking.items():
+            self._known_forced.update(zip(alike, forced(whole, ranked, [*alike.values()], counted), strict=True))
+        return [self._known_forced[key] for key in keys]
+
     @found_once
-    def _may_fit(self, shape: Shape, policy: Policy) -> bool:
+    def may_fit(self, shape: Shape, policy: Policy) -> bool:
         """Whether all ranks together have room for the parameters and one microbatch's activations."""
         pp = shape.mesh.axis_size("pp")
         table = self._first(shape, policy.recompute)
@@ -308,6 +333,14 @@ class Bounds:
         if self.cluster.is_uniform:
             return held <= pp * self._limit_bytes(self.cluster.memory_bytes(0))
         return held <= sum(self.ranked(shape, policy.recompute).limits_bytes)
+
+    @found_once
+    def _counted(self, shape: Shape, policy: Policy, virtual_stages: int) -> MemoryRequest:
+        """What is asked of memory as it is counted for cuts, without what units' bytes do not depend on."""
+        pp, dp, _ = shape.degrees
+        whole_below = self.whole_below_bytes(shape, policy)
+        request = self.memory_request(policy, pp * virtual_stages, dp, shape.microbatches, whole_below, 0)
+        return replace(request, microbatches=1)
 
     @found_once
     def least_state(self, shape: Shape, policy: Policy, virtual_stages: int) -> tuple[float, float]:

@@ -2,9 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
+from shardwright.core.tables.least_counted import least_counted_bytes
+from shardwright.core.tables.memory_request import MemoryRequest
 from shardwright.core.tables.rank_tables import RankTables
 from shardwright.core.tables.unit_table import UnitTable
 
@@ -19,66 +23,84 @@ class Forced:
     """The recomputation of all ranks together."""
 
 
-def forced(
-    whole: UnitTable, ranked: RankTables, live: Sequence[int], held: int, held_bytes: float, trained_bytes: float
-) -> Forced:
-    """The least that a pipeline takes whose ranks keep no more units than memory has room for.
+class Way(NamedTuple):
+    """A way to divide the work of a pipeline."""
 
-    A rank with n units that are alike, of which it keeps k, needs n·c + k·g ≤ L bytes and takes n·(t + a) - k·a
-    seconds: t is a unit's time, a that of computing it again. With k between 0 and n, either may be any real number
-    here, so that what follows is below every cut (k is eliminated after Fourier and Motzkin).
+    live: tuple[int, ...]
+    """The least number of live microbatches of one stage on every rank."""
+    held: int
+    """The number of stages on each rank."""
+    state: tuple[float, float]
+    """The least bytes of a parameter at the peak, and of a trained one beside."""
+
+
+def forced(whole: UnitTable, ranked: RankTables, ways: Sequence[Way], request: MemoryRequest) -> list[Forced]:
+    """The least that a pipeline takes, in each of some ways, whose ranks keep no more units than cuts have room for
+    (`RankTables.kept_units`).
+
+    A rank with n units that are alike keeps k of them at most, and takes n·(t + a) - k·a seconds: t is a unit's time, a
+    that of computing it again. Stages keep units in turns, as long as the room that the count for cuts leaves has space
+    for one more of the fullest stage.
 
     Args:
         whole: the units that keep everything.
         ranked: the ranks, all alike, with every unit recomputed.
-        live: the least number of live microbatches of one stage on every rank.
-        held: the number of stages on each rank.
-        held_bytes, trained_bytes: the least bytes of a parameter, and of a trained one beside.
+        ways: of as many ranks; they are counted together, as a search asks for many.
+        request: what is asked of memory, as it is counted for cuts.
     """
-    best = Forced(0.0, 0.0)
+    best = [Forced(0.0, 0.0)] * len(ways)
     table = ranked.tables[0]
-    for units, (elements, trained, kept, working) in ranked.kinds:
+    # Arrays are of shape (ways, ranks, units).
+    alive = np.array([way.live for way in ways], dtype=np.float64)[:, :, None]
+    held = np.array([way.held for way in ways], dtype=np.float64)[:, None, None]
+    state = np.array([way.state for way in ways], dtype=np.float64)[:, :, None, None]
+    limits = np.array(ranked.limits_bytes, dtype=np.float64)[:, None]
+    for units, added in ranked.kinds:
+        elements, trained, kept, working = added
         unit = units[0]
         once, again = float(whole.seconds[unit]), float(table.again_s[unit])
         more = table.units[unit].saved_bytes - table.units[unit].entering_bytes
         if again <= 0 or more <= 0 or once <= 0:
             continue
-        count, alive = len(units), np.array(live, dtype=np.float64)
-        # With n units in ``held`` stages, one stage has at least n / held, whose activations count.
-        room = np.maximum(0.0, np.array(ranked.limits_bytes, dtype=np.float64) - working)
-        each = held_bytes * elements + trained_bytes * trained + alive * kept / held
-        own = alive * more / held
-        found = Forced(
-            _least_rank_s(count, once, again, room, each, own), _least_again_s(count, again, room, each, own)
-        )
-        if found.rank_s > best.rank_s:
-            best = found
+        counts = np.arange(1.0, len(units) + 1)
+        left = limits - least_counted_bytes(table, units, added, alive, held, request)
+        keeps = np.minimum(np.maximum(held * np.floor(left / (alive * more)), 0.0), counts)
+        seconds = counts * (once + again) - keeps * again
+        # With n units in some stages, one stage has at least n / stages, whose activations count.
+        each = state[:, 0] * elements + state[:, 1] * trained + alive * kept / held
+        seconds[counts * each > (limits - working) * (1 + 1e-9)] = np.inf
+        rank_s, computed = _least_rank_s(seconds), _least_again(keeps, seconds)
+        found = [Forced(*pair) for pair in zip(rank_s.tolist(), (again * computed).tolist(), strict=True)]
+        best = [max(pair, key=lambda one: one.rank_s) for pair in zip(best, found, strict=True)]
     return best
 
 
-Bytes = np.ndarray[tuple[int], np.dtype[np.float64]]
-"""Bytes by rank."""
+Counted = NDArray[np.float64]
+"""Figures of shape (ways, ranks, units): of a rank with one unit, with two, and so on."""
 
 
-def _least_rank_s(count: int, once: float, again: float, room: Bytes, each: Bytes, own: Bytes) -> float:
-    """The time t at which the ranks have room for all units, each within t. What a rank has room for is the least of
-    three straight lines, so that of all together is straight between the times at which any two lines cross."""
-    most = room / np.maximum(each, 1e-300)
-    offset, slope = again * room / own, once + again + again * each / own
-    high = count * (once + again)
-    crossings = np.concatenate([offset * once / (slope - once), most * slope - offset, most * once])
-    times = np.array([0.0, *np.unique(crossings[(crossings > 0) & (crossings < high)]), high])[:, None]
-    units = np.minimum(np.minimum(times / once, (times + offset) / slope), most).sum(axis=1)
-    if units[-1] < count:
-        return high  # no cut fits
-    at = int(np.argmax(units >= count))
-    (before, after), (less, more) = times[at - 1 : at + 1, 0].tolist(), units[at - 1 : at + 1].tolist()
-    return float(before + (after - before) * (count - less) / (more - less))
+def _least_rank_s(seconds: Counted) -> Counted:
+    """The time within which the ranks do all units, in each way: those that a rank does are as many as the entries of
+    its row up to that time, as rows rise. Infinity where no cut fits."""
+    ways, _, count = seconds.shape
+    every = seconds.reshape(ways, -1)
+    found: Counted = np.partition(every, count - 1, axis=1)[:, count - 1]
+    return found
 
 
-def _least_again_s(count: int, again: float, room: Bytes, each: Bytes, own: Bytes) -> float:
-    """Every rank keeps all of so many units as it has room for; each further one takes the room of kept ones."""
-    kept = float((room / (each + own)).sum())
-    if kept >= count:
-        return 0.0
-    return again * (count - max(0.0, kept - (count - kept) * float((each / own).min())))
+def _least_again(keeps: Counted, seconds: Counted) -> Counted:
+    """The number of units that are computed again at least, in each way. At whatever price of a unit in kept ones, all
+    ranks together keep no more than each gains at most with any number of units, and what all units cost."""
+    count = keeps.shape[2]
+    counts = np.arange(1.0, count + 1)
+    possible = np.isfinite(seconds)
+    last = possible.sum(axis=2)
+    full = (keeps >= counts).sum(axis=2)
+    ends = np.where(possible, keeps, np.inf).min(axis=2)
+    falling = (full - np.minimum(full, ends)) / np.maximum(1.0, last - full)
+    most = np.full(len(keeps), np.inf)
+    for price in (falling.min(axis=1), falling.max(axis=1)):
+        gains = np.where(possible, keeps + price[:, None, None] * counts, 0.0).max(axis=2)
+        most = np.minimum(most, gains.sum(axis=1) - price * count)
+    found: Counted = np.maximum(0.0, count - most)
+    return found

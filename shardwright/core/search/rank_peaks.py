@@ -9,7 +9,7 @@ from shardwright.core.schedule.actions import Action, B, W
 from shardwright.core.schedule.named_schedule import named_schedule
 from shardwright.core.schedule.peak_memory import StageMemory, peak_below_sum
 from shardwright.core.search.space import splits_backward
-from shardwright.core.tables.gathered_stages import gathering_moments, peaks
+from shardwright.core.tables.gathered_stages import gathering_moments, peak_of
 from shardwright.core.tables.gathered_units import stage_passes
 from shardwright.core.tables.memory import MemoryUse, live_bytes, live_microbatches
 from shardwright.core.tables.memory_request import MemoryRequest
@@ -54,12 +54,18 @@ def is_long(decision: Decision) -> bool:
 
 
 def less_apart(
-    decision: Decision, ranked: RankTables, memory: tuple[MemoryUse, ...], request: MemoryRequest
+    decision: Decision,
+    ranked: RankTables,
+    memory: tuple[MemoryUse, ...],
+    request: MemoryRequest,
+    *,
+    until_over: bool = False,
 ) -> tuple[MemoryUse, ...]:
     """Memory less what never exists at once, where gradients take memory when they are made. Where a step has many
-    microbatches nothing is subtracted."""
+    microbatches nothing is subtracted. ``until_over``: whether all else may be left as it is once a rank is found to
+    have too little memory."""
     if request.divides_gradients:
-        return _less_divided(decision, ranked, memory, request)
+        return _less_divided(decision, ranked, memory, request, until_over=until_over)
     if not request.gradients_when_made or decision.shard >= 2:
         return memory
     ends, placement = ranked.ends(decision.stage_starts), decision.stage_ranks
@@ -123,33 +129,43 @@ def _apart_of_halves(decision: Decision, ranked: RankTables, request: MemoryRequ
 
 
 def _less_divided(
-    decision: Decision, ranked: RankTables, memory: tuple[MemoryUse, ...], request: MemoryRequest
+    decision: Decision,
+    ranked: RankTables,
+    memory: tuple[MemoryUse, ...],
+    request: MemoryRequest,
+    *,
+    until_over: bool,
 ) -> tuple[MemoryUse, ...]:
     """Memory less what is never there at once of units or stages that are gathered and of gradients that are summed
-    while the step runs. Long schedules are extrapolated from short ones, as in `live_bytes`."""
+    while the step runs, the fullest rank first. Long schedules are extrapolated from short ones, as in `live_bytes`."""
     starts, placement = decision.stage_starts, decision.stage_ranks
 
-    def peaks_of(microbatches: int) -> list[int]:
+    def peak(rank: int, microbatches: int) -> int:
         if decision.generated:
             moments = StageMoments(decision.with_residency(decision.compute_schedule(None)).table)
         else:
             sizes = decision.pp, microbatches, decision.virtual_stages
             residency = decision.gathered_stages, decision.look_ahead, decision.reduces_each
             moments = gathering_moments(decision.schedule, *sizes, *residency)
-        return peaks(ranked, starts, placement, moments, request)
+        return peak_of(rank, ranked, starts, placement, moments, request)
 
     first, second = 4 * decision.pp, 5 * decision.pp
-    if decision.microbatches <= second or decision.generated or _keeps_more(decision, second):
-        most = peaks_of(decision.microbatches)
-    else:
-        growth = (decision.microbatches - second) / (second - first)
-        early, late = peaks_of(first), peaks_of(second)
-        most = [int(b + (b - a) * growth + 0.5) for a, b in zip(early, late, strict=True)]
-    found = []
-    for use, passing, peak in zip(memory, ranked.passing(starts, placement, request), most, strict=True):
-        apart = use.activations_bytes + use.gradients_bytes + passing - peak
+    is_whole = decision.microbatches <= second or bool(decision.generated) or _keeps_more(decision, second)
+    growth = (decision.microbatches - second) / (second - first)
+    passing, over = ranked.passing(starts, placement, request), ranked.over_by_rank(memory)
+    found = list(memory)
+    for rank in sorted(range(decision.pp), key=lambda rank: -over[rank]):
+        if is_whole:
+            most = peak(rank, decision.microbatches)
+        else:
+            early, late = peak(rank, first), peak(rank, second)
+            most = int(late + (late - early) * growth + 0.5)
+        use = memory[rank]
+        apart = use.activations_bytes + use.gradients_bytes + passing[rank] - most
         beside = use.buffers_bytes + max(0, -apart)  # as where two passes overlap
-        found.append(replace(use, buffers_bytes=beside, apart_bytes=max(0, apart)))
+        found[rank] = replace(use, buffers_bytes=beside, apart_bytes=max(0, apart))
+        if until_over and ranked.over_by_rank(found)[rank] > 0:
+            break
     return tuple(found)
 
 

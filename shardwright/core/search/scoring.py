@@ -104,8 +104,11 @@ class Scorer:
             return ()
         return usual_messages_under_way(pipelining.schedule, pp, microbatches, pipelining.virtual_stages)
 
-    def _memory(self, decision: Decision, ranked: RankTables, live: Sequence[int]) -> tuple[MemoryUse, ...]:
-        """The memory of the ranks, as counted for cuts, or as counted for plans where that does not settle the fit."""
+    def _memory(
+        self, decision: Decision, ranked: RankTables, live: Sequence[int], *, until_over: bool = False
+    ) -> tuple[MemoryUse, ...]:
+        """The memory of the ranks, as counted for cuts, or as counted for plans where that does not settle the fit;
+        ``until_over`` as in `less_apart`."""
         request = self._request_of(decision)
         memory = ranked.memory(decision.stage_starts, decision.stage_ranks, live, request)
         # Between the halves of a backward a stage may have more than its forward keeps.
@@ -121,16 +124,24 @@ class Scorer:
         # Of halves of backwards more may be apart: an input gradient's temporary values and the most activations.
         if not ranked.over_bytes(memory) or (ranked.over_bytes(least) and not may_grow):
             return memory
-        return less_apart(decision, ranked, memory, request)
+        return less_apart(decision, ranked, memory, request, until_over=until_over)
 
-    def least_live(self, shape: Shape, pipelinings: Sequence[Pipelining]) -> tuple[int, ...] | None:
+    def least_live(self, pp: int, microbatches: int, pipelinings: Sequence[Pipelining]) -> tuple[int, ...] | None:
         """The least number of live microbatches of one stage on every rank under any of some pipelines, all of as many
         stages; None where units may be offloaded, which is no recomputation."""
         if self._may_offload:
             return None
-        pp, m = shape.mesh.axis_size("pp"), shape.microbatches
-        every = [live_microbatches(each.schedule, pp, m, each.virtual_stages) for each in pipelinings]
+        every = [live_microbatches(each.schedule, pp, microbatches, each.virtual_stages) for each in pipelinings]
         return tuple(map(min, zip(*every, strict=True)))
+
+    def may_have_room(self, shape: Shape, policy: Policy, pipelining: Pipelining, live: Sequence[int] | None) -> bool:
+        """Whether some cut may fit with no more than ``live`` microbatches of one stage on every rank, None: not known.
+        Where units are recomputed as memory asks for, bounds tell."""
+        if live is None or self.request.recomputes_what_memory_asks_for(policy.recompute):
+            return True
+        bounds, held = self.bounds, pipelining.virtual_stages
+        state = bounds.least_state(shape, policy, held)
+        return bounds.may_fit(shape, policy) and bounds.ranked(shape, policy.recompute).has_room(live, held, *state)
 
     # Cuts --------------------------------------------------------------------------------------------------------
 
@@ -238,7 +249,8 @@ class Scorer:
             return None
         fitting = []
         for policy in cut.policies:
-            memory = self._memory(self.bounds.decision(shape, policy, pipelining, starts), ranked, live)
+            decision = self.bounds.decision(shape, policy, pipelining, starts)
+            memory = self._memory(decision, ranked, live, until_over=True)
             if not ranked.over_bytes(memory):
                 fitting.append((policy, memory))
         if not fitting and self._may_offload and self.request.recomputes_what_memory_asks_for(recompute):

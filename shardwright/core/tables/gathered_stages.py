@@ -10,10 +10,9 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 from shardwright.core.cost.unit_work import PRECISION_BYTES
-from shardwright.core.schedule import Schedule
 from shardwright.core.schedule.actions import Action, Kind
 from shardwright.core.schedule.named_schedule import named_schedule
-from shardwright.core.schedule.passes.sharding import insert_residency
+from shardwright.core.schedule.passes.sharding import with_gathers, with_residency
 from shardwright.core.tables.backward_halves import halves_of
 from shardwright.core.tables.gathered_units import stage_passes
 from shardwright.core.tables.memory_request import MemoryRequest
@@ -23,23 +22,16 @@ from shardwright.core.tables.stage_moments import StageMoments, StageSizes
 
 
 @lru_cache(maxsize=64)
-def gathering_schedule(
-    name: str, ranks: int, microbatches: int, virtual_stages: int,
-    gathered_stages: int | None, look_ahead: int | None, reduces_each: bool = True,
-) -> Schedule:  # fmt: skip
-    """The schedule of a name with its gathers and reductions, made once for the schedules used last."""
-    schedule = named_schedule(name, ranks, microbatches, virtual_stages)
-    return insert_residency(schedule, gathered_stages, look_ahead, reduces_each=reduces_each)
-
-
-@lru_cache(maxsize=64)
 def gathering_moments(
     name: str, ranks: int, microbatches: int, virtual_stages: int,
     gathered_stages: int | None, look_ahead: int | None, reduces_each: bool = True,
 ) -> StageMoments:  # fmt: skip
-    """What the ranks hold under such a schedule, found once for those used last."""
-    sizes = ranks, microbatches, virtual_stages
-    return StageMoments(gathering_schedule(name, *sizes, gathered_stages, look_ahead, reduces_each).table)
+    """What the ranks hold under a schedule of a name with its gathers and reductions, found once for those used
+    last."""
+    schedule = named_schedule(name, ranks, microbatches, virtual_stages)
+    return StageMoments(
+        schedule.table, lambda order: with_residency(order, gathered_stages, look_ahead, reduces_each=reduces_each)
+    )
 
 
 def most_gathers(table: Sequence[Sequence[Action]]) -> int:
@@ -57,8 +49,8 @@ def gathers_per_stage(
         return 1.0  # all of them stay
 
     def count(microbatches: int) -> float:
-        schedule = gathering_schedule(name, ranks, microbatches, virtual_stages, gathered_stages, look_ahead)
-        return most_gathers(schedule.table) / virtual_stages
+        table = named_schedule(name, ranks, microbatches, virtual_stages).table
+        return most_gathers([with_gathers(order, gathered_stages, look_ahead) for order in table]) / virtual_stages
 
     first, second = 4 * ranks, 5 * ranks
     if microbatches <= second:
@@ -77,12 +69,21 @@ def peaks(
     """The most bytes that every rank holds at once of activations, of what passes hold for a while, of gradients, and
     of what is gathered: everything but its shards of parameters and optimizer states, the batch and buffers. The
     ``moments`` are those of a schedule with its gathers and reductions."""
+    return [peak_of(rank, ranked, starts, placement, moments, request) for rank in range(ranked.ranks)]
+
+
+def peak_of(
+    rank: int,
+    ranked: RankTables,
+    starts: Sequence[int],
+    placement: Sequence[int],
+    moments: StageMoments,
+    request: MemoryRequest,
+) -> int:
+    """The same of one rank."""
     ends = ranked.ends(starts)
-    found = []
-    for rank, first in enumerate(moments.first_backwards):
-        held = {stage: ends[stage] for stage, on in enumerate(placement) if on == rank}
-        found.append(moments.peak(rank, _stages(ranked, rank, held, first, request)))
-    return found
+    held = {stage: ends[stage] for stage, on in enumerate(placement) if on == rank}
+    return moments.peak(rank, _stages(ranked, rank, held, moments.first_backwards[rank], request))
 
 
 def _stages(

@@ -7,7 +7,7 @@ packed into one bucket, whose sum over the ranks is under way until the next buc
 backward pass sends one. Buckets leave in the reverse of the model's order, so that some wait for others.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -98,6 +98,48 @@ def _content(table: UnitTable, ends: tuple[int, int]) -> tuple[object, ...] | No
         return None
     kept = table.range_kept[first, first + 1 : end + 1] + table.beside_bytes[first:end]
     return kinds, _base(table, ends).tobytes(), kept.tobytes()
+
+
+def least_made_bytes(table: UnitTable, units: Sequence[int], request: MemoryRequest) -> int:
+    """The least bytes of gradients that the backward of one of some units makes and sends, as they are made; of
+    parameters that no other unit uses."""
+
+    def made(unit: int) -> int:
+        width, gathers = PRECISION_BYTES[request.precision], request.shard == 3 and request.gathered_stages is None
+        return sum(call.trained * width for call in table.calls[unit] if not (gathers and _stays(call, request)))
+
+    return _least_of(table, units, "made", request, made)
+
+
+def least_passes_bytes(table: UnitTable, units: Sequence[int], request: MemoryRequest) -> int:
+    """Bytes beside activations below which the passes of no stage get that has one of some units: its activations and
+    these are at least those of the units up to the last such one, and these bytes.
+
+    They are what passes over one unit by itself hold. With more units behind it more is gathered ahead and under way;
+    the sums of these that have left already are among the rank's gradients. 0 where other units use its parameters, or
+    where these leave in another order than the units have."""
+    return _least_of(table, units, "passes", request, lambda unit: _passes_bytes(table, unit, request))
+
+
+def _least_of(
+    table: UnitTable, units: Sequence[int], name: str, request: MemoryRequest, find: Callable[[int], int]
+) -> int:
+    """The least that is found for any of some units, all of one kind, found once."""
+    key = name, units[0], request.of_passes
+    if key not in table.least_of_alike:
+        table.least_of_alike[key] = min(map(find, units))
+    return table.least_of_alike[key]
+
+
+def _passes_bytes(table: UnitTable, unit: int, request: MemoryRequest) -> int:
+    if table.call_kinds[unit] is None:
+        return 0
+    own, alone = stage_passes(table, (unit, unit + 1), request), (unit, unit + 1)
+    most = own.forward
+    if not any(call.looked_up for call in table.calls[unit]):
+        # The last unit of a stage reads what stays of the gradients from the next stage.
+        most = max(most, max(own.tail, own.backward) - int(table.given_bytes(*alone)[0]))
+    return max(0, most - int(table.range_kept[alone]))
 
 
 def staying_bytes(table: UnitTable, stages: Iterable[tuple[int, int]], request: MemoryRequest) -> int:

@@ -18,6 +18,7 @@ from shardwright.core.schedule import StageCosts
 from shardwright.core.schedule.messages_under_way import UnderWay
 from shardwright.core.tables.backward_halves import halves_of
 from shardwright.core.tables.gathered_units import content_number, stage_passes, staying_bytes
+from shardwright.core.tables.least_counted import may_fit_as_counted
 from shardwright.core.tables.memory import MemoryUse, collectives_s
 from shardwright.core.tables.memory_request import MemoryRequest
 from shardwright.core.tables.unit_table import UnitTable
@@ -159,6 +160,8 @@ class RankTables:
         held = len(placement) // self.ranks
         state = request.held_bytes, request.trained_bytes
         if len(placement) > self.units or not self.has_room(live, held, *state):
+            return None
+        if not may_fit_as_counted(self.tables[0], self.kinds, self.limits_bytes, live, held, request):
             return None
         free = self.free_cut(placement)
         if self.over_bytes(self.memory(free, placement, live, request)) == 0:

@@ -5,13 +5,14 @@ Each moment is the number of times that it has every size of every stage. A long
 round of the pipeline is like the one before, so that its peak for stages of other sizes is the largest of some sums.
 """
 
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shardwright.core.schedule.actions import Action, B, F, I, Kind, W
+from shardwright.core.schedule.family import Order
 
 
 class StageSizes(NamedTuple):
@@ -42,114 +43,120 @@ class StageSizes(NamedTuple):
     """What a later one does."""
 
 
-class _Size(NamedTuple):
-    """One of the sizes of a stage."""
+_NUMBER = {name: number for number, name in enumerate(StageSizes._fields)}
 
-    stage: int
-    name: str
-
-    def of(self, stages: Mapping[int, StageSizes]) -> int:
-        size: int = getattr(stages[self.stage], self.name)
-        return size
-
-
-class _Ending(NamedTuple):
-    """What a backward holds beside whose first bucket leaves when the bucket under way, of stage ``sent``, has
-    arrived."""
-
-    stage: int
-    sent: int | None
-
-    def of(self, stages: Mapping[int, StageSizes]) -> int:
-        own = stages[self.stage]
-        return max(own.tail, own.backward - (0 if self.sent is None else stages[self.sent].under_way))
-
-
-_Moment = frozenset[tuple[_Size | _Ending, int]]
-"""The number of times that a moment has each size, for those that it has."""
+_Moment = tuple[int, ...]
+"""The number of times that a moment has each size of each stage, name by name, and behind them, for each stage and each
+whose bucket may be under way (the last: none), what a backward holds beside whose first bucket leaves when that bucket
+has arrived."""
 
 
 class StageMoments:
     """The moments of every rank under one schedule."""
 
-    def __init__(self, table: Sequence[Sequence[Action]]) -> None:
+    def __init__(self, table: Sequence[Sequence[Action]], more: Callable[[Order], Order] | None = None) -> None:
+        """The moments of a table of actions; ``more`` inserts what a rank does beside them, rank by rank, when it is
+        first asked for."""
         self.first_backwards = tuple(
             tuple(dict.fromkeys(part.stage for action in order for part in action.flat if part.kind in (B, W)))
             for order in table
         )
         """The stages of every rank in the order of their first backward."""
-        self._table = table
-        self._known: dict[object, tuple[list[_Size | _Ending], np.ndarray[tuple[int, int], np.dtype[np.int64]]]] = {}
+        self._table, self._more = table, more
+        self._known: dict[object, tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
 
     def peak(self, rank: int, stages: Mapping[int, StageSizes]) -> int:
         """The most bytes that a rank holds at once whose stages have these sizes."""
         adds_up = frozenset(stage for stage, sizes in stages.items() if sizes.sums)
         if (rank, adds_up) not in self._known:
-            moments = set(_moments(self._table[rank], adds_up))
-            sizes = list({size: None for moment in moments for size, _ in moment})
-            place = {size: number for number, size in enumerate(sizes)}
-            counts = np.zeros((len(moments), len(sizes)), dtype=np.int64)
-            for row, moment in enumerate(moments):
-                for size, count in moment:
-                    counts[row, place[size]] = count
-            self._known[rank, adds_up] = sizes, counts
-        sizes, counts = self._known[rank, adds_up]
-        given = np.array([size.of(stages) for size in sizes], dtype=np.int64)
-        return int((counts @ given).max(initial=0))
+            order = tuple(self._table[rank])
+            order = order if self._more is None else self._more(order)
+            counts = np.array([*_moments(order, list(stages), adds_up)], dtype=np.int64)
+            used = np.flatnonzero(counts.any(axis=0))
+            self._known[rank, adds_up] = used, counts[:, used]
+        used, counts = self._known[rank, adds_up]
+        return int((counts @ _sizes(stages)[used]).max(initial=0))
 
 
-def _moments(order: Sequence[Action], adds_up: frozenset[int]) -> Iterator[_Moment]:
+def _sizes(stages: Mapping[int, StageSizes]) -> NDArray[np.int64]:
+    """The bytes of all that a moment may have, in its order."""
+    sizes = np.array([*stages.values()], dtype=np.int64)
+    under_way = np.append(sizes[:, _NUMBER["under_way"]], 0)
+    ending = np.maximum(sizes[:, _NUMBER["tail"], None], sizes[:, _NUMBER["backward"], None] - under_way)
+    return np.concatenate([sizes.T.ravel(), ending.ravel()])
+
+
+def _moments(order: Sequence[Action], stages: Sequence[int], adds_up: frozenset[int]) -> set[_Moment]:
     """The moments of one rank: while each action runs, and at the end of each of its backwards.
 
-    ``adds_up``: the stages whose gradients add up whole.
+    ``stages``: those of the rank; ``adds_up``: those of them whose gradients add up whole.
     """
-    held: defaultdict[_Size | _Ending, int] = defaultdict(int)
-    """Live activations and gathered stages."""
+    count = len(stages)
+    place = {stage: number for number, stage in enumerate(stages)}
+    found: set[_Moment] = set()
+    now = [0] * (len(_NUMBER) * count + count * (count + 1))
+    """Live activations, gathered stages, whole sums and shards of sums."""
     sums, shards, sent = set[int](), set[int](), None
 
-    def moment(*beside: _Size | _Ending) -> _Moment:
-        counts = held.copy()
-        for size in (*beside, *(_Size(at, "sums") for at in sums), *(_Size(at, "shard") for at in shards)):
-            counts[size] += 1
-        return frozenset((size, count) for size, count in counts.items() if count)
+    def size(stage: int, name: str) -> int:
+        return _NUMBER[name] * count + place[stage]
+
+    def ending(stage: int) -> int:
+        other = count if sent is None else place[sent]
+        return len(_NUMBER) * count + place[stage] * (count + 1) + other
+
+    def moment(beside: Sequence[int]) -> None:
+        for each in beside:
+            now[each] += 1
+        found.add(tuple(now))
+        for each in beside:
+            now[each] -= 1
+
+    def begin(held: set[int], stage: int, name: str) -> None:
+        if stage not in held:
+            held.add(stage)
+            now[size(stage, name)] += name != "sums" or stage in adds_up
 
     for action in order:
         if action.kind in (Kind.UNSHARD, Kind.RESHARD):
-            held[_Size(action.stage, "whole")] += 1 if action.kind is Kind.UNSHARD else -1
+            now[size(action.stage, "whole")] += 1 if action.kind is Kind.UNSHARD else -1
         elif action.kind is Kind.REDUCE_GRAD:
-            sums.discard(action.stage)
-            shards.add(action.stage)
+            if action.stage in sums:
+                sums.remove(action.stage)
+                now[size(action.stage, "sums")] -= action.stage in adds_up
+            begin(shards, action.stage, "shard")
             sent = action.stage
-        beside: list[_Size | _Ending] = []
+        beside: list[int] = []
         for part in action.flat:
             at = part.stage
             if part.kind is F:
-                held[_Size(at, "activations")] += 1
-                beside.append(_Size(at, "passing"))
+                now[size(at, "activations")] += 1
+                beside.append(size(at, "passing"))
             elif part.kind is I:
-                beside.append(_Size(at, "input_grad"))
+                beside.append(size(at, "input_grad"))
             elif part.kind is W:
-                sums.add(at)
-                beside.append(_Size(at, "weighing"))
+                begin(sums, at, "sums")
+                beside.append(size(at, "weighing"))
             elif part.kind is B and at in adds_up:
-                beside.append(_Size(at, "backward" if at in sums else "first_backward"))
+                beside.append(size(at, "backward" if at in sums else "first_backward"))
             elif part.kind is B:
                 # Its first bucket leaves when the one under way has arrived. Each is added to its shard.
-                beside.append(_Ending(at, sent) if at in shards else _Size(at, "first_backward"))
-                shards.add(at)
-        yield moment(*beside, *(() if sent is None else (_Size(sent, "under_way"),)))
+                beside.append(ending(at) if at in shards else size(at, "first_backward"))
+                begin(shards, at, "shard")
+        moment(beside if sent is None else [*beside, size(sent, "under_way")])
         for part in action.flat:
             if part.kind is F and part.stage not in adds_up:
                 sent = None  # what a forward ran beside has arrived
             if part.kind is B:
-                sums.add(part.stage)
+                begin(sums, part.stage, "sums")
                 # The last bucket is on its way when all activations are gone.
-                held[_Size(part.stage, "activations")] -= 1
-                yield moment(_Size(part.stage, "under_way"))
-                held[_Size(part.stage, "activations")] += 1
+                own = size(part.stage, "activations")
+                now[own] -= 1
+                moment([size(part.stage, "under_way")])
+                now[own] += 1
         for part in action.flat:
-            early, own = _Size(part.stage, "freed_by_input_grad"), _Size(part.stage, "activations")
             if part.kind in (B, W):
-                held[own] -= 1
+                now[size(part.stage, "activations")] -= 1
             if part.kind in (I, W):
-                held[early] += -1 if part.kind is I else 1
+                now[size(part.stage, "freed_by_input_grad")] += -1 if part.kind is I else 1
+    return found

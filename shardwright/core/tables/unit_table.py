@@ -116,6 +116,11 @@ class UnitTable:
         return modes_of(self.recompute, self.recomputable, self.kept, self.offloaded)
 
     @cached_property
+    def idle_lent(self) -> float:
+        """The least share of idle time that was measured to be lent while any unit ran."""
+        return min(unit.idle_lent for unit in self.units)
+
+    @cached_property
     def swapped_s(self) -> NDArray[np.float64]:
         """The time that the activations of each unit take to the host, and again back."""
         sent = [u.saved_bytes if mode == "offload" else 0 for u, mode in zip(self.units, self.modes, strict=True)]
@@ -213,6 +218,11 @@ class UnitTable:
     @cached_property
     def stage_passes(self) -> dict[object, dict[tuple[int, int], object]]:
         """The passes of stages counted so far (`core.tables.gathered_units`), by what is asked of memory."""
+        return {}
+
+    @cached_property
+    def least_of_alike(self) -> dict[object, int]:
+        """The least bytes of units that are alike, as found so far (`core.tables.gathered_units`)."""
         return {}
 
     @cached_property

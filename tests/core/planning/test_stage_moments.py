@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from shardwright.core.schedule.actions import Action, B, F, I, Kind, W
-from shardwright.core.tables.gathered_stages import gathering_schedule
+from shardwright.core.schedule.named_schedule import named_schedule
+from shardwright.core.schedule.passes.sharding import insert_residency
+from shardwright.core.tables.gathered_stages import gathering_moments
 from shardwright.core.tables.stage_moments import StageMoments, StageSizes
 
 
@@ -67,8 +69,10 @@ def walked(order: Sequence[Action], stages: Mapping[int, StageSizes]) -> int:
 def test_the_peak_is_that_of_a_walk(
     name: str, ranks: int, microbatches: int, virtual: int, gathered: int | None, reduces_each: bool
 ) -> None:
-    table = gathering_schedule(name, ranks, microbatches, virtual, gathered, None, reduces_each).table
+    schedule = named_schedule(name, ranks, microbatches, virtual)
+    table = insert_residency(schedule, gathered, None, reduces_each=reduces_each).table
     moments, chance = StageMoments(table), random.Random(0)
+    found_by_rank = gathering_moments(name, ranks, microbatches, virtual, gathered, None, reduces_each)
     for _ in range(5):
         for rank, order in enumerate(table):
             stages = {}
@@ -77,4 +81,4 @@ def test_the_peak_is_that_of_a_walk(
                 freed = chance.randrange(-50, sizes.activations + 1)
                 no_sums = reduces_each or chance.random() < 0.2
                 stages[stage] = sizes._replace(freed_by_input_grad=freed, sums=0 if no_sums else 1 + sizes.sums)
-            assert moments.peak(rank, stages) == walked(order, stages)
+            assert moments.peak(rank, stages) == found_by_rank.peak(rank, stages) == walked(order, stages)

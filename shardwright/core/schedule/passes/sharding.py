@@ -67,6 +67,16 @@ def insert_residency(
     return insert_sharding(schedule, gathered_stages, look_ahead=look_ahead, reduce_after=after, weights_read=False)
 
 
+def with_gathers(order: Order, gathered_stages: int | None, look_ahead: int | None) -> Order:
+    """The order of one rank with its gathers and frees of stages, as plans have them (`insert_residency`)."""
+    return order if gathered_stages is None else _gathered(order, gathered_stages, look_ahead, weights_read=False)
+
+
+def with_residency(order: Order, gathered_stages: int | None, look_ahead: int | None, *, reduces_each: bool) -> Order:
+    """The same with the reductions of gradients."""
+    return _reduced(with_gathers(order, gathered_stages, look_ahead), "each" if reduces_each else "last")
+
+
 def strip_sharding(schedule: TableT) -> TableT:
     """The schedule without gathering, freeing and gradient reduction."""
     return without(schedule, SHARDING)
