@@ -79,6 +79,7 @@ class UnitCost:
     looped_bytes: int = 0
     kept_by_calls_bytes: tuple[int, int] | None = None
     merged_bytes: tuple[int, int, int] | None = None
+    adding_bytes: int | None = None
     """Bytes as in `UnitWork`."""
     left_bytes: tuple[int, int] = (0, 0)
     fetched_bytes: int = 0
@@ -215,6 +216,7 @@ def unit_cost(
         looped_bytes=work.looped_bytes,
         kept_by_calls_bytes=work.kept_by_calls_bytes,
         merged_bytes=work.merged_bytes,
+        adding_bytes=work.adding_bytes,
         forward_beside_bytes=work.forward_beside_bytes,
         left_bytes=work.left_bytes,
         fetched_bytes=work.fetched_bytes,

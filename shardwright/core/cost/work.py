@@ -117,6 +117,9 @@ class UnitWork:
     merged_bytes: tuple[int, int, int] | None = None
     """Where the whole step is one compiled program, the bytes saved, those passing, and the latter with the gradients
     that wait to be added to their sums; None: not known."""
+    adding_bytes: int | None = None
+    """``passing_bytes`` of a compiled backward with gradients of parameters that are added to their sums at once, as in
+    `Footprint.adding`; None: not known."""
     forward_beside_bytes: int = 0
     """The part of ``passing_bytes`` that the forward alone may hold."""
     phases: tuple[PhaseBytes, ...] = ()

@@ -236,6 +236,9 @@ class Footprint:
     gathered_in_loops: tuple[int, int] = (0, 0)
     """What loops of the backward add gradients of parameters up in: it is there from the beginning of a program to its
     end."""
+    adding: tuple[tuple[int, int], ...] = ()
+    """``passing`` with the gradient of each parameter from where it is made to where it is added to its sum, at once.
+    Empty: not known."""
     kept_by_calls: tuple[tuple[int, int], tuple[int, int]] | None = None
     """What is kept under full and under selective recompute where a plan has one stage and the runtime computes calls
     of modules again, but not what stands beside them in the unit; None: as in a unit that is computed again whole."""

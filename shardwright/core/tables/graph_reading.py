@@ -90,6 +90,9 @@ class Reading:
                 held(footprint.merged_passing, counted.passing_bytes, whole.passing_bytes),
                 held(footprint.merged_working, counted.passing_bytes, whole.passing_bytes),
             ),
+            adding_bytes=held(footprint.adding, counted.passing_bytes, whole.passing_bytes)
+            if footprint.adding
+            else None,
             unfused_dropout_bytes=0,
             unfused_dropout_selective_bytes=0,
             given_bytes=0,

@@ -367,7 +367,7 @@ class RankTables:
             working = max(
                 table.stage_working(a, b, summed=summed, again=again)
                 if several or not table.found_bytes
-                else int(table.range_working[a, b])
+                else table.whole_working(summed=summed)
                 for a, b in held
             )
             sent = 0

@@ -13,6 +13,7 @@ from shardwright.core.cost.unit_seconds import UnitCost
 from shardwright.core.cost.value_flow import SharedValue
 from shardwright.core.partition.exact import Matrix, range_sums
 from shardwright.core.schedule.peak_memory import StageMemory
+from shardwright.core.tables.added_gradients import adding_bytes
 from shardwright.core.tables.call_entries import CallEntries, kinds_of
 from shardwright.core.tables.memory import (
     kept_bytes,
@@ -445,6 +446,7 @@ class UnitTable:
         found = self.found_bytes * self.range_trained[first, end]
         last = self.found_bytes * self.looked_up[first] if self.looked_up else 0
         largest = min(found, self.found_bytes * self.largest_parameter)
+        tied = 0
         if self.adds_in_turn:
             tied = sum(
                 tie.elements
@@ -454,8 +456,27 @@ class UnitTable:
             found = min(found, largest + self.found_bytes * tied)
             last = min(last, found)
         sliced = self.batch_bytes(((first, end),))[1]  # a stage is handed the whole batch, and takes its part of it
-        twice = largest if summed else 0
-        return int(found + twice + sliced + max(0, self._range_passing[first, end] - last))
+        apart = found + max(0, self._range_passing[first, end] - last)
+        if self._range_adding is None:
+            return int(apart + (largest if summed else 0) + sliced)
+        added = self._range_adding[first, end] + self.found_bytes * tied
+        return int((max(added, apart + largest) if summed else added) + sliced)
+
+    def whole_working(self, *, summed: bool) -> int:
+        """The same of the one stage of a step that is one program."""
+        units = len(self.units)
+        trained = self.range_trained[0, units]
+        twice = self.found_bytes * min(trained, self.largest_parameter) if summed and self.working_bytes else 0
+        return int(self.range_working[0, units] + twice)
+
+    @cached_property
+    def _range_adding(self) -> Matrix | None:
+        """The bytes of `adding_bytes`; None where gradients wait, or the framework does not say what units hold so."""
+        known = [u.adding_bytes - u.passing_bytes for u in self.units if u.adding_bytes is not None]
+        if not self.adds_in_turn or len(known) < len(self.units):
+            return None
+        beside = self.beside_bytes - np.array(self.waiting_bytes or 0) + np.array(known)
+        return adding_bytes(beside, self.boundary_bytes, [u.looped_bytes for u in self.units])
 
     def range_memory(self, live: float, held_bytes: float, trained_bytes: float) -> Matrix:
         """The peak bytes of a stage with ``live`` microbatches under way. A parameter entry takes ``held_bytes``, and

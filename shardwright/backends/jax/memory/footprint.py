@@ -74,7 +74,7 @@ def footprints(
     _, binding = structure_of(folded)
     classes = [unit.fold_class for unit in folded.units]
     pairs = {both: first for first, both in reversed(list(enumerate(pairwise(classes))))}
-    found, selective, together, merged, called = [], [], [], [], []
+    found, selective, together, merged, called, adding = [], [], [], [], [], []
     try:
         for closed, program in traces:
             whole = partial(_Stages, graph, closed, program.traced, names, binding.units)
@@ -85,6 +85,7 @@ def footprints(
                 [_merged(one, stages.functions(unit, least=True)) for one, unit in zip(plain, firsts, strict=True)]
             )
             selective.append([_kept_bytes(stages.functions(unit, "selective")) for unit in firsts])
+            adding.append([held_bytes(functions.backward, with_gradients=True) for functions in plain])
             called.append([_kept_by_calls(stages, unit) if by_calls else None for unit in firsts])
             halves = [whole([(unit + odd) // 2 for unit in range(len(classes))]) for odd in (0, 1)]
             both = [(halves[first % 2], (first + 1) // 2) for first in pairs.values()]
@@ -104,7 +105,10 @@ def footprints(
         if any((*size, *merged_size)):
             twice.append(KeptTwice(first, second, size, merged_size))
     at_2, at_3 = (list(zip(found[at], selective[at], merged[at], called[at], strict=True)) for at in (0, 1))
-    each = map(_footprint, at_2, at_3)
+    each = [
+        replace(one, adding=_fullest(*moments))
+        for one, moments in zip(map(_footprint, at_2, at_3), zip(*adding, strict=True), strict=True)
+    ]
     return UnitMemory(tuple(each), tuple(twice))
 
 
@@ -198,7 +202,7 @@ class _Stages:
             )
             parts[stage] = replace(parts[stage], equations=equations)
             alone = replace(self.cut, parts=tuple(parts))
-            self.traced[key] = FunctionsOfStage(alone, stage, Operands({}, {}, -1, {}), recompute)
+            self.traced[key] = FunctionsOfStage(alone, stage, Operands({}, {}, -1, {}, in_turn=True), recompute)
         return self.traced[key].build(least=least)
 
 
@@ -268,12 +272,13 @@ def _size(aval: Any) -> int:
     return int(aval.size) * int(getattr(aval.dtype, "itemsize", 8))
 
 
-def held_bytes(function: StageFunction) -> list[int]:
+def held_bytes(function: StageFunction, *, with_gradients: bool = False, is_part: bool = False) -> list[int]:
     """The bytes alive at every moment while a compiled function runs. Left out are its operands, results in their
-    memory, and gradients of parameters that wait to be added to their sums."""
+    memory, and, unless ``with_gradients``, gradients of parameters that wait to be added to their sums. ``is_part``: as
+    `Liveness` has it."""
     program = flatten(jax.make_jaxpr(function.function)(*function.avals))
-    sums, found = _added(program, function.makes)
-    return Liveness(program, sums | found).moments()
+    sums, gradients = _added(program, function.makes)
+    return Liveness(program, sums, () if with_gradients else gradients, is_part=is_part).moments()
 
 
 def looped_bytes(function: StageFunction) -> int:
@@ -307,7 +312,8 @@ def _merged(functions: StageFunctions, least: StageFunctions) -> _Merged:
     those kept from one to the other, and those held beside them at every moment, without and with one gradient on its
     way to its sum. ``least``: the functions that keep the fewest bytes, as XLA does that sees both."""
     backward = functions.backward
-    moments = held_bytes(backward)
-    made = (aval for key, aval in zip(backward.reads, backward.avals, strict=True) if key[0] == "gradient")
-    largest = max(map(_size, made), default=0)
-    return _kept_bytes(least), moments, [held + largest for held in moments]
+    return (
+        _kept_bytes(least),
+        held_bytes(backward, is_part=True),
+        held_bytes(backward, with_gradients=True, is_part=True),
+    )

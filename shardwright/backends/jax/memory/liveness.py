@@ -1,5 +1,6 @@
-"""The values of a flat program that are in memory, and when, with chains of elementwise arithmetic fused and operands
-laid out as XLA's CPU compiler does."""
+"""The values of a flat program that are in memory, and when, as XLA's CPU compiler has it: chains of elementwise
+arithmetic are fused with what reads them, results take the memory of operands that end there, and operands of products
+are laid out anew."""
 
 from collections.abc import Collection
 from functools import cached_property
@@ -14,124 +15,219 @@ FUSED = frozenset(
     | {"reduce_or", "reduce_sum", "rem", "reshape", "rev", "round", "rsqrt", "select_n", "sign", "sin", "slice"}
     | {"sqrt", "square", "squeeze", "stop_gradient", "sub", "tanh", "transpose", "xor", "mul_add"}
 )
-"""The primitives that XLA makes part of the loop that reads their result."""
+"""The primitives that XLA makes part of the loop that reads their result, or that read others so."""
+REDUCED = frozenset(
+    {"argmax", "argmin", "reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_sum"}
+)  # fmt: skip
+"""Those of them whose result is in memory: readers would run the loop again for every entry."""
+MOVED = REDUCED | {"transpose", "broadcast_in_dim", "gather", "slice", "dynamic_slice", "rev", "iota", "pad"}
+"""Those whose results have entries in other places than their operands."""
+EXPENSIVE = frozenset(
+    {"atan2", "cos", "erf", "exp", "exp2", "expm1", "gather", "log", "log1p", "logistic", "pow", "rsqrt", "sin"}
+    | {"sqrt", "tanh"}
+)
+"""The fused primitives that are not run once more for every loop that reads their result."""
 REPEATED = frozenset({"broadcast_in_dim", "iota"})
 """The fused primitives that every reader runs again."""
 SAME_MEMORY = frozenset({"reshape", "squeeze", "expand_dims", "stop_gradient", "copy"})
+BARRIER = "optimization_barrier"
 
 
 class Liveness:
     """The liveness of every value of a program that is in memory, from what makes it to the last that reads it."""
 
-    def __init__(self, program: FlatProgram, in_place: Collection[int]) -> None:
-        """``in_place``: values that take the memory of others."""
-        self.program, self.in_place = program, in_place
-        self.maker = {value: equation for equation in program.equations for value in equation.outputs}
-        self.readers: dict[int, list[Equation]] = {}
+    def __init__(
+        self,
+        program: FlatProgram,
+        sums: Collection[int],
+        waiting: Collection[int] = (),
+        *,
+        is_part: bool = False,
+    ) -> None:
+        """``sums``: results in the memory of operands, each there as soon as its terms are. ``waiting``: values whose
+        memory counts elsewhere. ``is_part``: whether the rest of a longer program reads the results, which else have
+        memory of their own from the beginning."""
+        self.program, self.is_part = program, is_part
+        self._same: dict[int, int] = {}
+        """Value → the value whose memory it is, where another made it."""
+        self.equations: list[tuple[Equation, tuple[int, ...], tuple[int, ...]]] = []
+        """The equations that run, with the memory that they read and make."""
         for equation in program.equations:
-            for value in equation.values:
-                self.readers.setdefault(value, []).append(equation)
-        self.results = {atom for atom in program.outputs if isinstance(atom, int)}
+            name, read = equation.primitive.name, tuple(self._memory(value) for value in equation.values)
+            if name == BARRIER:
+                pairs = zip(equation.inputs, equation.outputs, strict=True)
+                self._same.update((made, self._memory(atom)) for atom, made in pairs if isinstance(atom, int))
+                self.equations.append((equation, read, ()))
+            elif name in SAME_MEMORY and read:
+                self._same[equation.outputs[0]] = read[0]
+            else:
+                self.equations.append((equation, read, equation.outputs))
+        self.maker = {value: (equation, read) for equation, read, made in self.equations for value in made}
+        self.readers: dict[int, list[tuple[Equation, tuple[int, ...]]]] = {}
+        for equation, read, made in self.equations:
+            for value in dict.fromkeys(read):
+                self.readers.setdefault(value, []).append((equation, made))
+        self.results = {self._memory(atom) for atom in program.outputs if isinstance(atom, int)}
+        self.sums = {self._memory(value) for value in sums}
+        self.waiting = {self._memory(value) for value in waiting}
+        self._known: dict[int, bool] = {}
+        self._read_for: dict[int, frozenset[int]] = {}
 
     def moments(self) -> list[int]:
-        """The bytes alive at every equation, and none before the first. Arguments are the caller's."""
-        spans, equations = self._spans, self.program.equations
-        alive = 0
-        found = [alive]
+        """The bytes alive at every equation. Arguments are the caller's."""
+        last, relaid, copied = self._last_reads, *self._laid_out
         dying: dict[int, list[int]] = {}
-        for value, (_, last) in spans.items():
-            dying.setdefault(last, []).append(value)
-        for index, equation in enumerate(equations):
-            alive += sum(self.program.size_bytes(value) for value in equation.outputs if value in spans)
-            found.append(alive + self._copied_bytes(equation))
-            if relaid := self._relaid_bytes(equation):
-                found.append(max(0, alive - sum(map(self.program.size_bytes, equation.outputs)) + relaid))
+        for value, index in (*last.items(), *relaid.items()):
+            dying.setdefault(index, []).append(value)
+        of_results = (v for v in self.results - self.sums - self.waiting - last.keys() if v in self.maker)
+        alive = sum(map(self.program.size_bytes, of_results))
+        found = [alive]
+        for index, (_, _, made) in enumerate(self.equations):
+            new, twice = [v for v in made if v in last], [v for v in made if v in relaid]
+            alive += sum(map(self.program.size_bytes, (*new, *twice)))
+            shared = self._shared_bytes(new[0], index) if len(new) == 1 and not twice else 0
+            found.append(alive - shared + sum(map(self.program.size_bytes, copied.get(index, ()))))
             alive -= sum(map(self.program.size_bytes, dying.get(index, ())))
         return found
 
+    def _memory(self, value: int) -> int:
+        return self._same.get(value, value)
+
     @cached_property
-    def _spans(self) -> dict[int, tuple[int, int]]:
-        """The values in memory: the equation that makes each, and the last that reads it."""
-        made = {value: index for index, e in enumerate(self.program.equations) for value in e.outputs}
-        stored = {value for value in made if self._is_stored(value)}
-        last: dict[int, int] = {}
-        sources: dict[int, set[int]] = {}
-        for index, equation in enumerate(self.program.equations):
-            read: set[int] = set()
-            for value in equation.values:
-                read |= {value} if value in stored else sources.get(value, set())
-            for value in equation.outputs:
-                sources[value] = read
-            if any(value in stored for value in equation.outputs):
-                last.update(dict.fromkeys(read, index))
-        last.update(dict.fromkeys(self.results & stored, len(self.program.equations)))
-        return {value: (made[value], last.get(value, made[value])) for value in stored}
+    def _last_reads(self) -> dict[int, int]:
+        """The values that take memory as they are made, and the last equation that reads each."""
+        made = {value: index for index, (_, _, values) in enumerate(self.equations) for value in values}
+        apart = set() if self.is_part else self.results
+        last = {value: index for value, index in made.items() if self._is_stored(value) and value not in apart}
+        for index, (equation, read, values) in enumerate(self.equations):
+            is_sum = not self.sums.isdisjoint(values)
+            if equation.primitive.name == BARRIER or is_sum or any(self._is_stored(value) for value in values):
+                for source in set().union(*map(self._sources, read)) & last.keys():
+                    # A gradient is added to its sum at once, wherever the program says so.
+                    last[source] = max(last[source], made[source] + 1 if is_sum else index)
+        last.update(dict.fromkeys(self.results & last.keys(), len(self.equations)))
+        return last
 
-    def _copied_bytes(self, equation: Equation) -> int:
-        """The bytes of operands that are laid out anew for one product: of a convolution, and of products of many small
-        matrices."""
+    @cached_property
+    def _laid_out(self) -> tuple[dict[int, int], dict[int, list[int]]]:
+        """The operands of products that are laid out anew: those that fused ops make, beside the operand itself, with
+        the last product that reads them; and the others, by the product."""
+        relaid: dict[int, int] = {}
+        copied: dict[int, list[int]] = {}
+        for index, (equation, _, _) in enumerate(self.equations):
+            for value in map(self._memory, self._operands_in_other_order(equation)):
+                maker = self.maker.get(value)
+                if maker is not None and maker[0].primitive.name in FUSED | {"pad"} and self._is_stored(value):
+                    relaid[value] = index
+                else:
+                    copied.setdefault(index, []).append(value)
+        return relaid, copied
+
+    def _operands_in_other_order(self, equation: Equation) -> list[int]:
+        """The operands that are read in another order than they are in memory: of a convolution, the updates of a
+        scatter, the first operand of a product that is summed along another dim than its last, and operands of many
+        small products whose dims do not stand as XLA wants them."""
         name = equation.primitive.name
-        if name == "dot_general":
-            (_, _), (batched, _) = equation.params["dimension_numbers"]
-            if not batched:
-                return 0
-        elif name != "conv_general_dilated":
-            return 0
-        return sum(self.program.size_bytes(value) for value in equation.values)
-
-    def _relaid_bytes(self, equation: Equation) -> int:
-        """The bytes beside the operands of one plain product, before its result is there, where its first operand is
-        read along another dim than its last. It is laid out anew, and where fused ops make it, anew from what these
-        read, which is there until then. Without the gradient that the product makes, which counts as one that waits."""
-        if equation.primitive.name != "dot_general" or not isinstance(equation.inputs[0], int):
-            return 0
-        (contracted, _), (batched, _) = equation.params["dimension_numbers"]
-        operand = equation.inputs[0]
-        if batched or not contracted or max(contracted) == len(self.program.avals[operand].shape) - 1:
-            return 0
-        found = self.program.size_bytes(operand)
-        found += sum(map(self.program.size_bytes, self._read_by_fused(operand)))
-        made = sum(self.program.size_bytes(value) for value in equation.outputs if self._is_gradient(value))
-        return max(0, found - made)
-
-    def _read_by_fused(self, value: int) -> set[int]:
-        """The stored values from which fused ops make a value."""
-        maker, found = self.maker.get(value), set[int]()
-        if maker is None or maker.primitive.name not in FUSED | SAME_MEMORY | {"pad"}:
-            return found
-        for read in maker.values:
-            found |= {read} if read in self._spans else self._read_by_fused(read)
+        if name == "conv_general_dilated":
+            return list(equation.values)
+        if name.startswith("scatter"):
+            return [atom for atom in equation.inputs[2:3] if isinstance(atom, int)]
+        if name != "dot_general":
+            return []
+        summed, batched = equation.params["dimension_numbers"]
+        found = []
+        for side, atom in enumerate(equation.inputs):
+            if not isinstance(atom, int):
+                continue
+            count, along, many = len(self.program.avals[atom].shape), list(summed[side]), list(batched[side])
+            is_last = along == list(range(count - len(along), count))
+            if not many:
+                is_plain = side == 1 or not along or max(along) == count - 1
+            else:
+                is_next = side == 1 and along == list(range(len(many), len(many) + len(along)))
+                is_plain = many == list(range(len(many))) and (is_last or is_next)
+            found += [] if is_plain else [atom]
         return found
 
-    def _is_gradient(self, value: int) -> bool:
-        """Whether a value is a gradient that waits, but for the order of its dims."""
-        while value not in self.in_place:
-            readers = self.readers.get(value, [])
-            if len(readers) != 1 or readers[0].primitive.name not in SAME_MEMORY | {"transpose"}:
-                return False
-            (value,) = readers[0].outputs
-        return True
+    def _shared_bytes(self, value: int, index: int) -> int:
+        """The bytes of a result that takes the memory of an operand which ends there."""
+        size = self.program.size_bytes(value)
+        if self._is_turned_product(value):
+            return size
+        ending = (source for source in self._read_in_place(value) if self._last_reads.get(source) == index)
+        return size if any(self.program.size_bytes(source) == size for source in ending) else 0
+
+    def _sources(self, value: int) -> frozenset[int]:
+        """The values in memory from which fused ops make a value; itself where it is in memory."""
+        if value not in self._read_for:
+            if value not in self.maker or self._is_stored(value):
+                found = frozenset({value})
+            elif value in self.sums | self.waiting:
+                found = frozenset()
+            else:
+                found = frozenset().union(*map(self._sources, self.maker[value][1]))
+            self._read_for[value] = found
+        return self._read_for[value]
+
+    def _read_in_place(self, value: int) -> set[int]:
+        """The values in memory of which fused ops read the entry in whose place they write."""
+        equation, read = self.maker[value]
+        if equation.primitive.name not in FUSED - MOVED:
+            return set()
+        found: set[int] = set()
+        for source in read:
+            is_there = source not in self.maker or self._is_stored(source)
+            found |= {source} if is_there else self._read_in_place(source)
+        return found
 
     def _is_stored(self, value: int) -> bool:
-        maker = self.maker[value]
-        name = maker.primitive.name
-        if name in SAME_MEMORY or value in self.in_place or self._is_folded(maker):
+        if value not in self._known:
+            self._known[value] = self._takes_memory(value)
+        return self._known[value]
+
+    def _takes_memory(self, value: int) -> bool:
+        if value not in self.maker or value in self.sums | self.waiting:
             return False
-        if not (name in FUSED or self._is_outer(maker)) or value in self.results:
+        equation, _ = self.maker[value]
+        name = equation.primitive.name
+        if self._is_added_in_place(value) or self._is_folded(equation):
+            return False
+        if value in self.results or name in REDUCED or not (name in FUSED or self._is_outer(equation)):
             return True
         readers = self.readers.get(value, [])
-        if any(self._needs_memory(reader) for reader in readers):
+        if any(reader.primitive.name not in FUSED for reader, _ in readers):
             return name not in REPEATED
-        return len(readers) > 1 and name not in REPEATED
+        return len(readers) > 1 and name in EXPENSIVE
+
+    def _is_added_in_place(self, value: int) -> bool:
+        """Whether a value is a scatter into zeros that nothing but its sum reads: the sum is scattered into."""
+        if not self.maker[value][0].primitive.name.startswith("scatter") or value in self.results:
+            return False
+        readers = self.readers.get(value, [])
+        return len(readers) == 1 and self.sums.issuperset(readers[0][1])
+
+    def _is_turned_product(self, value: int) -> bool:
+        """Whether a value is a product turned round, which nothing else reads: XLA swaps the operands."""
+        equation, read = self.maker[value]
+        if equation.primitive.name != "transpose" or len(equation.params["permutation"]) != 2:
+            return False
+        maker = self.maker.get(read[0])
+        is_product = maker is not None and maker[0].primitive.name == "dot_general"
+        return is_product and len(self.readers[read[0]]) == 1
 
     def _is_folded(self, equation: Equation) -> bool:
         """Whether an equation turns a matrix round for plain products alone, which read it either way."""
         if equation.primitive.name != "transpose" or len(equation.params["permutation"]) != 2:
             return False
-        readers = self.readers.get(equation.outputs[0], [])
-        if not readers or equation.outputs[0] in self.results:
+        (value,) = equation.outputs
+        readers = [reader for reader, _ in self.readers.get(value, [])]
+        if not readers or value in self.results or self._is_turned_product(value):
             return False
-        return all(e.primitive.name == "dot_general" and not e.params["dimension_numbers"][1][0] for e in readers)
+        return all(
+            reader.primitive.name == BARRIER
+            or (reader.primitive.name == "dot_general" and not reader.params["dimension_numbers"][1][0])
+            for reader in readers
+        )
 
     def _is_outer(self, equation: Equation) -> bool:
         """Whether an equation is a product that sums over one entry: XLA multiplies instead."""
@@ -139,8 +235,3 @@ class Liveness:
             return False
         (contracted, _), _ = equation.params["dimension_numbers"]
         return all(self.program.avals[equation.inputs[0]].shape[dim] == 1 for dim in contracted)
-
-    def _needs_memory(self, reader: Equation) -> bool:
-        if reader.primitive.name in SAME_MEMORY:
-            return any(self._needs_memory(after) for v in reader.outputs for after in self.readers.get(v, ()))
-        return reader.primitive.name not in FUSED

@@ -107,7 +107,7 @@ class Operands:
     away: frozenset[int] = frozenset()
     """The units that keep on the host what they keep."""
     in_turn: bool = False
-    """Whether backwards that compute nothing again run their equations in turn (`program.in_turn`)."""
+    """Whether backwards run their equations in turn (`program.in_turn`)."""
 
     def key(self, value: int) -> Key:
         if value == self.m:
@@ -159,8 +159,10 @@ class FunctionsOfStage:
         passing = [argument for value, argument in given if value in self.operands.state]
         residual = residuals(forward, [atom for atom in saved if isinstance(atom, int)], passing, least=least)
         kept = self._kept_keys(forward, residual.kept)
-        run = self._forward(forward, returned, kept)
-        return StageFunctions(run, *self._backwards(*self._trace_backward(structure, forward, saved, residual, kept)))
+        backwards = self._backwards(*self._trace_backward(structure, forward, saved, residual, kept))
+        read = {key for function in backwards if function is not None for key in function.reads}
+        handed = {value: key for value, key in kept.items() if key in read}
+        return StageFunctions(self._forward(forward, returned, handed), *backwards)
 
     def _kept_keys(self, forward: FlatProgram, kept: Sequence[int]) -> dict[int, Key]:
         """The values that are handed from the forward to the backward, and their keys."""
@@ -283,6 +285,9 @@ class FunctionsOfStage:
         """The backward, and its halves, between whose equations those of what is computed again are divided too."""
         weight_keys: list[Key] = [("gradient", v, 0) for v in self.weights]
         arrival_keys: list[Key] = [("arrival_gradient", v, 0) for v in self.arriving]
+        if self.operands.in_turn:  # which keeps what is computed again behind what runs before it, as regions would
+            opened = replace(opened, equations=[replace(e, region=None) for e in opened.equations])
+            whole = opened
         function, came = partial(self._function, is_backward=True), {"cotangent": BACKWARD}
         backward = function(whole, whole.equations, reads, whole.outputs, [*weight_keys, *arrival_keys], came)
         if not self.arriving:
@@ -346,8 +351,7 @@ class FunctionsOfStage:
             keys[("m", 0, 0)] = jax.ShapeDtypeStruct((), jnp.int32)
         keys[MARKER] = jax.ShapeDtypeStruct((), jnp.int32)
         order = tuple(keys)
-        again = self.recompute != "none" or any(equation.region for equation in equations)
-        in_turn = self.operands.in_turn and is_backward and not again
+        in_turn = self.operands.in_turn and is_backward
 
         def run(*given: jax.Array) -> tuple[jax.Array, ...]:
             at = dict(zip(order, given, strict=True))
