@@ -26,8 +26,8 @@ from shardwright.core.search.scoring import Cut, Draft, Scored, Scorer, Timed
 from shardwright.core.search.simplicity import Simplicity, least_simplicity, simplicity
 from shardwright.core.search.space import Pipelining, Policy, Shape, Space, splits_backward
 from shardwright.core.tables.cost_tables import CostTables
-from shardwright.core.tables.memory import Recompute
 from shardwright.core.values.found_once import found_once
+from shardwright.core.values.recompute_modes import Recompute
 
 REPORTED = 4
 """The number of runners-up that are reported, each with degrees of its own."""
