@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from shardwright.core.cost.unit_seconds import UnitCost
 from shardwright.core.cost.unit_work import PRECISION_BYTES
 from shardwright.core.errors import PlanError
-from shardwright.core.partition.exact import Matrix, may_be_cut, min_max_cut, spread_cut
+from shardwright.core.partition.even_cut import even_cut
+from shardwright.core.partition.exact import may_be_cut
 from shardwright.core.schedule import StageCosts
 from shardwright.core.schedule.messages_under_way import UnderWay
 from shardwright.core.tables.backward_halves import halves_of
@@ -24,13 +25,6 @@ from shardwright.core.tables.memory_request import MemoryRequest
 from shardwright.core.tables.unit_table import UnitTable
 from shardwright.core.values.found_once import found_once
 
-EVEN_SHARE = 1.15
-"""The most parameters of a pipeline rank, as a multiple of an equal share, beside one parameter that cannot be cut."""
-PRICE_OF_EVENNESS = 1.25
-"""The factor by which the slowest stage may take longer for an even cut."""
-LEAST_SHARE = 0.5
-"""The least work of a stage, as a share of an equal part of the time, unless the slowest stage then took
-`PRICE_OF_EVENNESS` times as long."""
 UNCOUNTED_BYTES = 16 * 1024
 """The bytes that no graph shows: losses and their seeds, an optimizer's count of its steps for each parameter, rows of
 statistics on their way between ranks."""
@@ -146,9 +140,7 @@ class RankTables:
     def cut(self, placement: Sequence[int], live: Sequence[int], request: MemoryRequest) -> list[int] | None:
         """The first unit of every stage: least largest stage time among the cuts that fit, then least parameters.
 
-        Cuts that spread the parameters evenly (no rank above `EVEN_SHARE` of its share plus the largest parameter) come
-        first, and before them those in which also no stage idles (`LEAST_SHARE`), unless they are slower by more than
-        `PRICE_OF_EVENNESS`. None when no cut fits.
+        Cuts that spread the parameters evenly come first (`partition.even_cut`). None when no cut fits.
         """
         found = self._found_cut(tuple(placement), tuple(live), request)
         return None if found is None else list(found)
@@ -206,30 +198,9 @@ class RankTables:
         return None if found is None else tuple(found)
 
     def _fastest(self, placement: Sequence[int], fits: NDArray[np.bool_] | None) -> list[int] | None:
-        stages, held = len(placement), len(placement) // self.ranks
+        table = self.tables[0]
         times = [self.tables[rank].range_seconds for rank in placement]
-        elements = self.tables[0].range_elements
-        fastest = min_max_cut(times, elements, stages, fits)
-        if fastest is None or held > 1:
-            return fastest
-        even_elements = EVEN_SHARE * elements[0, self.units] / self.ranks + self.tables[0].largest_parameter
-        even = np.broadcast_to(elements <= even_elements, (stages, *elements.shape))
-        busy = np.stack([matrix >= LEAST_SHARE * matrix[0, self.units] / stages for matrix in times])
-        longest = PRICE_OF_EVENNESS * self._slowest(times, fastest)
-        for wanted in (even & busy, busy):
-            if all(wanted[stage, a, b] for stage, (a, b) in enumerate(self.ends(fastest))):
-                return fastest
-            cut = min_max_cut(times, elements, stages, wanted if fits is None else fits & wanted)
-            if cut is not None and self._slowest(times, cut) <= longest:
-                return cut
-        # Single units are too large, so some stage idles. The other units are spread over the other stages.
-        cut = min_max_cut(times, elements, stages, even if fits is None else fits & even)
-        if cut is None or (bound := self._slowest(times, cut)) > longest:
-            return spread_cut(times, self._slowest(times, fastest), fits)
-        return spread_cut(times, bound, even if fits is None else fits & even)
-
-    def _slowest(self, times: Sequence[Matrix], cut: Sequence[int]) -> float:
-        return max(float(matrix[a, b]) for matrix, (a, b) in zip(times, self.ends(cut), strict=True))
+        return even_cut(times, table.range_elements, table.largest_parameter, self.ranks, fits)
 
     # What a cut comes to -----------------------------------------------------------------------------------------
 
