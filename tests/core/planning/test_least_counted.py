@@ -9,6 +9,7 @@ from shardwright import Cluster
 from shardwright.core.capabilities import MemoryTraits
 from shardwright.core.execution import SYSTEMS
 from shardwright.core.plan.decision import placement_of
+from shardwright.core.search.kept_products import SEARCHED
 from shardwright.core.search.request import Request
 from shardwright.core.search.scoring import Scorer
 from shardwright.core.search.search import tables_of
@@ -32,7 +33,7 @@ def test_no_least_is_above_what_is_counted(traits: str, hardware: str, precision
     graph = replace(GRAPH, memory_traits=TRAITS[traits], execution=SYSTEMS["torch"])
     cluster, request = Cluster(hardware, devices_per_node=4), Request(batch=16, precision=precision, tp=1)
     scorer = Scorer(tables_of(graph, cluster, request), cluster, request)
-    space, chance = Space(request, cluster, 8, (graph.capabilities,), limited=False), np.random.default_rng(0)
+    space, chance = Space(request, cluster, 8, (graph.capabilities,), SEARCHED, limited=False), np.random.default_rng(0)
     counted = gathered = near = 0
     for shape in space.shapes():
         pp, dp, _ = shape.degrees
