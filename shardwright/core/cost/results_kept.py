@@ -48,8 +48,7 @@ class ByOp:
 
     def _kept(self, mode: str) -> Iterator[tuple[KeptResult, bool]]:
         """Each result, and whether it is kept."""
-        kind, plain = kind_of(mode), 0
-        modules = kept_modules(mode)
+        kind, modules, plain = kind_of(mode), kept_modules(mode), 0
         for each in self.results:
             if kind == "elementwise":
                 yield each, True

@@ -29,14 +29,14 @@ def recompute_choices(tables: CostTables, request: Request) -> tuple[Recompute, 
         return SEARCHED
     if kind_of(asked) != NAMED:
         return (asked,)
-    made = {each.module: each for unit in _recomputed(tables) for each in unit.results}
+    made = {each.module for unit in _recomputed(tables) for each in unit.results}
     if not made:
         raise PlanError(
             f"recompute={asked!r}: no unit of {tables.graph.model_name} that would be recomputed makes a product: take "
             f"'none' or 'full'"
         )
     if asked != NAMED:
-        unknown = sorted(kept_modules(asked) - set(made))
+        unknown = sorted(kept_modules(asked) - made)
         if unknown:
             raise PlanError(
                 f"recompute={asked!r}: {unknown[0]!r} is no module of a unit that makes a product: "
