@@ -18,7 +18,6 @@ import gc
 import math
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,6 @@ import torch
 import torch._functorch.config as functorch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.checkpoint import create_selective_checkpoint_contexts as selective_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
 import shardwright as sw
@@ -82,25 +80,9 @@ def _again(block: nn.Module, x: torch.Tensor, mode: str) -> torch.Tensor:
     if mode == "full":
         return checkpoint(block, x, use_reentrant=False, preserve_rng_state=False)
 
-    def contexts() -> tuple[ExitStack, ExitStack]:
-        results = KeptResults(mode, block)
-        keeping, kept = selective_contexts(results)
-        return _Together(results.around(), keeping), _Together(results.around(), kept)
-
-    return checkpoint(block, x, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
-
-
-class _Together(ExitStack):
-    """Contexts that are entered when this one is."""
-
-    def __init__(self, *contexts: Any) -> None:
-        super().__init__()
-        self._contexts = contexts
-
-    def __enter__(self) -> "_Together":
-        for context in self._contexts:
-            self.enter_context(context)
-        return self
+    return checkpoint(
+        block, x, use_reentrant=False, preserve_rng_state=False, context_fn=KeptResults(mode, block).contexts
+    )
 
 
 @dataclass(frozen=True, slots=True)

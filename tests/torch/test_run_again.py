@@ -1,14 +1,11 @@
 """What a recomputed backward runs again, in FLOPs: predicted, and as torch counts them in checkpointed models."""
 
 from collections.abc import Callable
-from contextlib import ExitStack
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.checkpoint import create_selective_checkpoint_contexts as selective_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
 import shardwright as sw
@@ -95,27 +92,11 @@ class Blocks(nn.Module):
         return self.head(x).square().mean()
 
 
-class Both(ExitStack):
-    def __init__(self, *contexts: Any) -> None:
-        super().__init__()
-        self.contexts = contexts
-
-    def __enter__(self) -> "Both":
-        for context in self.contexts:
-            self.enter_context(context)
-        return self
-
-
 def run_again(block: nn.Module, x: torch.Tensor, mode: str) -> torch.Tensor:
     if mode == "full":
         return checkpoint(block, x, use_reentrant=False)
 
-    def contexts() -> tuple[Both, Both]:
-        results = KeptResults(mode, block)
-        keeping, kept = selective_contexts(results)
-        return Both(results.around(), keeping), Both(results.around(), kept)
-
-    return checkpoint(block, x, use_reentrant=False, context_fn=contexts)
+    return checkpoint(block, x, use_reentrant=False, context_fn=KeptResults(mode, block).contexts)
 
 
 def counted_flops(model: Blocks, mode: str) -> int:

@@ -1,14 +1,15 @@
 """Which results of a recomputed unit stay: those of its products and of attention, by a mode that goes by op."""
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
+from torch.utils.checkpoint import create_selective_checkpoint_contexts as selective_contexts
 
 from shardwright.core.values.recompute_modes import NAMED, kept_modules, kind_of
 
@@ -48,6 +49,12 @@ class KeptResults:
             is_kept = is_attention or self.kind != "alternate" or self._seen[context.is_recompute] % 2 == 1
         return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
+    def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """The contexts of the unit's forward and of its second run, as ``context_fn`` of torch's checkpoint gives
+        them."""
+        keeping, kept = selective_contexts(self)
+        return Both(self.around(), keeping), Both(EachTime(self.around), kept)
+
     @contextmanager
     def around(self) -> Iterator[None]:
         """A context in which the unit runs, and its modules say which of them is at work."""
@@ -76,3 +83,33 @@ class _Running(threading.local):
 
     def __init__(self) -> None:
         self.paths: list[str] = []
+
+
+class Both(AbstractContextManager[None]):
+    """Two contexts as one."""
+
+    def __init__(self, outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> None:
+        self._outer, self._inner = outer, inner
+
+    def __enter__(self) -> None:
+        self._outer.__enter__()
+        self._inner.__enter__()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        self._inner.__exit__(*error)
+        return self._outer.__exit__(*error)
+
+
+class EachTime(AbstractContextManager[None]):
+    """A context that may be entered several times: a unit runs again for each backward pass through it, as where the
+    model takes gradients of its own."""
+
+    def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
+        self._make, self._entered = make, list[AbstractContextManager[None]]()
+
+    def __enter__(self) -> None:
+        self._entered.append(self._make())
+        self._entered[-1].__enter__()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._entered.pop().__exit__(*error)

@@ -8,19 +8,18 @@ that it writes to (running statistics), which move on once, and the attributes o
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.checkpoint import create_selective_checkpoint_contexts as selective_contexts
 
 from shardwright.backends.torch.capture.held_tensors import keep_modules, tensors_in
 from shardwright.backends.torch.capture.own_checkpoints import plain_checkpoints
 from shardwright.backends.torch.compat import pytree
-from shardwright.backends.torch.memory.kept_results import KeptResults
+from shardwright.backends.torch.memory.kept_results import Both, EachTime, KeptResults
 from shardwright.backends.torch.memory.module_attributes import Attributes, Place
 from shardwright.backends.torch.program.program import ObjectRef, Step
 from shardwright.backends.torch.program.randomness import Streams
@@ -59,12 +58,11 @@ class Recompute:
         mode = self.calls[step.path, step.occurrence]
 
         def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-            again = _EachTime(lambda: self._again(step, module, before, found))
+            again = EachTime(lambda: self._again(step, module, before, found))
             if mode == "full":
                 return nullcontext(), again
-            results = KeptResults(mode, module)
-            keeping, kept = selective_contexts(results)
-            return _Both(results.around(), keeping), _Both(_Both(again, _EachTime(results.around)), kept)
+            keeping, kept = KeptResults(mode, module).contexts()
+            return keeping, Both(again, kept)
 
         result = checkpoint(unit, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts, **kwargs)
         self._note_written(step.path, module, before)
@@ -107,36 +105,6 @@ class Recompute:
         self._written[path] = tuple(changed)
         for name in set(before) - set(changed):
             del before[name]
-
-
-class _Both(AbstractContextManager[None]):
-    """Two contexts as one."""
-
-    def __init__(self, outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> None:
-        self._outer, self._inner = outer, inner
-
-    def __enter__(self) -> None:
-        self._outer.__enter__()
-        self._inner.__enter__()
-
-    def __exit__(self, *error: Any) -> bool | None:
-        self._inner.__exit__(*error)
-        return self._outer.__exit__(*error)
-
-
-class _EachTime(AbstractContextManager[None]):
-    """A context that may be entered several times: a unit runs again for each backward pass through it, as where the
-    model takes gradients of its own."""
-
-    def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
-        self._make, self._entered = make, list[AbstractContextManager[None]]()
-
-    def __enter__(self) -> None:
-        self._entered.append(self._make())
-        self._entered[-1].__enter__()
-
-    def __exit__(self, *error: Any) -> bool | None:
-        return self._entered.pop().__exit__(*error)
 
 
 class _Unit:
