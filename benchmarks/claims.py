@@ -246,6 +246,18 @@ def gpu_steps(plans: Mapping[str, Mapping[str, float]], failed: Sequence[str], *
     return claims
 
 
+def gpu_offload(over: Mapping[str, float], *, timed: bool) -> Claims:
+    """A step over the larger of its computing and its transfers, at most 1.05; without ``timed``, that plans ran."""
+    claims = Claims()
+    claims.at_least("plans with something on the host", len(over), 1)
+    for plan, ratio in over.items():
+        if timed:
+            claims.at_most(f"{plan}: step over the larger of computing and transfers", ratio, 1.05)
+        else:
+            claims.holds(f"{plan}: runs", ratio > 0)
+    return claims
+
+
 def host_time(errors: Mapping[str, float], ratios: Mapping[str, float], constant: float) -> Claims:
     """Relative errors of fitted host times, within 30%; ratios of an op to a product, within a factor of three of the
     cost model's constant."""

@@ -4,14 +4,17 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
 import shardwright.jax as sw
 from shardwright.core.errors import MissingCapabilityError
 from shardwright.core.schedule.actions import Kind
+from tests.comparison import Comparison
 from tests.jax.chains import plan_of, reference
-from tests.jax.test_recompute import BATCH, CASES, LAYERS, MICROBATCH, WIDTH, batches, kept_bytes, trained
+from tests.jax.test_recompute import BATCH, CASES, LAYERS, MICROBATCH, WIDTH, batches, kept_bytes, trained, unrolled
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -76,3 +79,44 @@ def test_products_are_kept_and_the_rest_is_computed_again(name: str) -> None:
     entering = MICROBATCH * WIDTH * 4
     assert full + LAYERS * INSIDE <= products <= full + LAYERS * (INSIDE + entering)
     assert products < none
+
+
+@pytest.mark.gpu
+@jax.default_matmul_precision("highest")
+def test_offloaded_units_leave_a_gpu() -> None:
+    """The same losses and parameters as with all of them kept, and less of the device's memory."""
+    if jax.default_backend() != "gpu":
+        pytest.skip("needs a JAX that sees a GPU")
+    rows, width, layers, steps = 8192, 1024, 8, 3
+    keys = jax.random.split(jax.random.key(0), 2 * layers)
+    params = {
+        "layers": [
+            {
+                "i": jax.random.normal(keys[2 * n], (width, 4 * width)) / width**0.5,
+                "b": jnp.zeros(4 * width),
+                "o": jax.random.normal(keys[2 * n + 1], (4 * width, width)) / (4 * width) ** 0.5,
+            }
+            for n in range(layers)
+        ]
+    }
+    batch = {"x": np.random.default_rng(0).standard_normal((rows, width)).astype(np.float32)}
+    graph = sw.capture(unrolled, jax.eval_shape(lambda: (params, batch)))
+
+    def run(plan: sw.Plan) -> tuple[list[float], Any, int]:
+        train = sw.train_step(unrolled, optax.sgd(1e-2), plan, devices=jax.devices()[:1])
+        state = train.init(jax.tree.map(jnp.array, params))
+        losses = []
+        for _ in range(steps):
+            state, loss = train(state, batch)
+            losses.append(float(loss))
+        found = jax.tree.map(np.asarray, train.params(state))
+        return losses, found, jax.devices()[0].memory_stats()["peak_bytes_in_use"]
+
+    whole = plan_of(graph, 1, batch=rows, microbatch=rows, recompute="full")
+    away = replace(whole, decision=replace(whole.decision, offloaded_units=whole.recomputed_units))
+    found, weights, least = run(away)  # first: a device tells the most that it ever held
+    plain, kept, most = run(plan_of(graph, 1, batch=rows, microbatch=rows))
+    assert found == pytest.approx(plain, rel=1e-5)
+    Comparison().values(weights, kept, relative=1e-4, absolute=1e-5).require()
+    inside = rows * 4 * width * 4
+    assert most - least > (layers - 2) * inside
