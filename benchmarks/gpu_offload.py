@@ -163,9 +163,9 @@ class Sent:
         sent: list[int] = []
         for store, plain in zip(self.stores, self.plain, strict=True):
 
-            def send(this: Any, storage: torch.UntypedStorage, plain: Any = plain) -> Any:
-                sent.append(storage.nbytes())
-                return plain(this, storage)
+            def send(this: Any, tensor: torch.Tensor, plain: Any = plain) -> Any:
+                sent.append(tensor.untyped_storage().nbytes())
+                return plain(this, tensor)
 
             store.send = send
         return sent

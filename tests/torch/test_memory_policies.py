@@ -1,6 +1,7 @@
 """Recompute by op and activations on the host: two ranks in `workers/memory_policies.py`, and parts of it here."""
 
 import gc
+from typing import Any
 
 import pytest
 import torch
@@ -122,7 +123,7 @@ def test_the_file_uses_its_blocks_again() -> None:
     store = store_of(CPU)
     assert isinstance(store, MappedFile)
     tensors = [torch.full((5000,), float(number)) for number in range(3)]
-    aways = [store.send(tensor.untyped_storage()) for tensor in tensors]
+    aways = [store.send(tensor) for tensor in tensors]
     for tensor, away in zip(tensors, aways, strict=True):
         back = torch.empty(0).set_(away.fetch(), 0, tensor.shape)  # type: ignore[call-overload]
         assert torch.equal(back, tensor)
@@ -130,9 +131,68 @@ def test_the_file_uses_its_blocks_again() -> None:
     size = store._size
     del aways, away
     gc.collect()
-    again = [store.send(tensor.untyped_storage()) for tensor in tensors]
+    again = [store.send(tensor) for tensor in tensors]
     assert store._size == size
     del again
+
+
+class Beside(MappedFile):
+    """A store whose copies run beside computing, by its word: it notes what is brought back, and what is let go of."""
+
+    copies_beside = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noted: list[tuple[str, int]] = []
+        self.sent = 0
+
+    def send(self, tensor: torch.Tensor) -> Any:
+        return Noting(super().send(tensor), self)
+
+
+class Noting:
+    def __init__(self, away: Any, store: Beside) -> None:
+        self.away, self.store, self.nbytes, self.number = away, store, away.nbytes, store.sent
+        store.sent += 1
+        self.is_here = False
+
+    def begin(self) -> None:
+        if not self.is_here:
+            self.store.noted.append(("begin", self.number))
+            self.is_here = True
+
+    def fetch(self) -> torch.UntypedStorage:
+        self.begin()
+        return self.away.fetch()
+
+    def drop(self) -> None:
+        self.store.noted.append(("drop", self.number))
+        self.away.drop()
+        self.is_here = False
+
+
+def test_a_backward_brings_each_storage_back_once_and_the_unit_before_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, width = Beside(), 64
+    monkeypatch.setattr("shardwright.backends.torch.memory.offload.store_of", lambda device: store)
+    offload = Offload(frozenset({("m", 0)}), CPU)
+    units = [nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh()) for _ in range(3)]
+    x, trip, of_unit = torch.randn(8, width, requires_grad=True), None, []
+    for unit in units:
+        with offload.sending("m", unit, [x], trip) as trip:
+            x = unit(x)
+        of_unit.append(range(sum(map(len, of_unit)), store.sent))
+    loss = x.square().sum()
+    for times in (1, 2):
+        store.noted.clear()
+        loss.backward(retain_graph=times == 1)
+        begun, dropped = ([n for what, n in store.noted if what == kind] for kind in ("begin", "drop"))
+        assert sorted(begun) == sorted(dropped) == list(range(store.sent))
+        if times == 1:
+            middle_begun, last_done = (
+                store.noted.index(("begin", of_unit[1][-1])),
+                store.noted.index(("drop", of_unit[2][0])),
+            )
+            assert middle_begun < last_done
 
 
 def test_a_full_disk_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,7 +201,7 @@ def test_a_full_disk_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("shardwright.backends.torch.machine.host_store._allocate", full)
     with pytest.raises(ShardwrightError, match=r"No space left on device.*set TMPDIR.*less on the host"):
-        MappedFile().send(torch.zeros(5000).untyped_storage())
+        MappedFile().send(torch.zeros(5000))
 
 
 def test_what_is_no_plain_tensor_is_refused_by_name() -> None:

@@ -44,8 +44,9 @@ class HostStore(Protocol):
     copies_beside: bool
     """Whether copies run beside what the device computes, so that it helps to begin them ahead."""
 
-    def send(self, storage: torch.UntypedStorage) -> Away:
-        """Copy a storage to the host. Its memory is free when its last user lets go of it and the copy is done."""
+    def send(self, tensor: torch.Tensor) -> Away:
+        """Copy the storage of a tensor to the host. Its memory is free when its last user lets go of it and the copy is
+        done."""
 
     def settle(self, under_way: int) -> None:
         """Let what follows on the device wait until no more than so many bytes are on their way to the host."""
@@ -91,7 +92,8 @@ class MappedFile:
         self._addresses: set[int] = set()
         _FILES.add(self)
 
-    def send(self, storage: torch.UntypedStorage) -> "_InFile":
+    def send(self, tensor: torch.Tensor) -> "_InFile":
+        storage = tensor.untyped_storage()
         block = self._block(storage.nbytes())
         ctypes.memmove(_address(block), storage.data_ptr(), storage.nbytes())
         return _InFile(block, storage.nbytes(), self._free.setdefault(len(block), []).append)
@@ -209,29 +211,29 @@ class PinnedMemory:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._out, self._in = (torch.Stream(device) for _ in range(2))
-        self._leaving: list[tuple[torch.Event, torch.Tensor]] = []
+        self._leaving: list[_Leaving] = []
         """The storages on their way to the host, oldest first: their memory is not used again before they are there."""
         self._arriving: list[tuple[torch.Event, torch.Tensor, torch.Tensor | None, torch.Tensor]] = []
         """What is on its way into sums, oldest first: when it is there, the sum, what is to be added to it then (None
         where it is copied into the sum itself), and the tensor of the device."""
 
-    def send(self, storage: torch.UntypedStorage) -> "_Pinned":
-        on_device = _bytes_of(storage, self._device)
-        buffer = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=True)
+    def send(self, tensor: torch.Tensor) -> "_Pinned":
+        on_device = _bytes_of(tensor.untyped_storage(), self._device)
+        buffer = torch.empty(on_device.nbytes, dtype=torch.uint8, pin_memory=True)
         self._out.wait_stream(torch.accelerator.current_stream(self._device))
         with self._out:
             buffer.copy_(on_device, non_blocking=True)
-        there = self._out.record_event()
-        self._leaving.append((there, on_device))
-        return _Pinned(buffer, there, self._in, self._device)
+        leaving = _Leaving(tensor.detach(), self._out.record_event())
+        self._leaving = [other for other in self._leaving if other.sent is not None]
+        self._leaving.append(leaving)
+        return _Pinned(buffer, leaving, self._in, self._device)
 
     def settle(self, under_way: int) -> None:
-        left = sum(tensor.nbytes for _, tensor in self._leaving)
-        now = torch.accelerator.current_stream(self._device)
-        while self._leaving and (left > under_way or self._leaving[0][0].query()):
-            there, tensor = self._leaving.pop(0)
-            now.wait_event(there)
-            left -= tensor.nbytes
+        left = sum(leaving.nbytes for leaving in self._leaving)
+        while self._leaving and (left > under_way or self._leaving[0].there.query()):
+            leaving = self._leaving.pop(0)
+            left -= leaving.nbytes
+            leaving.let_go(self._device)
 
     def tensor(self, entries: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(entries, dtype=dtype, pin_memory=True)
@@ -271,32 +273,71 @@ class PinnedMemory:
             total.add_(more)
 
 
+class _Leaving:
+    """A storage on its way to the host, until its memory may be another's."""
+
+    def __init__(self, sent: torch.Tensor, there: torch.Event) -> None:
+        self.sent: torch.Tensor | None = sent
+        self.there, self._version = there, sent._version
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self.sent is None else self.sent.untyped_storage().nbytes()
+
+    @property
+    def storage(self) -> torch.UntypedStorage | None:
+        """The storage as it was sent, if it is on the device still and nothing has written to it."""
+        if self.sent is None or self.sent._version != self._version:
+            return None
+        return self.sent.untyped_storage()
+
+    def let_go(self, device: torch.device) -> None:
+        """Free the memory for what follows on the device, which waits for the copy."""
+        if self.sent is not None:
+            torch.accelerator.current_stream(device).wait_event(self.there)
+            self.sent = None
+
+
 class _Pinned:
-    def __init__(self, buffer: torch.Tensor, there: torch.Event, stream: torch.Stream, device: torch.device) -> None:
-        self.nbytes, self._buffer, self._there = buffer.nbytes, buffer, there
+    def __init__(self, buffer: torch.Tensor, leaving: _Leaving, stream: torch.Stream, device: torch.device) -> None:
+        self.nbytes, self._buffer, self._leaving = buffer.nbytes, buffer, leaving
         self._stream, self._device = stream, device
-        self._back: tuple[torch.UntypedStorage, torch.Event] | None = None
+        self._back: torch.UntypedStorage | None = None
+        self._arrives: torch.Event | None = None
+        """When a copy back is there, until what follows on the device waits for it."""
 
     def begin(self) -> None:
         if self._back is not None:
             return
+        self._back = self._leaving.storage
+        if self._back is not None:
+            return
         storage = torch.UntypedStorage(self.nbytes, device=self._device)
-        self._stream.wait_event(self._there)
+        self._stream.wait_event(self._leaving.there)
         # The memory may have been another tensor's, which the compute stream still reads.
         self._stream.wait_stream(torch.accelerator.current_stream(self._device))
         with self._stream:
             _bytes_of(storage, self._device).copy_(self._buffer, non_blocking=True)
-        self._back = storage, self._stream.record_event()
+        self._back, self._arrives = storage, self._stream.record_event()
 
     def fetch(self) -> torch.UntypedStorage:
         self.begin()
         assert self._back is not None
-        storage, there = self._back
-        torch.accelerator.current_stream(self._device).wait_event(there)
-        return storage
+        self._wait()
+        return self._back
 
     def drop(self) -> None:
+        self._wait()
+        self._leaving.let_go(self._device)
         self._back = None
+
+    def _wait(self) -> None:
+        if self._arrives is not None:
+            torch.accelerator.current_stream(self._device).wait_event(self._arrives)
+            self._arrives = None
+
+    def __del__(self) -> None:
+        self._wait()  # a copy that nothing asked for would write into what has its memory next
 
 
 def _bytes_of(storage: torch.UntypedStorage, device: torch.device) -> torch.Tensor:

@@ -40,7 +40,7 @@ class Trip:
             if trip is None:
                 return
             for sent in reversed(trip.aways):
-                sent.away.begin()
+                sent.begin()
             trip = trip.before
 
 
@@ -52,14 +52,19 @@ class _Sent:
     def __init__(self, away: Away) -> None:
         self.away = away
         self.users = self.left = 0
+        """The tensors saved in it, and those of them that have not asked for it yet."""
+
+    def begin(self) -> None:
+        """Begin to bring it back, unless every tensor has asked: others of the unit ask after that."""
+        if self.left:
+            self.away.begin()
 
     def fetch(self) -> torch.UntypedStorage:
         """The storage on the device. It is let go of with the last of its tensors that asks: a backward asks once for
         each, and one that keeps its graph may ask again."""
         storage = self.away.fetch()
-        self.left -= 1
+        self.left = (self.left or self.users) - 1
         if self.left == 0:
-            self.left = self.users
             self.away.drop()
         return storage
 
@@ -129,7 +134,7 @@ class Offload:
                 return tensor
             found = sent.get(key)
             if found is None:
-                found = sent[key] = _Sent(store.send(tensor.untyped_storage()))
+                found = sent[key] = _Sent(store.send(tensor))
                 trip.aways.append(found)
             found.users += 1
             found.left = found.users

@@ -95,7 +95,8 @@ class Sentinel:
             noted.gradients = [(name, norm) for (name, _), norm in zip(held, norms, strict=True)]
         if not noted.losses and not noted.gradients:
             return
-        numbers = torch.stack([number.float() for _, number in noted.all])
+        # Gradients that add up on the host have their norms there.
+        numbers = torch.stack([number.float().to(self.device, non_blocking=True) for _, number in noted.all])
         if self.device.type == "cpu":
             if not bool(torch.isfinite(numbers).all()):
                 self._look(noted, numbers.tolist(), dict(held))
