@@ -4,7 +4,7 @@
     python benchmarks/gpu_offload.py --device cpu --tiny        # the same code: nothing is judged
 
 Three plans of each form: all kept, every block on the host, and the one that is planned (``offload=True``) for a
-quarter of the memory that lies between these two. Steps of 4 microbatches with AdamW, the median of 7 between CUDA
+quarter of the memory that lies between these two. Steps of 4 microbatches with AdamW, the median of 5 between CUDA
 events after 3. Bytes are those that the runtime sent, and bandwidths those of copies between the device and pinned
 memory, a direction at a time, taken here first. What a step cannot be faster than: its computing, which is the step
 with all kept, or its transfers. Closer is the bound by phase: what goes out has the forwards for cover, and what comes
@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import claims
 import torch
-from gpu_steps import BUDGET_S, MICROBATCHES, NO_DEVICE, STEPS, WARM, train_step
+from gpu_steps import BUDGET_S, MICROBATCHES, NO_DEVICE, train_step
 from step_models import llama, tokens
 
 import shardwright as sw
@@ -39,26 +39,30 @@ from shardwright.backends.torch.machine.profile import profile
 from shardwright.core.errors import PlanError
 
 MIB, GB = 2**20, 1e9
+WARM, STEPS = 2, 5
 BLOCKS = "model.layers.*"
 FORMS = {
-    "bf16, blocks of 2,048": ("bf16", 2048),
-    "bf16, blocks of 4,096": ("bf16", 4096),
-    "fp32, blocks of 4,096": ("fp32", 4096),
+    "bf16, 12 blocks of 2,048": ("bf16", 12, 2048),
+    "bf16, 8 blocks of 4,096": ("bf16", 8, 4096),
+    "fp32, 4 blocks of 4,096": ("fp32", 4, 4096),
 }
+"""The precision, and the number and width of blocks."""
 KEPT, AWAY, PLANNED = "all kept", "every block on the host", "planned for a quarter between"
-NEAR = 1e-3
-"""What losses may differ by: the tables' gradients add up in any order on a GPU."""
+NEAR = 1e-2
+"""What losses of a few steps may differ by: gradients add up in any order on a GPU. `tests/torch/test_cuda.py` compares
+gradients to the bit."""
 FORWARDS = 1 / 3
 """The forwards' share of a step's computing."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """One plan: seconds of a step, bytes at its peak, bytes that go out in a step, and what was predicted."""
+    """One plan: seconds of a step, bytes at its peak, bytes that go out and back in a step, and what was predicted."""
 
     step_s: float
     peak_bytes: int
-    sent_bytes: int
+    out_bytes: int
+    back_bytes: int
     predicted_s: float
     predicted_bytes: int
     modes: str
@@ -96,7 +100,7 @@ class Machine:
         return begin.elapsed_time(end) / 1e3
 
     def plan(self, form: str, memory_bytes: int | None = None, **pins: Any) -> sw.Plan:
-        precision, _ = FORMS[form]
+        precision = FORMS[form][0]
         device = self.profile.device
         if memory_bytes is not None:
             device = replace(device, memory_bytes=memory_bytes, reserved_memory_bytes=0)
@@ -109,8 +113,8 @@ class Machine:
 
     def model(self, form: str) -> torch.nn.Module:
         torch.manual_seed(0)
-        width = FORMS[form][1]
-        return (llama(2, 64, 2, 128) if self.tiny else llama(4, width, width // 128, 32000)).train()
+        _, layers, width = FORMS[form]
+        return (llama(2, 64, 2, 128) if self.tiny else llama(layers, width, width // 128, 32000)).train()
 
     def sample(self) -> dict[str, torch.Tensor]:
         torch.manual_seed(1)
@@ -146,7 +150,8 @@ class Machine:
         return Found(
             statistics.median(taken),
             peak,
-            sum(sent),
+            sent.out_bytes,
+            sent.back_bytes,
             predicted.step_time_s,
             predicted.peak_memory_bytes[0],
             counts,
@@ -155,24 +160,29 @@ class Machine:
 
 
 class Sent:
-    """The bytes of every storage that goes to the host meanwhile."""
+    """The bytes that go to the host meanwhile, and those that are copied back."""
 
-    def __enter__(self) -> list[int]:
-        self.stores = host_store.PinnedMemory, host_store.MappedFile
-        self.plain = [store.send for store in self.stores]
-        sent: list[int] = []
-        for store, plain in zip(self.stores, self.plain, strict=True):
+    def __init__(self) -> None:
+        self.out_bytes = self.back_bytes = 0
+        self.plain = host_store.PinnedMemory.send, host_store._Pinned.begin
 
-            def send(this: Any, tensor: torch.Tensor, plain: Any = plain) -> Any:
-                sent.append(tensor.untyped_storage().nbytes())
-                return plain(this, tensor)
+    def __enter__(self) -> "Sent":
+        send, begin = self.plain
 
-            store.send = send
-        return sent
+        def counted_send(store: Any, tensor: torch.Tensor) -> Any:
+            self.out_bytes += tensor.untyped_storage().nbytes()
+            return send(store, tensor)
+
+        def counted_begin(away: Any) -> None:
+            was_here = away._back is not None
+            begin(away)
+            self.back_bytes += 0 if was_here or away._arrives is None else away.nbytes
+
+        host_store.PinnedMemory.send, host_store._Pinned.begin = counted_send, counted_begin
+        return self
 
     def __exit__(self, *_: object) -> None:
-        for store, plain in zip(self.stores, self.plain, strict=True):
-            store.send = plain
+        host_store.PinnedMemory.send, host_store._Pinned.begin = self.plain
 
 
 def measured(machine: Machine, form: str) -> dict[str, Found]:
@@ -206,27 +216,28 @@ def main() -> int:
         f"# Activations on the host, on {title}", "", "    python benchmarks/gpu_offload.py", "",
         f"torch {torch.__version__}; {machine.out_bandwidth / GB:.1f} GB/s out, {machine.in_bandwidth / GB:.1f} back.",
         "", "| model | plan | units kept, recomputed, offloaded | step, ms | computing | transfers | over the larger | "
-        "over the bound by phase | predicted | peak, MiB | predicted | sent in a step, MiB |",
+        "over the bound by phase | predicted | peak, MiB | predicted | out and back in a step, MiB |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip
     print("\n".join(lines), flush=True)
     over: dict[str, float] = {}
     for form in options.forms:
         found = measured(machine, form)
-        computing = found[KEPT].step_s
+        computing, wanted = found[KEPT].step_s, found[KEPT].losses
         for label, one in found.items():
-            out, back = one.sent_bytes / machine.out_bandwidth, one.sent_bytes / machine.in_bandwidth
+            out, back = one.out_bytes / machine.out_bandwidth, one.back_bytes / machine.in_bandwidth
             by_phase = max(FORWARDS * computing, out) + max((1 - FORWARDS) * computing, back)
             ratio = one.step_s / max(computing, out + back)
             if label != KEPT:
                 over[f"{form}, {label}"] = ratio
-            if not all(math.isclose(a, b, rel_tol=NEAR) for a, b in zip(one.losses, found[KEPT].losses, strict=True)):
-                raise SystemExit(f"{form}, {label}: losses {one.losses}, and with all kept {found[KEPT].losses}")
+            if not all(math.isclose(a, b, rel_tol=NEAR, abs_tol=NEAR) for a, b in zip(one.losses, wanted, strict=True)):
+                raise SystemExit(f"{form}, {label}: losses {one.losses}, and with all kept {wanted}")
             lines.append(
                 f"| {form} | {label} | {one.modes} | {1e3 * one.step_s:.1f} | {1e3 * computing:.1f} | "
                 f"{1e3 * (out + back):.1f} | {ratio:.3f} | {one.step_s / by_phase:.3f} | "
                 f"{one.predicted_s / one.step_s - 1:+.1%} | {one.peak_bytes / MIB:.0f} | "
-                f"{one.predicted_bytes / one.peak_bytes - 1:+.1%} | {one.sent_bytes / MIB:.0f} |"
+                f"{one.predicted_bytes / one.peak_bytes - 1:+.1%} | {one.out_bytes / MIB:.0f}, "
+                f"{one.back_bytes / MIB:.0f} |"
             )
             print(lines[-1], flush=True)
     verdict = claims.gpu_offload(over, timed=machine.is_cuda)

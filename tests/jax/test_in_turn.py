@@ -11,6 +11,7 @@ import pytest
 from shardwright.backends.jax.machine.compiler_options import compiler_options
 from shardwright.backends.jax.program.equations import evaluate, value_of
 from shardwright.backends.jax.program.flattening import flatten
+from shardwright.backends.jax.program.host_operands import evaluate_from_host
 from shardwright.backends.jax.program.in_turn import PRODUCTS, evaluate_in_turn
 from shardwright.backends.jax.program.saved_activations import CHEAP
 from tests.comparison import Comparison
@@ -114,3 +115,39 @@ def test_results_are_made_before_the_next_stretch_begins() -> None:
     spread = [sum(product < number for product in products) for number in sums]
     assert spread == sorted(spread)
     assert len(set(spread)) == LAYERS, "some sums waited for each other"
+
+
+def test_operands_on_the_host_come_one_unit_before_they_are_read() -> None:
+    """Every copy but the first waits for a result; at no time are more there than those that are due, and as many."""
+    run, given = backward()
+    flat = flatten(jax.make_jaxpr(run)(*given))
+    saved = [value for value, array in zip(flat.arguments, given, strict=True) if array.ndim > 2][:-1]
+    read = {value for equation in flat.equations for value in equation.values}
+    ahead = 2
+
+    def function(*given: jax.Array) -> list[jax.Array]:
+        at = dict(zip(flat.arguments, given, strict=True))
+        known = dict(flat.constants) | {value: array for value, array in at.items() if value not in saved}
+        evaluate_from_host(flat.equations, known, {value: at[value] for value in saved}, ahead)
+        return [value_of(flat, output, known) for output in flat.outputs]
+
+    wanted = jax.jit(run)(*given)
+    Comparison().values(jax.jit(function)(*given), wanted, relative=1e-5, absolute=1e-5).require()
+    program = jax.make_jaxpr(function)(*given).jaxpr
+    arrays = {value: number for number, value in enumerate(program.invars)}
+    there: set[Any] = set()
+    behind: dict[Any, int] = {}
+    put, done, most = 0, set(), 0
+    for equation in program.eqns:
+        if equation.primitive.name == "optimization_barrier":
+            assert equation.invars[0] in arrays, "a copy that waits"
+            behind[equation.outvars[0]] = put
+        elif equation.primitive.name == "device_put":
+            assert equation.invars[0] in behind or put < ahead
+            put += 1
+            there.add(equation.outvars[0])
+        else:
+            done |= there.intersection(v for v in equation.invars if not hasattr(v, "val"))
+        most = max(most, put - len(done))
+    assert put == len(read.intersection(saved)) > 3 * ahead
+    assert most <= ahead + 1

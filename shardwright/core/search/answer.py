@@ -19,7 +19,7 @@ from shardwright.core.search.request import Request
 from shardwright.core.search.scoring import Scored, Scorer
 from shardwright.core.search.simplicity import why_less_simple
 from shardwright.core.search.step_work import step_work
-from shardwright.core.tables.cost_tables import HOST_LINK_EFFICIENCY, Place, is_one_stage
+from shardwright.core.tables.cost_tables import Place, is_one_stage
 from shardwright.core.tables.memory import collectives_s, kept_bytes, recomputed_s, unit_recompute
 from shardwright.core.values.recompute_modes import Mode
 from shardwright.core.values.version import own_version
@@ -163,7 +163,7 @@ def _costs_at(scorer: Scorer, best: Scored, place: Place) -> tuple[ClassCost, ..
         modes.append(["none"] * len(costs))
     if decision.offloaded_units:
         modes.append(["offload"] * len(costs))
-    rate = place.device.host_link_bandwidth_bytes_per_s * HOST_LINK_EFFICIENCY
+    rate = place.device.host_link_bandwidth_bytes_per_s
     return tuple(_class_cost(cost, mode, rate) for of in modes for cost, mode in zip(costs, of, strict=True))
 
 

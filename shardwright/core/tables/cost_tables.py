@@ -36,9 +36,6 @@ from shardwright.core.tables.updated_parameters import NONE_MADE, UpdatedParamet
 from shardwright.core.values.found_once import found_once
 from shardwright.core.values.recompute_modes import Recompute
 
-HOST_LINK_EFFICIENCY = 0.75
-"""The share of the bandwidth to the host's memory that copies reach. Prior: as for the links over PCI Express."""
-
 
 @dataclass(frozen=True, slots=True)
 class Place:
@@ -178,7 +175,7 @@ class CostTables(LayoutTables):
             largest,
             recompute,
             self.recomputable,
-            host_bytes_per_s=place.device.host_link_bandwidth_bytes_per_s * HOST_LINK_EFFICIENCY,
+            host_bytes_per_s=place.device.host_link_bandwidth_bytes_per_s,
             host_memory_bytes=math.inf if (host := place.device.host_memory_bytes) is None else host,
             swaps_beside=place.device.kind != "cpu",
             loading_horizon=self._loading_horizon,

@@ -96,7 +96,7 @@ def _content(table: UnitTable, ends: tuple[int, int]) -> tuple[object, ...] | No
     kinds = table.call_kinds[first:end]
     if None in kinds:
         return None
-    kept = table.range_kept[first, first + 1 : end + 1] + table.beside_bytes[first:end]
+    kept = table.range_kept[first, first + 1 : end + 1] + table.beside_at(first, end)
     return kinds, _base(table, ends).tobytes(), kept.tobytes()
 
 
@@ -217,7 +217,7 @@ def _base(table: UnitTable, ends: tuple[int, int]) -> NDArray[np.float64]:
     wait."""
     first, end = ends
     passing = np.array([unit.passing_bytes for unit in table.units[first:end]], dtype=np.float64)
-    base: NDArray[np.float64] = table.range_kept[first, first + 1 : end + 1] + table.beside_bytes[first:end] - passing
+    base: NDArray[np.float64] = table.range_kept[first, first + 1 : end + 1] + table.beside_at(first, end) - passing
     return base + table.given_bytes(first, end) + table.tie_sums(first, end) + table.ties_waiting(first, end)
 
 
@@ -231,7 +231,7 @@ def _forward(table: UnitTable, of_unit: dict[int, list[_Call]], copied: float, e
             whole = max(whole, (call.ahead + following) * (1 + copied))
             following, ended = call.ahead or following, 0.0 if call.ahead else ended
         here = table.units[unit]
-        beside = table.beside_bytes[unit] - here.passing_bytes + here.forward_beside_bytes
+        beside = table.beside_at(*ends)[unit - ends[0]] - here.passing_bytes + here.forward_beside_bytes
         most = max(most, float(table.range_kept[ends[0], unit + 1] + beside) + whole)
     return most
 

@@ -329,6 +329,26 @@ class UnitTable:
                 beside[value.maker + 2 : max(value.enterers) + 1] += size
         return beside
 
+    @cached_property
+    def leaving_bytes(self) -> Matrix:
+        """The bytes ``[a, u]`` of the last offloaded unit before unit u of a stage that begins with unit a: where copies
+        run beside, it is on the device until another is sent. An offloaded unit counts it itself (`beside_bytes`)."""
+        end = len(self.units)
+        found: Matrix = np.zeros((end, end))
+        for first in range(end) if self.swaps_beside and self.offloaded else ():
+            sent = 0
+            for unit in range(first, end):
+                if self.modes[unit] == "offload":
+                    sent = self.units[unit].saved_bytes
+                else:
+                    found[first, unit] = sent
+        return found
+
+    def beside_at(self, first: int, end: int) -> NDArray[np.float64]:
+        """`beside_bytes` of the units of a stage, with those that are leaving."""
+        found: NDArray[np.float64] = self.beside_bytes[first:end] + self.leaving_bytes[first, first:end]
+        return found
+
     def batch_bytes(self, held: Sequence[tuple[int, int]]) -> tuple[int, int]:
         """The bytes of the batch on a rank of these stages: those that all microbatches share, and those of one
         microbatch's part."""
@@ -419,8 +439,8 @@ class UnitTable:
             found[-1] = self.units[end - 1].given_bytes
         return found
 
-    def _working(self, beside: NDArray[np.float64]) -> Matrix:
-        in_order = np.tri(len(beside), dtype=bool).T
+    def _working(self, of_units: NDArray[np.float64]) -> Matrix:
+        in_order, beside = np.tri(len(of_units), dtype=bool).T, of_units + self.leaving_bytes
         if self.operands_stay:
             fullest: Matrix = np.zeros_like(self.range_kept)
             fullest[:-1, 1:] = np.maximum.accumulate(np.where(in_order, beside, 0.0), axis=1)

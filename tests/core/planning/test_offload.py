@@ -151,22 +151,24 @@ def test_labels_of_few_unlike_units_are_near_the_best_of_all() -> None:
 
 
 def test_a_longer_horizon_takes_memory_for_each_unit_on_its_way() -> None:
-    pins = PINS | {"recompute": "full", "offloaded_units": range(1, 9)}
+    pins = PINS | {"recompute": "full", "offloaded_units": range(1, 10)}
     one, three = (sw.plan(GRAPH, cluster(2**36), activation_loading_horizon=h, **pins) for h in (None, 3))
     assert (one.decision.activation_loading_horizon, three.decision.activation_loading_horizon) == (1, 3)
     more = three.predicted.memory[0].buffers_bytes - one.predicted.memory[0].buffers_bytes
-    of_all = one.predicted.memory[0].host_bytes // (2 * 7)  # seven units of the first stage, two microbatches
-    assert more == pytest.approx(2 * of_all, rel=0.01)
+    away = one.unit_modes[: one.decision.stage_starts[1]].count("offload")
+    of_unit = one.predicted.memory[0].host_bytes // (2 * away)  # two microbatches
+    assert one.unit_modes[one.decision.stage_starts[1] - 1] == "offload"  # a unit behind would wait for the last
+    assert more == pytest.approx(2 * of_unit, rel=0.01)
     assert sw.rescore(one, activation_loading_horizon=3).predicted == three.predicted
     with pytest.raises(PlanError, match="activation_loading_horizon=2 and nothing is offloaded"):
         sw.plan(GRAPH, cluster(2**36), activation_loading_horizon=2, **PINS)
 
 
 def test_units_without_others_like_them_are_offloaded_where_nothing_else_fits() -> None:
-    graph = decoder(layers=4, hidden=256, heads=4, vocabulary=8192, sequence=256)
+    graph = decoder(layers=24, hidden=256, heads=4, vocabulary=8192, sequence=256)
     pins = {"batch": 16, "pp": 1, "dp": 1, "tp": 1, "shard": 0, "microbatch": 16, "headroom": 0.0}
     again = sw.plan(graph, cluster(2**36), recompute="full", devices=1, **pins)
-    away = sw.plan(graph, cluster(2**36), recompute="full", devices=1, offloaded_units=range(5), **pins)
+    away = sw.plan(graph, cluster(2**36), recompute="full", devices=1, offloaded_units=range(25), **pins)
     limit = (again.predicted.peak_memory_bytes[0] + away.predicted.peak_memory_bytes[0]) // 2
     assert limit < again.predicted.peak_memory_bytes[0]
     with pytest.raises(PlanError, match="does not fit"):

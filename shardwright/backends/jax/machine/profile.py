@@ -90,7 +90,7 @@ def profile(*, name: str, budget_s: float = 20.0, progress: MeasureProgress | No
         vector_efficiency=vector,
         optimizer_efficiency=updated,
         kernel_launch_s=launch,
-        host_link_bandwidth_bytes_per_s=bandwidth if kind == "cpu" else large.nbytes / _host_copy_s(large, each),
+        host_link_bandwidth_bytes_per_s=bandwidth / 2 if kind == "cpu" else large.nbytes / _host_copy_s(large, each),
         ranks=len(devices),
         collectives=tuple(samples),
     )

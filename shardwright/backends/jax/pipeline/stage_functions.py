@@ -31,6 +31,7 @@ from shardwright.backends.jax.program.equations import (
     value_of,
 )
 from shardwright.backends.jax.program.flattening import flatten
+from shardwright.backends.jax.program.host_operands import evaluate_from_host
 from shardwright.backends.jax.program.in_turn import evaluate_in_turn
 from shardwright.backends.jax.program.saved_activations import CHEAP, Residuals, residuals
 
@@ -150,6 +151,8 @@ class FunctionsOfStage:
             *self.weights, *self.fixed_weights, *self.arriving, *self.fixed_arrivals, *self.part.sources,
         ]  # fmt: skip
         self.avals = {value: flat.avals[value] for value in self.inputs}
+        self.away = {equation.unit for equation in self.part.equations} & set(operands.away)
+        """The units of the stage that keep on the host what they keep."""
 
     def build(self, *, least: bool = False) -> StageFunctions:
         """The functions (`stage_functions`)."""
@@ -352,12 +355,15 @@ class FunctionsOfStage:
         keys[MARKER] = jax.ShapeDtypeStruct((), jnp.int32)
         order = tuple(keys)
         in_turn = self.operands.in_turn and is_backward
+        on_host = [] if in_turn else [argument for argument, key in operands.items() if key[0] == "host"]
+        of_unit = -(-len(on_host) // max(1, len(self.away)))
 
         def run(*given: jax.Array) -> tuple[jax.Array, ...]:
             at = dict(zip(order, given, strict=True))
             values: dict[int, Any] = dict(program.constants)
             for argument, key in operands.items():
-                values[argument] = self._operand(key, at)
+                if argument not in on_host:
+                    values[argument] = self._operand(key, at)
 
             def finished(key: Key, value: jax.Array) -> jax.Array:
                 if key[0] == "host":
@@ -375,7 +381,10 @@ class FunctionsOfStage:
                     for key, atom in made
                 ]
             else:
-                evaluate(equations, values)
+                if on_host:
+                    evaluate_from_host(equations, values, {value: at[operands[value]] for value in on_host}, of_unit)
+                else:
+                    evaluate(equations, values)
                 found = [finished(key, value_of(program, atom, values)) for key, atom in made]
             for key, atoms in noted.items():
                 looked = [_badness(value_of(program, atom, values), replicas, dim) for atom, dim in atoms]

@@ -49,7 +49,7 @@ def evaluate_in_turn(
     fresh: list[int] = []
     ordered = _results_soon(_when_read(equations, known, cheap), known)
     for stretch, last in _stretches(ordered):
-        reads = [v for v in dict.fromkeys(v for e in stretch for v in e.values) if _is_array(operands.get(v))]
+        reads = [v for v in dict.fromkeys(v for e in stretch for v in e.values) if is_array(operands.get(v))]
         if before is not None and (reads or fresh):
             tied = known[before], [operands[v] for v in reads], [found[number] for number in fresh]
             known[before], again, there = jax.lax.optimization_barrier(tied)
@@ -58,7 +58,7 @@ def evaluate_in_turn(
         evaluate(stretch, known)
         made = [number for e in stretch for value in e.outputs for number in wanted.get(value, ())]
         found.update((number, results[number][1](known[results[number][0]])) for number in made)
-        fresh = [number for number in made if _is_array(found[number])]
+        fresh = [number for number in made if is_array(found[number])]
         before = last
     return [found[n] if n in found else finish(known[value]) for n, (value, finish) in enumerate(results)]
 
@@ -93,7 +93,7 @@ def _results_soon(equations: Sequence[Equation], known: Collection[int]) -> list
     return ordered
 
 
-def _is_array(value: Any) -> bool:
+def is_array(value: Any) -> bool:
     """Whether an operand is an array of numbers: no random key, no token."""
     return isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jnp.number)
 

@@ -110,7 +110,7 @@ def profile_device(
     updated = 7 * large.nbytes / quartile_s(optimizer.step, device, each) / bandwidth
     step("launches")
     small = torch.randn(2, 8, device=device)
-    host, dispatch, attention = bandwidth, None, None
+    host, dispatch, attention = bandwidth / 2, None, None
     if is_cuda:
         launch = device_s(lambda: small + small, device, each)
         pinned = torch.empty(large.shape, dtype=large.dtype, pin_memory=True)

@@ -105,6 +105,11 @@ class Offload:
         """Whether the plan names a step."""
         return (step.path, step.occurrence) in self.calls
 
+    def settle(self) -> None:
+        """Let what follows on the device wait until all that was sent is on the host."""
+        if self._store is not None:
+            self._store.settle(0)
+
     @contextmanager
     def sending(
         self, name: str, module: nn.Module, given: Iterable[torch.Tensor], before: Trip | None
@@ -117,8 +122,6 @@ class Offload:
         """
         assert self._store is not None
         store, device = self._store, self._device
-        if before is not None:
-            store.settle(sum(sent.away.nbytes for sent in before.aways))
         trip, sent = Trip(before), dict[tuple[StorageWeakRef, int], _Sent]()
         staying = {_key(tensor)[0] for tensor in _staying(module, given)}
 
@@ -148,6 +151,7 @@ class Offload:
 
         with torch.autograd.graph.saved_tensors_hooks(send, bring):
             yield trip
+        store.settle(sum(sent.away.nbytes for sent in trip.aways))
 
 
 def _staying(module: nn.Module, given: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:

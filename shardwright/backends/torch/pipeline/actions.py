@@ -98,8 +98,8 @@ class Pipeline:
         self.modules = modules
         self.residency = residency
         again = Recompute(recomputed(policies), modules, streams)
-        away = Offload(offloaded(policies), transport.device, loading_horizon)
-        means = Means(modules, streams, transport.device, again, away, watchdog, residency)
+        self._away = Offload(offloaded(policies), transport.device, loading_horizon)
+        means = Means(modules, streams, transport.device, again, self._away, watchdog, residency)
         replays: dict[tuple[int, int], Replay] = {}
         for action in self.actions:
             division = self.divisions[microbatch_of(action)]
@@ -260,6 +260,8 @@ class Pipeline:
                 )
             if grad and self.trains:
                 self._kept[task.key] = kept
+                if not task.is_followed_by_backward:  # which begins with what was sent last
+                    self._away.settle()
         elif kind is Kind.BACKWARD:
             with self._adding(task, grad):
                 replay.backward(self._kept.pop(task.key), arrived, task.depart, loss_scales, factor)

@@ -16,7 +16,7 @@ MEANINGS = {
     "kernel_launch_s": "Seconds that one op costs at least, however small.",
     "matmul_efficiency": "The share of the peak that large matrix products reach, up to 1.",
     "memory_efficiency": "The share of the memory bandwidth that large copies reach, up to 1.",
-    "host_link_bandwidth_bytes_per_s": "Bytes per second between it and the host's memory, in one direction.",
+    "host_link_bandwidth_bytes_per_s": "Bytes per second that copies to and from the host's memory reach, each.",
     "compute_units": "Multiprocessors that share out the tiles of a matrix product. Without it: no such rounding.",
     "tile_depth": "Contracted entries that a tile's start and end cost beside its own. Without it: none.",
     "vector_efficiency": "The share of that which everything but products reaches. Without it: memory_efficiency.",
