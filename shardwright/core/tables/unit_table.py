@@ -332,7 +332,7 @@ class UnitTable:
     @cached_property
     def leaving_bytes(self) -> Matrix:
         """The bytes ``[a, u]`` of the last offloaded unit before unit u of a stage that begins with unit a: where
-        copies run beside, it is on the device until another is sent. An offloaded unit counts it itself (`beside_bytes`)."""
+        copies run beside, it is on the device until another is sent. One that is offloaded counts that itself."""
         end = len(self.units)
         found: Matrix = np.zeros((end, end))
         for first in range(end) if self.swaps_beside and self.offloaded else ():
