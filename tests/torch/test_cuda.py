@@ -153,4 +153,4 @@ def test_activations_go_to_pinned_memory_and_come_back() -> None:
         kept, most = run(False)
         found, least = run(True)
         assert all(torch.equal(one, other) for one, other in zip(found, kept, strict=True))
-        assert least < 0.65 * most
+        assert least < 0.7 * most

@@ -382,7 +382,8 @@ class FunctionsOfStage:
                 ]
             else:
                 if on_host:
-                    evaluate_from_host(equations, values, {value: at[operands[value]] for value in on_host}, of_unit)
+                    waiting = {value: at[operands[value]] for value in on_host}
+                    evaluate_from_host(equations, values, waiting, of_unit, CHEAP)
                 else:
                     evaluate(equations, values)
                 found = [finished(key, value_of(program, atom, values)) for key, atom in made]

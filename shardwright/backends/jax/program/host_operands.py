@@ -6,27 +6,33 @@ barrier, for a result of the equations before those that read an operand so many
 """
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
 import jax
 
 from shardwright.backends.jax.program.equations import Equation, evaluate
-from shardwright.backends.jax.program.in_turn import is_array
+from shardwright.backends.jax.program.in_turn import is_array, when_read
 
 
 def evaluate_from_host(
-    equations: Sequence[Equation], known: dict[int, Any], on_host: Mapping[int, jax.Array], ahead: int
+    equations: Sequence[Equation],
+    known: dict[int, Any],
+    on_host: Mapping[int, jax.Array],
+    ahead: int,
+    cheap: Collection[str] = (),
 ) -> None:
     """Run equations as `evaluate` does.
 
     Args:
+        cheap: the primitives that, read from operands alone, run when another equation first reads their result.
         on_host: the operands on the host, by value.
-        ahead: how many of them are on the device or on their way there at any time, in the order in which they are
+        ahead: how many of them come to the device before the one that is read, in the order in which they are
             read. At least 1.
     """
-    blocks = [list(group) for _, group in groupby(equations, key=lambda e: id(e.region) if e.region else id(e))]
+    ordered = when_read(equations, {*known, *on_host}, cheap)
+    blocks = [list(group) for _, group in groupby(ordered, key=lambda e: id(e.region) if e.region else id(e))]
     read_in: dict[int, int] = {}
     for number, block in enumerate(blocks):
         for equation in block:

@@ -47,7 +47,7 @@ def evaluate_in_turn(
         wanted.setdefault(value, []).append(number)
     found: dict[int, jax.Array] = {}
     fresh: list[int] = []
-    ordered = _results_soon(_when_read(equations, known, cheap), known)
+    ordered = _results_soon(when_read(equations, known, cheap), known)
     for stretch, last in _stretches(ordered):
         reads = [v for v in dict.fromkeys(v for e in stretch for v in e.values) if is_array(operands.get(v))]
         if before is not None and (reads or fresh):
@@ -98,8 +98,8 @@ def is_array(value: Any) -> bool:
     return isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jnp.number)
 
 
-def _when_read(equations: Sequence[Equation], known: Collection[int], cheap: Collection[str]) -> list[Equation]:
-    """The equations, cheap ones of operands directly before the first that reads them."""
+def when_read(equations: Sequence[Equation], known: Collection[int], cheap: Collection[str]) -> list[Equation]:
+    """The equations, cheap ones of operands directly before the first that reads them. Those of a region stay."""
     waiting: dict[int, Equation] = {}
     ordered: list[Equation] = []
 
@@ -112,7 +112,7 @@ def _when_read(equations: Sequence[Equation], known: Collection[int], cheap: Col
                 ordered.append(maker)
 
     for equation in equations:
-        is_cheap = equation.primitive.name in cheap and not equation.effects
+        is_cheap = equation.primitive.name in cheap and not equation.effects and equation.region is None
         if is_cheap and all(value in known or value in waiting for value in equation.values):
             waiting.update(dict.fromkeys(equation.outputs, equation))
             continue
