@@ -38,7 +38,10 @@ LONGEST = (
 # Read by the frameworks when they are first imported, so they are set before any test module is.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # virtual devices, whatever else a machine has
-XLA_FLAGS = "--xla_force_host_platform_device_count=8 --xla_cpu_use_fusion_emitters=false"  # quicker to compile
+XLA_FLAGS = (  # quicker to compile
+    "--xla_force_host_platform_device_count=8 --xla_cpu_use_fusion_emitters=false "
+    "--xla_cpu_parallel_codegen_split_count=1"
+)
 os.environ.setdefault("XLA_FLAGS", XLA_FLAGS)  # `test_compiled_training` runs what users run
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a test that needs the network should fail, not wait
