@@ -79,7 +79,9 @@ class Run:
             next(module for module in model.modules() if isinstance(module, torch.nn.Embedding)).requires_grad_(False)
         given = batch("gpt2" if name == "wider" else name, 0)
         self.whole = {key: torch.cat([value] * 4) for key, value in given.items()}
-        self.plan = planned(model, {key: value[:4] for key, value in self.whole.items()}, **pins)
+        self.plan = planned(
+            (name, dropout, freeze), model, {key: value[:4] for key, value in self.whole.items()}, **pins
+        )
         with tempfile.TemporaryDirectory() as folder:
             self.plan.save(Path(folder) / "plan.json")
             sw.init(plan=str(Path(folder) / "plan.json"), wait_timeout_s=60.0)

@@ -34,14 +34,19 @@ def train_step(model: Any, given: dict[str, torch.Tensor]) -> Any:
     return loss
 
 
-def planned(model: torch.nn.Module, sample: dict[str, torch.Tensor], **pins: Any) -> core.Plan:
-    """A plan for two ranks, of microbatches as large as the sample."""
+GRAPHS: dict[Any, core.Graph] = {}
+"""What was captured, by what the models are."""
+
+
+def planned(which: Any, model: torch.nn.Module, sample: dict[str, torch.Tensor], **pins: Any) -> core.Plan:
+    """A plan for two ranks, of microbatches as large as the sample. Models that are alike, by ``which``, are captured
+    once."""
+    if which not in GRAPHS:
+        GRAPHS[which] = core.capture(model, sample)
     asked = EVERYWHERE | {"precision": "fp32", "recompute": "none"} | pins
     size = len(next(iter(sample.values())))
     cluster = core.Cluster("cpu", devices_per_node=2)
-    return core.plan(
-        core.capture(model, sample), cluster, batch=size * MICROBATCHES * asked["dp"], microbatch=size, **asked
-    )
+    return core.plan(GRAPHS[which], cluster, batch=size * MICROBATCHES * asked["dp"], microbatch=size, **asked)
 
 
 def trained(name: str, dropout: float, watched: bool = False, **pins: Any) -> dict[str, Any]:
@@ -50,7 +55,7 @@ def trained(name: str, dropout: float, watched: bool = False, **pins: Any) -> di
     model = build(name, dropout)
     whole = {key: torch.cat([value] * 4) for key, value in batch(name, 0).items()}
     sample = {key: value[:4] for key, value in whole.items()}
-    plan = planned(model, sample, **pins)
+    plan = planned((name, dropout), model, sample, **pins)
     with tempfile.TemporaryDirectory() as folder:
         plan.save(Path(folder) / "plan.json")
         sw.init(plan=str(Path(folder) / "plan.json"), wait_timeout_s=60.0)
