@@ -61,8 +61,13 @@ def require_whole(form: str, train: sw.TrainStep, loss: Loss) -> None:
     same.require("losses", "norm", "parameters")
 
 
-@pytest.mark.parametrize("loss", [masked, summed])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("form", "loss"),
+    [
+        *((form, masked) for form in FORMS),
+        *(pytest.param(form, summed, marks=pytest.mark.slow if form == "one program" else ()) for form in FORMS),
+    ],
+)
 def test_a_loss_is_that_of_the_whole_batch(form: str, loss: Loss) -> None:
     require_whole(form, step_of(form, loss), loss)
 
