@@ -154,7 +154,7 @@ def test_an_init_function_is_run_by_each_stage_for_itself(graph: Graph) -> None:
 
 def test_dropout_does_not_depend_on_the_split() -> None:
     """A mask is a function of seed, step and global microbatch: any pipeline gives the losses of one device."""
-    noisy = maker(4, 0.4)
+    noisy = maker(2, 0.4)
     graph = graph_of(noisy)
 
     def losses(pp: int, dp: int, **pins: Any) -> list[float]:
