@@ -10,27 +10,40 @@ import pytest
 TESTS = Path(__file__).parent
 LONGEST = (
     "jax/test_processes.py",
-    "jax/test_tensor_parallel.py",
-    "torch/test_faults.py",
-    "jax/test_pipeline.py",
-    "jax/test_spmd.py",
+    "torch/test_memory_policies.py",
+    "torch/test_host_states.py",
+    "jax/test_memory.py",
     "torch/test_engine.py",
     "torch/test_zoo.py",
-    "jax/test_memory.py",
+    "torch/test_sharded_state.py",
+    "jax/test_recompute.py",
     "examples/test_examples.py",
-    "twins/test_five.py",
-    "jax/test_equality.py",
-    "jax/test_precision.py",
-    "torch/test_tensor_parallel.py",
-    "torch/test_tensor_parallel_training.py",
-    "cli/test_profile.py",
-    "torch/test_tensor_parallel_misuse.py",
+    "jax/test_tensor_parallel.py",
+    "jax/test_pipeline.py",
     "torch/test_equality.py",
-    "jax/test_pipeline_models.py",
-    "torch/test_accepted.py",
-    "torch/test_tensor_parallel_zoo.py",
     "torch/test_python_values.py",
+    "jax/test_pipeline_models.py",
+    "jax/test_loss_semantics.py",
+    "torch/test_semantics.py",
+    "torch/test_deferred_init.py",
+    "torch/test_faults.py",
+    "torch/test_tensor_parallel_training.py",
+    "torch/test_tensor_parallel_misuse.py",
+    "examples/test_guides.py",
+    "torch/test_tensor_parallel_zoo.py",
+    "torch/test_fp8.py",
+    "jax/test_precision.py",
+    "jax/test_train.py",
     "torch/test_schedules.py",
+    "jax/test_shard_groups.py",
+    "torch/test_exchange.py",
+    "conformance/test_backends.py",
+    "jax/test_spmd.py",
+    "jax/test_equality.py",
+    "twins/test_five.py",
+    "cli/test_profile.py",
+    "torch/test_tensor_parallel.py",
+    "torch/test_accepted.py",
     "torch/test_failure.py",
 )
 """The files that take longest, the longest first: where processes share the files, they end together then."""
@@ -38,7 +51,10 @@ LONGEST = (
 # Read by the frameworks when they are first imported, so they are set before any test module is.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # virtual devices, whatever else a machine has
-XLA_FLAGS = "--xla_force_host_platform_device_count=8 --xla_cpu_use_fusion_emitters=false"  # quicker to compile
+XLA_FLAGS = (  # quicker to compile
+    "--xla_force_host_platform_device_count=8 --xla_cpu_use_fusion_emitters=false "
+    "--xla_cpu_parallel_codegen_split_count=1"
+)
 os.environ.setdefault("XLA_FLAGS", XLA_FLAGS)  # `test_compiled_training` runs what users run
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a test that needs the network should fail, not wait

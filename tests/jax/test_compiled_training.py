@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 STEPS = 20
 
 
-@pytest.mark.parametrize("form", ["stages", "one program for all stages"])
+@pytest.mark.parametrize("form", ["stages", pytest.param("one program for all stages", marks=pytest.mark.slow)])
 def test_twenty_steps_are_the_unsplit_models(form: str) -> None:
     """In a process of its own, as XLA reads its flags once."""
     environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}

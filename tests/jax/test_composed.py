@@ -18,11 +18,15 @@ MIXED = {"h.0": "offload", "h.1": "full"}
 @pytest.mark.parametrize(
     ("schedule", "recompute", "shard"),
     [
-        ("1f1b", MIXED, 2),
         ("zb-h1", MIXED, 2),
         *(
             pytest.param(*each, marks=pytest.mark.slow)
-            for each in (("zb-h1", "full", 2), ("zb-h1", "elementwise", 1), ("zb-h1", {"h.*": "offload"}, 3))
+            for each in (
+                ("1f1b", MIXED, 2),
+                ("zb-h1", "full", 2),
+                ("zb-h1", "elementwise", 1),
+                ("zb-h1", {"h.*": "offload"}, 3),
+            )
         ),
     ],
     ids=str,

@@ -95,7 +95,9 @@ def trained_half(path: tuple[Any, ...], value: Any) -> bool:
     return path[0] in ("embed", "layers")
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "form", [pytest.param(form, marks=pytest.mark.slow if form == "one program" else ()) for form in FORMS]
+)
 def test_only_what_is_named_is_trained(form: str) -> None:
     """The optimizer, and the norm that it clips by, see nothing of the rest."""
     make = optax.chain(optax.clip_by_global_norm(0.01), optax.adamw(1e-2, weight_decay=0.1))

@@ -150,7 +150,7 @@ def test_an_overflow_in_one_microbatch_skips_the_step_and_is_said(form: str, cap
     assert float(state.loss_scale) == SCALE, "three steps after the overflow"
 
 
-@pytest.mark.parametrize("form", ["one program", "pipeline"])
+@pytest.mark.parametrize("form", ["one program", pytest.param("pipeline", marks=pytest.mark.slow)])
 def test_a_fixed_factor_skips_too_and_stays(form: str, caplog: pytest.LogCaptureFixture) -> None:
     train, state = begin(form, static_loss_scale=SCALE, nonfinite="ignore")
     before = kept(state)
@@ -162,7 +162,7 @@ def test_a_fixed_factor_skips_too_and_stays(form: str, caplog: pytest.LogCapture
     assert "step 0 is skipped: gradients overflowed at a loss scale of 4096" in caplog.text
 
 
-@pytest.mark.parametrize("form", ["one program", "pipeline"])
+@pytest.mark.parametrize("form", [pytest.param("one program", marks=pytest.mark.slow), "pipeline"])
 def test_an_overflow_is_no_fault_and_a_loss_that_is_not_finite_is_one(
     form: str, caplog: pytest.LogCaptureFixture
 ) -> None:

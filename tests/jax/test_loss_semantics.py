@@ -61,8 +61,13 @@ def require_whole(form: str, train: sw.TrainStep, loss: Loss) -> None:
     same.require("losses", "norm", "parameters")
 
 
-@pytest.mark.parametrize("loss", [masked, summed])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("form", "loss"),
+    [
+        *((form, masked) for form in FORMS),
+        *(pytest.param(form, summed, marks=pytest.mark.slow if form == "one program" else ()) for form in FORMS),
+    ],
+)
 def test_a_loss_is_that_of_the_whole_batch(form: str, loss: Loss) -> None:
     require_whole(form, step_of(form, loss), loss)
 
@@ -133,13 +138,19 @@ def normed(keeps: bool, samples: int, given: str | None, **degrees: int) -> tupl
     return float(train(state, x)[1]), float(loss(params, x, state=after)[0])
 
 
-@pytest.mark.parametrize(("samples", "degrees"), [(8, {"dp": 2}), (16, {"pp": 2}), (8, {"pp": 2, "dp": 2})], ids=str)
+def splits(samples: int) -> list[Any]:
+    """Microbatches and degrees: replicas, stages, and both, which show what each shows."""
+    alone = [(samples, {"dp": 2}), (2 * samples, {"pp": 2})]
+    return [*(pytest.param(*case, marks=pytest.mark.slow) for case in alone), (samples, {"pp": 2, "dp": 2})]
+
+
+@pytest.mark.parametrize(("samples", "degrees"), splits(8), ids=str)
 def test_batch_norms_see_the_whole_batch_where_one_microbatch_holds_it(samples: int, degrees: dict[str, int]) -> None:
     found, wanted = normed(False, samples, None, **degrees)
     assert found == pytest.approx(wanted, rel=1e-4)
 
 
-@pytest.mark.parametrize(("samples", "degrees"), [(4, {"dp": 2}), (8, {"pp": 2}), (4, {"pp": 2, "dp": 2})], ids=str)
+@pytest.mark.parametrize(("samples", "degrees"), splits(4), ids=str)
 def test_batch_norms_of_microbatches_are_asked_for(samples: int, degrees: dict[str, int]) -> None:
     with pytest.raises(sw.ShardwrightError, match=r"norms its batch at BatchNorm_0.*loss_scope='replica'.*'global'"):
         normed(False, samples, None, **degrees)

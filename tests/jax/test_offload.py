@@ -44,8 +44,13 @@ def on_host_bytes(train: sw.TrainStep) -> int:
     return sum(out.size * out.dtype.itemsize for key, out, _ in made if key[0] == "host")
 
 
-@pytest.mark.parametrize("pp", [1, 2])
-@pytest.mark.parametrize("name", ["nnx", "linen", "function"])
+@pytest.mark.parametrize(
+    ("name", "pp"),
+    [
+        *(("nnx", 2), ("linen", 2), ("function", 1)),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("nnx", 1), ("linen", 1), ("function", 2))),
+    ],
+)
 def test_offloaded_units_keep_on_the_host_what_others_keep_on_the_device(name: str, pp: int) -> None:
     case = CASES[name]
     graph = case.graph()
@@ -67,7 +72,9 @@ def test_layers_of_a_loop_are_refused_by_name() -> None:
         train(state, batches()[0])
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in ("nnx", "scan") else pytest.mark.slow) for name in CASES]
+)
 def test_products_are_kept_and_the_rest_is_computed_again(name: str) -> None:
     case: Any = CASES[name]
     graph = case.graph()

@@ -34,7 +34,7 @@ from tests.jax.chains import (
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
-BLOCKS = 6
+BLOCKS = 4
 STEPS = 3
 create = maker(BLOCKS)
 
@@ -90,7 +90,7 @@ def test_every_schedule(graph: Graph, schedule: str, pp: int, virtual_stages: in
 
 def test_a_split_backward_on_four_stages(graph: Graph) -> None:
     """And stages that are alike are compiled once."""
-    train, _ = run(plan_of(graph, 4, schedule="zb-h1", stage_starts=(0, 2, 4, 6)))
+    train, _ = run(plan_of(graph, 4, schedule="zb-h1", stage_starts=(0, 1, 3, 5)))
     assert train.compiled is not None
     assert train.compiled.compiled < train.compiled.programs
 
@@ -100,7 +100,7 @@ def test_stages_are_meshes_of_dp_and_tp(graph: Graph, dp: int, tp: int) -> None:
     run(plan_of(graph, 2, dp, tp))
 
 
-@pytest.mark.parametrize("recompute", ["selective", "full"])
+@pytest.mark.parametrize("recompute", [pytest.param("selective", marks=pytest.mark.slow), "full"])
 def test_recomputed_activations_change_nothing(graph: Graph, recompute: str) -> None:
     run(plan_of(graph, 2, recompute=recompute))
 
@@ -112,7 +112,7 @@ def test_some_units_are_recomputed_and_others_kept(graph: Graph) -> None:
     run(replace(plan, decision=replace(plan.decision, kept_units=kept)))
 
 
-@pytest.mark.parametrize("shard", [1, pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("shard", [*(pytest.param(level, marks=pytest.mark.slow) for level in (1, 2)), 3])
 def test_sharded_states_change_nothing(graph: Graph, shard: int) -> None:
     _, state = run(plan_of(graph, 2, 2, shard=shard))
     moments = jax.tree.leaves(state.optimizer[0][0].mu)
@@ -124,7 +124,7 @@ def test_sharded_states_change_nothing(graph: Graph, shard: int) -> None:
     ["clipped", *(pytest.param(name, marks=pytest.mark.slow) for name in ("masked", "several", "factored"))],
 )
 def test_optimizers_are_cut_with_the_model(graph: Graph, optimizer: str) -> None:
-    train, state = run(plan_of(graph, 3, stage_starts=(0, 3, 5)), optimizer)
+    train, state = run(plan_of(graph, 3, stage_starts=(0, 2, 4)), optimizer)
     after = named(nnx.state(train.params(state), nnx.Param))
     Comparison(optimizer).values(after, expected(optimizer).params, relative=2e-3, absolute=2e-5).require()
 
@@ -154,7 +154,7 @@ def test_an_init_function_is_run_by_each_stage_for_itself(graph: Graph) -> None:
 
 def test_dropout_does_not_depend_on_the_split() -> None:
     """A mask is a function of seed, step and global microbatch: any pipeline gives the losses of one device."""
-    noisy = maker(4, 0.4)
+    noisy = maker(2, 0.4)
     graph = graph_of(noisy)
 
     def losses(pp: int, dp: int, **pins: Any) -> list[float]:
@@ -172,7 +172,9 @@ def test_dropout_does_not_depend_on_the_split() -> None:
     Comparison().losses(losses(2, 2, recompute="full"), alone).require()
 
 
-@pytest.mark.parametrize("axis_type", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
+@pytest.mark.parametrize(
+    "axis_type", [pytest.param(jax.sharding.AxisType.Auto, marks=pytest.mark.slow), jax.sharding.AxisType.Explicit]
+)
 def test_a_mesh_of_the_users_is_theirs_alone(graph: Graph, axis_type: jax.sharding.AxisType) -> None:
     """Whatever its axis types: stages have meshes of their own. Parameters may come from it."""
     mesh = jax.make_mesh((2, 2), ("dp", "tp"), axis_types=(axis_type, axis_type), devices=jax.devices()[:4])

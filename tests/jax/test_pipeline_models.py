@@ -101,9 +101,8 @@ SIZES = [(2, 1, 1), (4, 1, 1), (2, 2, 2), (4, 2, 1), (4, 1, 2)]
 """Stages, replicas, tensor axis."""
 OFTEN = {
     ("nnx", "t5", (2, 1, 1)),
-    ("linen", "bert", (2, 2, 2)),
     ("nnx", "resnet", (2, 1, 1)),
-    ("linen", "ncf", (4, 1, 1)),
+    ("linen", "ncf", (2, 2, 2)),
 }
 CASES = [
     pytest.param(kind, name, *size, marks=() if (kind, name, size) in OFTEN else pytest.mark.slow)

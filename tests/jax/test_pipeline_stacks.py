@@ -74,7 +74,7 @@ def graph() -> sw.Graph:
 @pytest.mark.parametrize(
     ("optimizer", "pp", "dp", "tp", "pins"),
     [
-        ("adamw", 3, 1, 1, {}),
+        pytest.param("adamw", 3, 1, 1, {}, marks=pytest.mark.slow),
         ("adamw", 4, 1, 1, {}),  # which do not divide the six layers
         ("every two", 2, 1, 1, {}),
         ("adamw", 4, 2, 1, {"shard": 1}),  # pieces of one row, which replicas cannot share, and of two, which they can

@@ -123,7 +123,11 @@ def expected(loss: Loss, model: Net) -> tuple[float, float]:
 
 @pytest.mark.parametrize(
     ("kind", "pp"),
-    [*((kind, 1) for kind in cases()), ("global", 2), ("length", 2)],
+    [
+        *(pytest.param(kind, 1, marks=pytest.mark.slow if kind in ("self", "key") else ()) for kind in cases()),
+        ("global", 2),
+        pytest.param("length", 2, marks=pytest.mark.slow),
+    ],
 )
 def test_a_value_that_changes_in_every_step(kind: str, pp: int) -> None:
     """A number becomes an input of the step; one that Python needs is compiled anew for each of its values."""
@@ -144,7 +148,7 @@ def test_a_value_that_changes_in_every_step(kind: str, pp: int) -> None:
     put(1)
 
 
-@pytest.mark.parametrize("pp", [1, 2])
+@pytest.mark.parametrize("pp", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_an_attribute_of_the_model_that_training_began_with(pp: int) -> None:
     model = create()
     train = sw.train_step(by_global, optax.sgd(0.0), plan_of(pp), devices=jax.devices()[:pp])

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 FORMS = {"alone": (1, 8, 1, 4), "pp 2": (2, 4, 1, 2), "tp 2": (1, 4, 2, 2)}
 """(pp, dp, tp, replicas that share) on 8 devices."""
-SOME = (("alone", 1, 1), ("alone", 2, 2), ("alone", 3, 2), ("pp 2", 1, 4), ("pp 2", 3, 4), ("tp 2", 2, 4))
+SOME = (("alone", 1, 1), ("alone", 3, 2), ("pp 2", 3, 4), ("tp 2", 2, 4))
 ALL = [(form, shard, times) for form in FORMS for shard in (1, 2, 3) for times in (1, 2 if form == "alone" else 4)]
 CASES = [*SOME, *(pytest.param(*case, marks=pytest.mark.slow) for case in ALL if case not in SOME)]
 

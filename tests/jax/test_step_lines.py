@@ -67,7 +67,7 @@ def trained(log_every: int, steps: int, lengths: tuple[int, ...] = (), **given: 
     return losses, norms
 
 
-@pytest.mark.parametrize(("pp", "dp", "tp"), [(1, 2, 1), (1, 1, 2), (2, 1, 1)])
+@pytest.mark.parametrize(("pp", "dp", "tp"), [(1, 2, 1), pytest.param(1, 1, 2, marks=pytest.mark.slow), (2, 1, 1)])
 def test_a_line_says_what_its_steps_did(lines: list[StepLine], pp: int, dp: int, tp: int) -> None:
     losses, norms = trained(2, 4, pp=pp, dp=dp, tp=tp, microbatch=4 // dp)
     assert [line.step for line in lines] == [1, 2, 4]

@@ -185,9 +185,9 @@ def test_the_compilers_warning_is_seen(capfd: pytest.CaptureFixture[str]) -> Non
     assert REMATERIALISES in capfd.readouterr().err
 
 
-def test_no_stage_gathers_to_cut_again(capfd: pytest.CaptureFixture[str]) -> None:
-    of_model("llama", 2, 2, 2)
-    of_model("llama", 2, 1, 2, sequence_parallel=True)
+@pytest.mark.parametrize(("dp", "sequence"), [pytest.param(2, False, marks=pytest.mark.slow), (1, True)])
+def test_no_stage_gathers_to_cut_again(dp: int, sequence: bool, capfd: pytest.CaptureFixture[str]) -> None:
+    of_model("llama", 2, dp, 2, sequence_parallel=sequence)
     assert REMATERIALISES not in capfd.readouterr().err
 
 

@@ -209,15 +209,14 @@ def test_a_model_without_values_can_be_captured_and_planned() -> None:
     assert len(graph.parameters) == 4
 
 
-CASES = ("pp", "tp", "shard 1", "shard 3", "shard 3, tp", "shard 3, pp", "groups", "bf16", "saved", "loaded", "given",
-         "read", "messages")  # fmt: skip
+CASES = {2: ("pp", "tp", "shard 3", "bf16", "saved", "loaded", "given", "read", "messages"), 4: ("shard 3, tp",)}
+SLOW = {2: ("shard 1",), 4: ("shard 3, pp", "groups")}
+"""By the number of ranks."""
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def run(tmp_path_factory: pytest.TempPathFactory, launches: dict[int, tuple[str, ...]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    four = ["shard 3, tp", "shard 3, pp", "groups"]
-    for ranks, cases in ((2, [case for case in CASES if case not in four]), (4, four)):
+    for ranks, cases in launches.items():
         out = tmp_path_factory.mktemp("deferred") / f"{ranks}.json"
         outcome = on_ranks("deferred_init.py", ranks, str(out), *cases, "seeds", timeout_s=150)
         assert outcome.code == 0, outcome.text[-4000:]
@@ -225,10 +224,26 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return run(tmp_path_factory, CASES)
+
+
+@pytest.fixture(scope="module")
+def slowly_trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return run(tmp_path_factory, SLOW)
+
+
+@pytest.mark.parametrize("case", [case for cases in CASES.values() for case in cases])
 def test_training_is_that_of_the_plain_model(trained: dict[str, Any], case: str) -> None:
     result = trained[case]
     assert result["late"] == result["plain"], "losses and weights, to the bit"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [case for cases in SLOW.values() for case in cases])
+def test_training_in_other_ways_is_that_of_the_plain_model(slowly_trained: dict[str, Any], case: str) -> None:
+    assert slowly_trained[case]["late"] == slowly_trained[case]["plain"]
 
 
 def test_ranks_with_different_seeds_are_told(trained: dict[str, Any]) -> None:

@@ -2,12 +2,12 @@
 
 import pytest
 
-from tests.torch.launch import Outcome, checks_in, torchrun
+from tests.torch.launch import Outcome, checks_in, on_ranks
 
 
 @pytest.fixture(scope="module")
 def outcome() -> Outcome:
-    return torchrun("exchange.py", 2, timeout_s=200)
+    return on_ranks("exchange.py", 2, timeout_s=200)
 
 
 @pytest.mark.parametrize("check", checks_in("exchange.py"))

@@ -36,10 +36,11 @@ def test_under_torchrun_the_survivors_say_what_they_waited_for() -> None:
     assert found[2][2] == "1"
 
 
-@pytest.mark.parametrize("how", ["exit", pytest.param("stuck", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["exit", "stuck"])
 def test_without_an_agent_the_failure_travels_from_rank_to_rank(how: str) -> None:
     """As under mpirun or Slurm with nobody to kill the others: a dead rank closes its connections, a stuck one is
-    caught by the timeout of waits."""
+    caught by the timeout of waits. `test_faults` has it of forks."""
     survivors = without_an_agent("dying.py", how)
     assert survivors.seconds < 60
     assert all(survivors.codes)

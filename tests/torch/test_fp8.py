@@ -277,7 +277,7 @@ def test_two_ranks_train_as_one_does_in_other_ways(tmp_path: Path) -> None:
     require_same(tmp_path, SLOW, 300)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("llama", marks=pytest.mark.slow)])
 def test_twenty_steps_are_those_by_hand_and_near_to_bf16(name: str, tmp_path: Path) -> None:
     """The unsplit model under a plan in fp8: as torch trains it with every linear layer but the head by hand, and its
     losses within 1% of those in bf16."""

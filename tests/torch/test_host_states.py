@@ -24,6 +24,18 @@ def test_on_two_ranks(outcome: Outcome, check: str) -> None:
     assert f"ok {check}\n" in outcome.text, outcome.text[-4000:]
 
 
+@pytest.fixture(scope="module")
+def outcome_of_all() -> Outcome:
+    return on_ranks("host_states.py", 2, "--all", timeout_s=600)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("check", checks_in("host_states.py"))
+def test_more_splits_on_two_ranks(outcome_of_all: Outcome, check: str) -> None:
+    assert f"ok {check}\n" in outcome_of_all.text, outcome_of_all.text[-4000:]
+
+
 def test_a_tensor_of_the_file_gives_its_block_back() -> None:
     store = MappedFile()
     first = store.tensor(5000, torch.float32)

@@ -26,5 +26,12 @@ def test_on_two_ranks(outcome: Outcome, check: str) -> None:
     assert f"ok {check}\n" in outcome.text, outcome.text[-4000:]
 
 
+@pytest.mark.slow
+def test_all_losses_are_told_over_stages_too() -> None:
+    outcome = on_ranks("losses.py", 2, "--all", CHECKS[0], timeout_s=280)
+    assert f"ok {CHECKS[0]}\n" in outcome.text, outcome.text[-4000:]
+    assert outcome.code == 0, outcome.text[-4000:]
+
+
 def test_the_launch_ends_well(outcome: Outcome) -> None:
     assert outcome.code == 0, outcome.text[-4000:]

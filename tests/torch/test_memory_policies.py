@@ -26,6 +26,18 @@ def test_on_two_ranks(outcome: Outcome, check: str) -> None:
     assert f"ok {check}\n" in outcome.text, outcome.text[-4000:]
 
 
+@pytest.fixture(scope="module")
+def outcome_of_all() -> Outcome:
+    return on_ranks("memory_policies.py", 2, "--all", timeout_s=600)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("check", checks_in("memory_policies.py"))
+def test_every_model_under_every_policy(outcome_of_all: Outcome, check: str) -> None:
+    assert f"ok {check}\n" in outcome_of_all.text, outcome_of_all.text[-4000:]
+
+
 def sending(module: nn.Module, *given: torch.Tensor) -> tuple[torch.Tensor, Offload]:
     """The result of a module whose activations are on the host."""
     offload = Offload(frozenset({("m", 0)}), CPU)

@@ -34,14 +34,15 @@ FEW = (
     "arguments", "a_closure", "nothing",
 )  # fmt: skip
 """Those that are run where values are found as without the other axis, or where nothing is recorded."""
-KINDS = {"one": (*CASES, *WRITTEN, *IMPURE), "pp": (*CASES, *WRITTEN, *REFUSED, *IMPURE),
+KINDS = {"one": (*FEW, *WRITTEN, *IMPURE), "pp": (*CASES, *WRITTEN, *REFUSED, *IMPURE),
          "tp": (*FEW, *WRITTEN, *REFUSED), "messages": (*FEW, *WRITTEN)}  # fmt: skip
+REST = tuple(case for case in CASES if case not in FEW)
 
 
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, Outcome]:
     script = "python_values.py"
-    found = {"one": single(script, "one"), "pp": on_ranks(script, 2, "pp", timeout_s=300)}
+    found = {"one": single(script, "one", *FEW, *WRITTEN), "pp": on_ranks(script, 2, "pp", timeout_s=300)}
     for kind in ("tp", "messages"):
         found[kind] = on_ranks(script, 2, kind, *FEW, *WRITTEN, timeout_s=300)
     return found
@@ -50,6 +51,13 @@ def outcomes() -> dict[str, Outcome]:
 @pytest.mark.parametrize(("kind", "case"), [(kind, case) for kind, cases in KINDS.items() for case in cases])
 def test_a_value_is_as_in_the_unsplit_model(outcomes: dict[str, Outcome], kind: str, case: str) -> None:
     assert f"ok {case}" in outcomes[kind].text, outcomes[kind].text[-4000:]
+
+
+@pytest.mark.slow
+def test_every_value_is_as_in_the_unsplit_model_on_one_rank() -> None:
+    outcome = single("python_values.py", "one", *REST)
+    assert outcome.code == 0, outcome.text[-4000:]
+    assert [case for case in REST if f"ok {case}" not in outcome.text] == []
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -22,16 +22,27 @@ CHECKS = (
 
 
 @pytest.fixture(scope="module")
-def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder: Path = tmp_path_factory.mktemp("semantics")
     before = single("reference.py", str(folder))
     assert before.code == 0, before.text[-4000:]
-    return on_ranks("semantics.py", 2, str(folder), timeout_s=150)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def outcome(references: Path) -> Outcome:
+    return on_ranks("semantics.py", 2, str(references), timeout_s=150)
 
 
 @pytest.mark.parametrize("check", CHECKS)
 def test_on_two_ranks(outcome: Outcome, check: str) -> None:
     assert f"ok {check}\n" in outcome.text, outcome.text[-4000:]
+
+
+@pytest.mark.slow
+def test_dropout_of_other_models_does_not_depend_on_the_split(references: Path) -> None:
+    outcome = on_ranks("semantics.py", 2, str(references), "--all", CHECKS[0], timeout_s=150)
+    assert outcome.code == 0, outcome.text[-4000:]
 
 
 def test_the_launch_ends_well(outcome: Outcome) -> None:

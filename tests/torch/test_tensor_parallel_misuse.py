@@ -85,7 +85,7 @@ def test_a_rank_with_samples_of_its_own_gets_their_results(said: dict[str, str])
 
 
 def test_units_on_pieces_are_compiled(said: dict[str, str]) -> None:
-    assert said["compiled"] == "6 {'OptimizedModule'}"
+    assert said["compiled"] == "4 {'OptimizedModule'}"
     assert "draws random numbers" in said["compiled with dropout"]
     assert "set its dropout to 0" in said["compiled with dropout"]
 

@@ -1,6 +1,7 @@
 """GPT-2, BERT, T5, NCF and ResNet: each with a twin in Flax that was written apart from it, and one plan for both."""
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
@@ -19,23 +20,30 @@ CLUSTERS = {
 SAMPLES = {"a node of 4": 64, "two nodes": 256, "a node of small ones": 128}
 
 
-@pytest.fixture(
-    scope="module", params=[pytest.param(name, marks=pytest.mark.slow if name == "bert" else ()) for name in TWINS]
-)
+@cache
+def captured(name: str) -> Graphs:
+    return TWINS[name]()
+
+
+@pytest.fixture(params=[pytest.param(name, marks=pytest.mark.slow if name == "bert" else ()) for name in TWINS])
 def twins(request: pytest.FixtureRequest) -> tuple[str, Graphs]:
-    return request.param, TWINS[request.param]()
+    return request.param, captured(request.param)
+
+
+SEARCHED = {("gpt2", "two nodes"), ("ncf", "two nodes")}
+"""The others, which take a minute, with the slow tests."""
 
 
 @pytest.mark.parametrize(
-    "cluster",
+    ("name", "cluster"),
     [
-        pytest.param("a node of 4", marks=pytest.mark.slow),
-        "two nodes",
-        pytest.param("a node of small ones", marks=pytest.mark.slow),
+        pytest.param(name, cluster, marks=() if (name, cluster) in SEARCHED else pytest.mark.slow)
+        for name in TWINS
+        for cluster in CLUSTERS
     ],
 )
-def test_a_free_search_finds_one_plan(twins: tuple[str, Graphs], cluster: str) -> None:
-    name, graphs = twins
+def test_a_free_search_finds_one_plan(name: str, cluster: str) -> None:
+    graphs = captured(name)
     plans = [
         sw.plan(graph, CLUSTERS[cluster], batch=BATCHES.get(name, SAMPLES[cluster]), frameworks=["torch", "jax"])
         for graph in graphs

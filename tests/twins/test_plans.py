@@ -68,7 +68,7 @@ def test_flops_parameters_and_traffic_agree(xl: tuple[sw.Graph, sw.Graph], batch
 @pytest.mark.parametrize(
     ("nodes", "pins"),
     [
-        (64, {}),
+        pytest.param(64, {}, marks=pytest.mark.slow),
         pytest.param(64, {"pp": 8}, marks=pytest.mark.slow),
         pytest.param(64, {"pp": 4, "tp": 8}, marks=pytest.mark.slow),
         pytest.param(64, {"pp": 8, "tp": 2, "microbatch": 2}, marks=pytest.mark.slow),

@@ -1,13 +1,13 @@
 """Trains models under several splits in one launch and compares every step with the plain, unsplit model.
 
-Usage: equality.py OUT.json CASE...; a case is model:pp:dp:pipeline[:virtual_stages].
+Usage: equality.py [--all] OUT.json CASE...; a case is model:pp:dp:pipeline[:virtual_stages].
 """
 
 import sys
 
 import torch
 import torch.distributed as dist
-from launched import largest_share, leave
+from launched import ALL, largest_share, leave
 from models import batch, build
 
 import shardwright.torch as sw
@@ -16,8 +16,8 @@ from tests.comparison import Comparison
 
 weight_gradients.LARGE = 1  # gradients are added at once, as those of large models are
 STEPS = 20
-FEWER_STEPS = {"albert": 3, "mixtral": 3}
-"""Models that are here for their shape: shared layers, experts."""
+FEWER_STEPS = {"albert": 3, "mixtral": 3} | ({} if ALL else {"t5": 5, "llama": 5})
+"""Models that are here for their shape: shared layers, experts, an encoder beside a decoder, projections apart."""
 GLOBAL_MICROBATCHES = 4
 
 
@@ -105,14 +105,15 @@ def run(case: str, reference: Reference) -> dict[str, object]:
 
 def main() -> None:
     dist.init_process_group("gloo")
+    out, *cases = [given for given in sys.argv[1:] if given != "--all"]
     results = []
     references: dict[str, Reference] = {}
-    for case in sys.argv[2:]:
+    for case in cases:
         name = case.split(":")[0]
         if name not in references:
             references[name] = Reference(name)
         results.append(run(case, references[name]))
-    leave(results, sys.argv[1])
+    leave(results, out)
 
 
 if __name__ == "__main__":

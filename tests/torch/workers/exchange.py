@@ -39,7 +39,7 @@ def own_batch(step: int) -> dict[str, torch.Tensor]:
 
 def start(passes: int = 1, **given: Any) -> tuple[Any, torch.nn.Module]:
     sw.init({"microbatches": 1, "ddp": True, "wait_timeout_s": 60.0} | given)
-    plain = build("gpt2")
+    plain = build("gpt2", layers=2)
     return sw.DistributedModel(copy.deepcopy(plain), backward_passes_per_step=passes), plain
 
 

@@ -1,9 +1,8 @@
 """Runs whose parameters, gradients and optimizer states are on the host, against the same runs on the device.
 
-Usage: host_states.py [CHECK...], on two ranks.
+Usage: host_states.py [--all] [CHECK...], on two ranks.
 """
 
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from launched import run_checks
+from launched import ALL, chosen, run_checks
 from memory_policies import planned
 from tp_models import VOCABULARY, batch, build
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -80,7 +79,9 @@ class Run:
             next(module for module in model.modules() if isinstance(module, torch.nn.Embedding)).requires_grad_(False)
         given = batch("gpt2" if name == "wider" else name, 0)
         self.whole = {key: torch.cat([value] * 4) for key, value in given.items()}
-        self.plan = planned(model, {key: value[:4] for key, value in self.whole.items()}, **pins)
+        self.plan = planned(
+            (name, dropout, freeze), model, {key: value[:4] for key, value in self.whole.items()}, **pins
+        )
         with tempfile.TemporaryDirectory() as folder:
             self.plan.save(Path(folder) / "plan.json")
             sw.init(plan=str(Path(folder) / "plan.json"), wait_timeout_s=60.0)
@@ -140,7 +141,8 @@ def compared(title: str, pins: dict[str, Any], run: Callable[[Run], dict[str, An
 
 
 def training_is_that_on_the_device() -> None:
-    for name, pins in (("gpt2", {"dp": 2}), ("gpt2", {"tp": 2}), ("t5", {"pp": 2}), ("images", {"dp": 2})):
+    splits: list[tuple[str, dict[str, Any]]] = [("gpt2", {"tp": 2}), ("t5", {"pp": 2}), ("images", {"dp": 2})]
+    for name, pins in [*splits, ("gpt2", {"dp": 2})] if ALL else splits:
         compared(f"{name}, {pins}", pins, lambda run: run.trained(), name=name)
 
 
@@ -150,6 +152,13 @@ def policies_for_activations_go_with_it() -> None:
 
 
 def clipping_accumulation_and_frozen_parameters_go_with_it() -> None:
+    compared("clipped, two passes", {"dp": 2}, lambda run: run.trained(clips=True, each=2), passes=2)
+    compared(
+        "clipped, added up, frozen, bf16", {"pp": 2, "precision": "bf16"},
+        lambda run: run.trained(clips=True, each=2), freeze=True,
+    )  # fmt: skip
+    if not ALL:
+        return
     compared("clipped", {"pp": 2}, lambda run: run.trained(clips=True))
     compared("two passes", {"dp": 2}, lambda run: run.trained(each=2), passes=2)
     compared("added up, frozen", {"dp": 2}, lambda run: run.trained(each=2), freeze=True)
@@ -167,7 +176,7 @@ def steps_that_are_counted_in_a_group_count_once() -> None:
 
 def state_dicts_go_from_the_host_to_the_device_and_back() -> None:
     for place, level in PLACES.items():
-        for pins in ({"dp": 2},) if place == "optimizer" else ({"dp": 2}, {"pp": 2}):
+        for pins in ({"dp": 2},) if place == "optimizer" else ({"dp": 2}, {"pp": 2}) if ALL else ({"pp": 2},):
             first = Run(**pins, shard=level, offload_states=place)
             first.trained()
             weights, states = first.weights(), first.optimizer.state_dict()
@@ -192,7 +201,8 @@ def state_dicts_go_from_the_host_to_the_device_and_back() -> None:
 
 
 def memory_is_as_predicted() -> None:
-    for pins in ({"dp": 2}, {"pp": 2}, {"pp": 2, "precision": "bf16", "recompute": "full"}):
+    splits: list[dict[str, Any]] = [{"dp": 2}, {"pp": 2, "precision": "bf16", "recompute": "full"}, {"pp": 2}]
+    for pins in splits if ALL else splits[:2]:
         peaks = {}
         for place, level in ({"none": 0} | PLACES).items():
             run = Run("wider", **pins, shard=level, offload_states=place)
@@ -242,4 +252,4 @@ CHECKS: tuple[Callable[[], None], ...] = (
 )
 
 if __name__ == "__main__":
-    run_checks(check for check in CHECKS if len(sys.argv) == 1 or check.__name__ in sys.argv[1:])
+    run_checks(chosen(CHECKS))

@@ -4,6 +4,7 @@ import gc
 import json
 import os
 import signal
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -13,6 +14,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+ALL = "--all" in sys.argv
+"""Whether checks run all of their cases, as in the slow tests; else as many as show each thing once."""
+
+
+def chosen(checks: Iterable[Callable[[], None]]) -> list[Callable[[], None]]:
+    """Those that are named on the command line, or all."""
+    names = [name for name in sys.argv[1:] if name != "--all"]
+    return [check for check in checks if not names or check.__name__ in names]
 
 
 def run_checks(checks: Iterable[Callable[[], None]]) -> None:

@@ -1,9 +1,8 @@
 """Runs whose units recompute by op, or keep their activations on the host, against the same runs that keep everything.
 
-Usage: memory_policies.py [CHECK...], on two ranks.
+Usage: memory_policies.py [--all] [CHECK...], on two ranks.
 """
 
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from launched import run_checks
+from launched import ALL, chosen, run_checks
 from tp_models import batch, build
 
 import shardwright as core
@@ -22,6 +21,9 @@ from shardwright.backends.torch.memory import offload
 from tests.comparison import Comparison
 
 STEPS, MICROBATCHES = 3, 2
+OFTEN: list[tuple[str, dict[str, Any]]] = [("gpt2", {"dp": 2}), ("t5", {"pp": 2})]
+SPLITS = [(name, {axis: 2}) for name in ("gpt2", "llama", "images", "t5") for axis in ("dp", "pp")] if ALL else OFTEN
+"""Models, and how they are split."""
 EVERYWHERE: dict[str, Any] = {"pp": 1, "dp": 1, "tp": 1, "shard": 0, "schedule": "1f1b"}
 
 
@@ -32,14 +34,19 @@ def train_step(model: Any, given: dict[str, torch.Tensor]) -> Any:
     return loss
 
 
-def planned(model: torch.nn.Module, sample: dict[str, torch.Tensor], **pins: Any) -> core.Plan:
-    """A plan for two ranks, of microbatches as large as the sample."""
+GRAPHS: dict[Any, core.Graph] = {}
+"""What was captured, by what the models are."""
+
+
+def planned(which: Any, model: torch.nn.Module, sample: dict[str, torch.Tensor], **pins: Any) -> core.Plan:
+    """A plan for two ranks, of microbatches as large as the sample. Models that are alike, by ``which``, are captured
+    once."""
+    if which not in GRAPHS:
+        GRAPHS[which] = core.capture(model, sample)
     asked = EVERYWHERE | {"precision": "fp32", "recompute": "none"} | pins
     size = len(next(iter(sample.values())))
     cluster = core.Cluster("cpu", devices_per_node=2)
-    return core.plan(
-        core.capture(model, sample), cluster, batch=size * MICROBATCHES * asked["dp"], microbatch=size, **asked
-    )
+    return core.plan(GRAPHS[which], cluster, batch=size * MICROBATCHES * asked["dp"], microbatch=size, **asked)
 
 
 def trained(name: str, dropout: float, watched: bool = False, **pins: Any) -> dict[str, Any]:
@@ -48,7 +55,7 @@ def trained(name: str, dropout: float, watched: bool = False, **pins: Any) -> di
     model = build(name, dropout)
     whole = {key: torch.cat([value] * 4) for key, value in batch(name, 0).items()}
     sample = {key: value[:4] for key, value in whole.items()}
-    plan = planned(model, sample, **pins)
+    plan = planned((name, dropout), model, sample, **pins)
     with tempfile.TemporaryDirectory() as folder:
         plan.save(Path(folder) / "plan.json")
         sw.init(plan=str(Path(folder) / "plan.json"), wait_timeout_s=60.0)
@@ -98,15 +105,14 @@ def blocks_of(plan: core.Plan) -> list[int]:
 
 
 def offloaded_units_train_as_kept_ones() -> None:
-    for name in ("gpt2", "llama", "images", "t5"):
-        for pins in ({"dp": 2}, {"pp": 2}):
-            kept = trained(name, 0.1, **pins)
-            blocks = blocks_of(kept["plan"])
-            pins |= {"stage_starts": kept["plan"].decision.stage_starts, "recompute": "full"}
-            for away in (blocks, blocks[::2]):
-                found = trained(name, 0.1, **pins, offloaded_units=away)
-                assert found["plan"].decision.offloaded_units == tuple(away)
-                require_same(f"{name}, {pins}, offloaded {away}", found, kept)
+    for name, split in SPLITS:
+        kept = trained(name, 0.1, **split)
+        blocks = blocks_of(kept["plan"])
+        pins = split | {"stage_starts": kept["plan"].decision.stage_starts, "recompute": "full"}
+        for away in (blocks, blocks[::2]):
+            found = trained(name, 0.1, **pins, offloaded_units=away)
+            assert found["plan"].decision.offloaded_units == tuple(away)
+            require_same(f"{name}, {pins}, offloaded {away}", found, kept)
 
 
 MODULES = {
@@ -117,53 +123,55 @@ MODULES = {
 
 
 def products_that_are_kept_are_not_computed_again() -> None:
-    for name in ("gpt2", "llama", "images", "t5"):
-        for pins in ({"dp": 2}, {"pp": 2}):
-            kept = trained(name, 0.1, **pins)
-            pins |= {"stage_starts": kept["plan"].decision.stage_starts}
-            for recompute in ("elementwise", "alternate", MODULES[name]):
-                found = trained(name, 0.1, **pins, recompute=recompute)
-                require_same(f"{name}, {pins}, {recompute}", found, kept)
+    for name, split in SPLITS:
+        kept = trained(name, 0.1, **split)
+        pins = split | {"stage_starts": kept["plan"].decision.stage_starts}
+        for recompute in ("elementwise", "alternate", MODULES[name]):
+            found = trained(name, 0.1, **pins, recompute=recompute)
+            require_same(f"{name}, {pins}, {recompute}", found, kept)
 
 
 def policies_go_with_shards_and_tensor_axes() -> None:
     for pins in ({"dp": 2, "shard": 3}, {"dp": 2, "shard": 2}, {"tp": 2}):
         kept = trained("gpt2", 0.1, **pins)
         blocks = blocks_of(kept["plan"])
-        for policy in (
-            {"recompute": "full", "offloaded_units": blocks},
+        policies: list[dict[str, Any]] = [
             {"recompute": "full", "offloaded_units": blocks[:1], "kept_units": blocks[-1:]},
+            {"recompute": MODULES["gpt2"]},
+            {"recompute": "full", "offloaded_units": blocks},
             {"recompute": "elementwise"},
             {"recompute": "alternate"},
-            {"recompute": MODULES["gpt2"]},
-        ):
+        ]
+        for policy in policies if ALL else policies[:2]:
             require_same(f"{pins}, {policy}", trained("gpt2", 0.1, **pins, **policy), kept)
 
 
 def policies_go_with_split_backwards() -> None:
     """The forward runs again for the input gradients, whose weight gradients come later. Batch statistics move on
     once."""
-    for name in ("gpt2", "images", "t5"):
-        for schedule in ({"schedule": "zb-h1"}, {"schedule": "zbv", "virtual_stages": 2}):
-            pins: dict[str, Any] = {"pp": 2, **schedule}
-            kept = trained(name, 0.1, **pins)
-            blocks = blocks_of(kept["plan"])
-            pins |= {"stage_starts": kept["plan"].decision.stage_starts}
-            for policy in (
-                {"recompute": "full"},
-                {"recompute": "full", "offloaded_units": blocks},
-                {"recompute": "full", "offloaded_units": blocks[:1], "kept_units": blocks[1:2]},
-                {"recompute": "elementwise"},
-                {"recompute": "alternate"},
-                {"recompute": MODULES[name]},
-            ):
-                found = trained(name, 0.1, **pins, **policy)
-                assert any(found["plan"].unit_modes[unit] != "none" for unit in blocks)
-                require_same(f"{name}, {pins}, {policy}", found, kept)
+    halves: list[dict[str, Any]] = [{"schedule": "zb-h1"}, {"schedule": "zbv", "virtual_stages": 2}]
+    often = [("gpt2", halves[1]), ("images", halves[0])]
+    for name, schedule in [(n, h) for n in ("gpt2", "images", "t5") for h in halves] if ALL else often:
+        pins: dict[str, Any] = {"pp": 2, **schedule}
+        kept = trained(name, 0.1, **pins)
+        blocks = blocks_of(kept["plan"])
+        pins |= {"stage_starts": kept["plan"].decision.stage_starts}
+        policies: list[dict[str, Any]] = [
+            {"recompute": "full", "offloaded_units": blocks[:1], "kept_units": blocks[1:2]},
+            {"recompute": "elementwise"},
+            {"recompute": MODULES[name]},
+            {"recompute": "full"},
+            {"recompute": "full", "offloaded_units": blocks},
+            {"recompute": "alternate"},
+        ]
+        for policy in policies if ALL else policies[:3]:
+            found = trained(name, 0.1, **pins, **policy)
+            assert any(found["plan"].unit_modes[unit] != "none" for unit in blocks)
+            require_same(f"{name}, {pins}, {policy}", found, kept)
 
 
 def memory_is_as_predicted() -> None:
-    for name in ("gpt2", "llama"):
+    for name in ("gpt2", "llama") if ALL else ("gpt2",):
         kept = trained(name, 0.0, True, dp=2)
         blocks = blocks_of(kept["plan"])
         peaks = {"kept": kept["peak"]}
@@ -214,4 +222,4 @@ CHECKS: tuple[Callable[[], None], ...] = (
 )
 
 if __name__ == "__main__":
-    run_checks(check for check in CHECKS if len(sys.argv) == 1 or check.__name__ in sys.argv[1:])
+    run_checks(chosen(CHECKS))

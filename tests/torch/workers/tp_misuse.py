@@ -8,17 +8,23 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import models
 import torch
 import torch.distributed as dist
 from launched import leave
 from torch import nn
 from torch.nn import functional as F
-from tp_models import batch, build
+from tp_models import batch
 
 import shardwright.torch as sw
 from shardwright.core.errors import ShardwrightError
 from tests.comparison import Comparison
 from tests.models.unsplit import seeded_by_rule
+
+
+def build(name: str, dropout: float = 0.0) -> nn.Module:
+    """Of two blocks, which are as many as a case needs."""
+    return models.build(name, dropout, layers=2)
 
 
 @sw.step
