@@ -1,19 +1,23 @@
-"""Which products stay: planned by module, beside PyTorch's own choice by a budget (`activation_memory_budget`).
+"""Which products stay: planned by module, beside PyTorch's own two choices by a budget.
 
+    pip install pulp
     python benchmarks/kept_products.py [--write benchmarks/results/kept_products.md]
 
-Blocks of a transformer (attention as one kernel, no dropout) on one CPU thread, in float32. PyTorch's choice is that of
-`torch.compile` with its partitioner and without generated kernels (``aot_eager``): a knapsack over the ops of all
-blocks. Ours are the modes that `plan(recompute="products")` comes to as memory shrinks, run by the policy of our
-runtime. Both are judged by the same two figures: what the process holds more after a forward than before it, and the
-FLOPs of products and attention that the backward runs again, as torch's `FlopCounterMode` counts them. Of every budget
-ours is the mode that recomputes least among those that hold no more than PyTorch's choice. The last column is what a
-mix of two modes, some blocks each, would come to; a plan has one for all blocks. Exit code 0: ours recompute no more at
-any budget.
+Blocks of a transformer (attention as one kernel, no dropout) on one CPU thread, in float32. PyTorch's first choice is
+that of `torch.compile` with its partitioner (`activation_memory_budget`) and without generated kernels (``aot_eager``):
+a knapsack over the ops of all blocks. Its second is the integer program of its selective checkpointing tools
+(`torch.distributed._tools.sac_ilp`) over the ops of a block, whose budget is a share of all that these make; it is
+given FLOPs for times, since these are judged. Ours are the modes that `plan(recompute="products")` comes to as memory
+shrinks, run by the policy of our runtime. All are judged by the same two figures: what the process holds more after a
+forward than before it, and the FLOPs of products and attention that the backward runs again, as torch's
+`FlopCounterMode` counts them. Of every budget ours is the mode that recomputes least among those that hold no more than
+PyTorch's choice. The last column is what a mix of two modes, some blocks each, would come to; a plan has one for all
+blocks. Exit code 0: ours recompute no more at any budget.
 """
 
 import argparse
 import ctypes
+import functools
 import gc
 import math
 import sys
@@ -25,8 +29,10 @@ from typing import Any
 import torch
 import torch._functorch.config as functorch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
-from torch.utils.flop_counter import FlopCounterMode
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.sac_estimator import OPS_TO_ALWAYS_SKIP, SACEstimator, SACStats
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode, flop_registry, shape_wrapper
 
 import shardwright as sw
 from shardwright.backends.torch.memory.kept_results import KeptResults
@@ -35,6 +41,10 @@ from shardwright.core.errors import PlanError
 
 WIDTH, HEADS, TOKENS, SAMPLES, BLOCKS = 256, 8, 256, 8, 4
 BUDGETS = (0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
+SHARES = (0.5, 0.4, 0.3, 0.2, 0.15, 0.1, 0.05)
+"""Budgets of the integer program, of all that a block's ops make, with what no backward reads."""
+LITTLE = 1e-6
+"""The cost of an op without FLOPs: the program's solver leaves out what costs nothing."""
 ROOMS = 40
 """The device memories for which a plan is made, from the least that any plan takes to the most."""
 MIB = 2**20
@@ -133,6 +143,66 @@ def theirs(model: Blocks, x: torch.Tensor, budget: float) -> Point:
     return measured(f"budget {budget}", lambda: compiled(x), backward_gflop)
 
 
+def by_integer_program(model: Blocks, x: torch.Tensor, budget: float, forward_gflop: float) -> Point:
+    """The ops of a block that PyTorch's tools choose to keep."""
+    from torch.distributed._tools.sac_ilp import get_optimal_checkpointing_policy_per_module
+
+    stats = _ops_of_a_block(x.shape)
+    views = set(stats.view_like_ops)
+    kept = get_optimal_checkpointing_policy_per_module(stats, budget)
+    chosen = [(name, kept[n]) for n, name in enumerate(stats.func_names) if n not in views]
+    names_of_views = {stats.func_names[n] for n in views}
+
+    class Policy:
+        def __init__(self) -> None:
+            self.numbers = {False: 0, True: 0}
+
+        def __call__(self, context: Any, op: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+            if op in OPS_TO_ALWAYS_SKIP or op.overloadpacket.__name__ in names_of_views:
+                return CheckpointPolicy.PREFER_RECOMPUTE
+            number = self.numbers[context.is_recompute]
+            self.numbers[context.is_recompute] = number + 1
+            name, is_kept = chosen[number]
+            assert name == op.overloadpacket.__name__
+            return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def run() -> torch.Tensor:
+        y = x
+        for block in model.blocks:
+            y = checkpoint(
+                block, y, use_reentrant=False, preserve_rng_state=False,
+                context_fn=lambda: create_selective_checkpoint_contexts(Policy()),
+            )  # fmt: skip
+        return y.square().mean()
+
+    def backward_gflop() -> float:
+        with FlopCounterMode(display=False, custom_mapping=ATTENTION) as counter:
+            run().backward()
+        return counter.get_total_flops() / 1e9 - forward_gflop
+
+    return measured(f"program {budget}", run, backward_gflop)
+
+
+@functools.cache
+def _ops_of_a_block(shape: torch.Size) -> SACStats:
+    """The ops of a block's forward as PyTorch's tools see them, with seconds by their FLOPs."""
+    flops = {**flop_registry, **{op: shape_wrapper(count) for op, count in ATTENTION.items()}}
+
+    def timed(op: Any, args: Any, kwargs: Any) -> tuple[Any, float]:
+        made = op(*args, **kwargs or {})
+        count = flops.get(op.overloadpacket)
+        gflop = count(*args, **kwargs or {}, out_val=made) / 1e9 if count else 0.0
+        return made, gflop + LITTLE
+
+    estimator = SACEstimator()
+    with FakeTensorMode():
+        block, given = Block(), torch.zeros(shape, requires_grad=True)
+        with estimator("operator-level-cost-model"):
+            estimator._estimate_runtime = timed
+            block(given)
+    return estimator.sac_mod_stats["Block"]
+
+
 def planned(model: Blocks) -> list[str]:
     """The modes that plans come to as memory shrinks."""
     graph = sw.capture(model, torch.ones(2, TOKENS, WIDTH))
@@ -185,8 +255,9 @@ def main() -> int:
         "|" + "---|" * 7,
     ]
     behind = []
-    for budget in BUDGETS:
-        peer = theirs(model, x, budget)
+    peers = [theirs(model, x, budget) for budget in BUDGETS]
+    peers += [by_integer_program(model, x, budget, forward) for budget in SHARES]
+    for peer in peers:
         own = min((p for p in points if p.held_mib <= peer.held_mib + NEAR_MIB), key=lambda p: p.gflop, default=None)
         if own is None:
             rows.append(f"| {peer.choice} | {peer.held_mib:.1f} | {peer.gflop - once:.2f} | none | | | |")
