@@ -98,8 +98,8 @@ def _with_plain(jaxpr: Jaxpr, paths: Collection[Path] | None, path: Path) -> Jax
             inner = equation.params.get(key)
             if inner is not None:
                 is_closed = isinstance(inner, ClosedJaxpr)
-                plain = _with_plain(inner.jaxpr if is_closed else inner, paths, here)
-                params = {**equation.params, key: ClosedJaxpr(plain, inner.consts) if is_closed else plain}
+                inside = _with_plain(inner.jaxpr if is_closed else inner, paths, here)
+                params = {**equation.params, key: ClosedJaxpr(inside, inner.consts) if is_closed else inside}
                 equations[index] = equation.replace(params=params)
                 break
     plain: Jaxpr = jaxpr.replace(eqns=equations)

@@ -82,11 +82,9 @@ def footprints(
             whole = partial(_Stages, graph, closed, program.traced, names, binding.units)
             stages = whole(range(len(classes)))
             again = stages
-            if computes_again(
-                closed.jaxpr
-            ):  # what a plan recomputes, it recomputes in place of the model's checkpoints
-                plain_program = with_plain(closed)
-                again = _Stages(graph, plain_program, program.traced, names, binding.units, range(len(classes)))
+            if computes_again(closed.jaxpr):  # a plan recomputes units in place of the model's own checkpoints
+                of_plain = with_plain(closed)
+                again = _Stages(graph, of_plain, program.traced, names, binding.units, range(len(classes)))
             plain = [stages.functions(unit) for unit in firsts]
             found.append([_bytes(functions) for functions in plain])
             merged.append(
