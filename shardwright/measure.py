@@ -73,6 +73,8 @@ def measure_units(
     Raises what `capture` and `compile` raise.
     """
     graph = capture(model, sample, loss)
+    # What the model checkpoints itself runs so while it is measured, and the plans of that recompute nothing.
+    graph = replace(graph, ops=tuple(replace(op, in_checkpoint=False) for op in graph.ops))
     setup = _Setup(model, sample, loss, _unmeasured(cluster or Cluster("cpu")), graph, steps, options)
     found: list[MeasuredUnit] = []
     runs = [(degree, size) for degree in tensor_degrees for size in microbatches]

@@ -6,7 +6,7 @@ product, which reads that value and makes none that is kept. Compilers, and `jax
 nothing that is kept, wherever it stands.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 from shardwright.core.cost.saved_activations import Kept
 from shardwright.core.model.fold import Unit
@@ -26,6 +26,12 @@ def run_again(graph: Graph, kept: Kept, unit: Unit, *, compiled: bool) -> frozen
     return frozenset(op for ops in by_call.values() for op in _up_to_the_last(graph, kept, ops))
 
 
+def run_again_by_the_model(graph: Graph, kept: Kept, ops: Sequence[int], saved: Collection[int]) -> frozenset[int]:
+    """Those of the ops in a checkpoint of the model's own that run again in a compiled program. ``saved``: the ops
+    whose results its policy keeps."""
+    return frozenset(_needed(graph, kept, ops, saved))
+
+
 def _up_to_the_last(graph: Graph, kept: Kept, ops: list[int]) -> Iterable[int]:
     """Op by op, all before the last one that keeps something, and that one if it keeps what it makes."""
     for number in reversed(range(len(ops))):
@@ -37,12 +43,15 @@ def _up_to_the_last(graph: Graph, kept: Kept, ops: list[int]) -> Iterable[int]:
     return ()
 
 
-def _needed(graph: Graph, kept: Kept, ops: range) -> set[int]:
-    """What makes something that is kept. The mask of a dropout is made without what it drops."""
+def _needed(graph: Graph, kept: Kept, ops: Sequence[int], saved: Collection[int] = ()) -> set[int]:
+    """What makes something that is kept, but for the ops ``saved``, whose results are there. The mask of a dropout is
+    made without what it drops."""
     roots = kept.roots
     needed = {root for op in ops for root in kept.by(graph.ops[op])}
     again = set()
     for number in reversed(ops):
+        if number in saved:
+            continue
         op = graph.ops[number]
         makes = any(roots.get(tensor, tensor) in needed for tensor in op.outputs)
         if makes or _keeps_its_own(kept, op):

@@ -8,7 +8,7 @@ from shardwright.core.cluster.hardware.device import Device
 from shardwright.core.cost.fp8_casts import FORWARD_KERNELS, INPUT_GRAD_KERNELS, ISSUED, WEIGHT_GRAD_KERNELS
 from shardwright.core.cost.matrix_products import product_s
 from shardwright.core.cost.results_kept import NOTHING, ByOp, KeptResult
-from shardwright.core.cost.work import Collective, NotAgain, Product, Result, UnitWork
+from shardwright.core.cost.work import Collective, ForwardPart, Product, Result, UnitWork
 from shardwright.core.cost.working_memory import PhaseBytes
 from shardwright.core.errors import ClusterError, nearest
 from shardwright.core.execution import PLAIN, Execution
@@ -94,6 +94,8 @@ class UnitCost:
     """The number of the parameters."""
     not_again_s: float = 0.0
     """Seconds of the forward that full recompute does not run again."""
+    own_again_s: float = 0.0
+    """Seconds that checkpoints of the model's own add to the backward, where the plan does not recompute the unit."""
     by_op: ByOp = NOTHING
     """What is kept and computed again where results of products are kept op by op."""
 
@@ -185,10 +187,14 @@ def unit_cost(
         is_read = made.is_read[is_compiled] or not execution.stops_early
         return _product_times(made.product, device, precision)[0] if is_read else 0.0
 
-    not_again = work.not_again[is_compiled] if execution.stops_early else NotAgain()
-    spared = (not_again.eager_bytes if is_eager else not_again.vector_bytes) / bandwidth
-    spared_products = sum(_product_times(p, device, precision)[0] for p in not_again.products)
-    of_forward = (spared + spared_products) / on_device if on_device > 0 else 0.0
+    def once_s(part: ForwardPart) -> tuple[float, float]:
+        """Seconds on the device of a part of the forward: of its memory traffic, and of its products."""
+        moved = part.eager_bytes if is_eager else part.vector_bytes
+        return moved / bandwidth, sum(_product_times(p, device, precision)[0] for p in part.products)
+
+    spared, spared_products = once_s(work.not_again[is_compiled] if execution.stops_early else ForwardPart())
+    spared_s, own_s = spared + spared_products, sum(once_s(work.own_again))
+    of_forward, of_own = ((part / on_device if on_device > 0 else 0.0) for part in (spared_s, own_s))
     again = sum(_product_times(p, device, precision)[0] for p in work.selective_products)
     again += (work.eager_selective_bytes if is_eager else work.selective_vector_bytes) / bandwidth
     again += 2 * len(work.selective_products) * device.kernel_launch_s
@@ -224,6 +230,7 @@ def unit_cost(
         collective_hidden_s=hidden,
         parameter_tensors=parameter_tensors,
         not_again_s=max(0.0, forward - ahead) * min(1.0, of_forward),
+        own_again_s=max(0.0, forward - ahead) * min(1.0, of_own),
         by_op=ByOp(
             work.beside_results_bytes,
             max(0.0, vector - spared) + launches,

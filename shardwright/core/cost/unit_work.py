@@ -16,7 +16,7 @@ from shardwright.core.cost.op_shards import Pieces
 from shardwright.core.cost.opaque_flops import most_flops, result_of
 from shardwright.core.cost.run_again import run_again
 from shardwright.core.cost.value_flow import ValueFlow
-from shardwright.core.cost.work import Collective, NotAgain, Product, Result, UnitWork
+from shardwright.core.cost.work import Collective, ForwardPart, Product, Result, UnitWork
 from shardwright.core.cost.working_memory import LiveBytes, PhaseBytes
 from shardwright.core.layout.unit_layouts import Link, RealisedUnit, Step
 from shardwright.core.model.fold import Unit, fold, module_inside
@@ -381,11 +381,13 @@ class _UnitCount:
                     self.op_by_op_bytes += size
                     self.op_by_op_kernels += kernels
 
-    def _not_again(self, again: Collection[int]) -> NotAgain:
-        left = [index for index in self.ops if index not in again]
-        moved = [self.traffic.get(index, (0, 0)) for index in left]
-        products = tuple(self.products_of[index] for index in left if index in self.products_of)
-        return NotAgain(products, sum(fused for fused, _ in moved), sum(whole for _, whole in moved))
+    def _not_again(self, again: Collection[int]) -> ForwardPart:
+        return self._part([index for index in self.ops if index not in again])
+
+    def _part(self, ops: Collection[int]) -> ForwardPart:
+        moved = [self.traffic.get(index, (0, 0)) for index in ops]
+        products = tuple(self.products_of[index] for index in ops if index in self.products_of)
+        return ForwardPart(products, sum(fused for fused, _ in moved), sum(whole for _, whole in moved))
 
     def _in_fp8(self, index: int, product: Product) -> Product:
         """A product computed in fp8, with its casts. The scale of an operand that several ranks share is that of the
@@ -505,6 +507,7 @@ class _UnitCount:
             beside_results_bytes=entered + left_beside + self.statistics + held_anyway,
             results=tuple(results),
             not_again=(self._not_again(self.again_as[0]), self._not_again(self.again_as[1])),
+            own_again=self._part([index for index in self.ops if counter.graph.ops[index].is_run_again]),
             unfused_scores_bytes=self.unfused_scores,
             eager_bytes=self.eager_bytes,
             eager_selective_bytes=self.eager_again,

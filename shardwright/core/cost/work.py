@@ -52,8 +52,8 @@ class Result:
 
 
 @dataclass(frozen=True, slots=True)
-class NotAgain:
-    """The part of a forward that nothing which the backward reads is made of (`cost.run_again`)."""
+class ForwardPart:
+    """A part of a forward pass."""
 
     products: tuple[Product, ...] = ()
     vector_bytes: int = 0
@@ -138,9 +138,11 @@ class UnitWork:
     left_bytes: tuple[int, int] = (0, 0)
     """Bytes that calls leave in objects which they were given, such as a cache of keys and values; and those of them
     that are no results of products. Recomputed units hold the objects, as they are given them once more."""
-    not_again: tuple[NotAgain, NotAgain] = (NotAgain(), NotAgain())
-    """What a recomputed unit need not run again: where masks of dropout are made with what they drop, and where they
-    are made without, as by compilers."""
+    not_again: tuple[ForwardPart, ForwardPart] = (ForwardPart(), ForwardPart())
+    """What a recomputed unit need not run again, as nothing that the backward reads is made of it (`cost.run_again`):
+    where masks of dropout are made with what they drop, and where they are made without, as by compilers."""
+    own_again: ForwardPart = ForwardPart()
+    """What checkpoints of the model's own run again, where the plan does not recompute the unit."""
     eager_bytes: int = 0
     """Memory traffic of everything beside the products in the forward pass where each op is a kernel of its own."""
     eager_selective_bytes: int = 0

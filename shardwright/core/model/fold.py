@@ -235,5 +235,6 @@ def _fingerprint(graph: Graph, first: int, end: int) -> object:
                 continue
             of_value = value.fixed, value.per_sample, value.dtype, value.role, value.stays_wide, value.is_left
             operands.append((place, *of_value))
-        rows.append((op.kind, op.labels, op.special, op.offsets, tuple(operands), op.memory))
+        checkpoint = op.in_checkpoint, op.is_run_again
+        rows.append((op.kind, op.labels, op.special, op.offsets, tuple(operands), op.memory, checkpoint))
     return tuple(rows)

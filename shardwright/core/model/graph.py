@@ -145,6 +145,10 @@ class Op:
     """The index into the graph's calls of the innermost module call that the op ran in."""
     memory: OpMemory | None = None
     """The memory of its passes, where the framework says it; None: it follows from the kind of op."""
+    in_checkpoint: bool = False
+    """Whether it lies in a checkpoint of the model's own that keeps nothing of what is computed inside."""
+    is_run_again: bool = False
+    """Whether a checkpoint of the model's own runs it once more in the backward pass."""
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(OpKind):

@@ -59,6 +59,8 @@ class OpForm:
     special: tuple[tuple[int, LabelRole], ...]
     offsets: tuple[int, ...]
     memory: OpMemory | None
+    in_checkpoint: bool = False
+    is_run_again: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +168,7 @@ class GraphDocument:
             if call >= len(calls):
                 raise PlanError(f"ops: op {len(ops)} ran in call {call}, and there are {len(calls)}")
             made = tuple(read[op.inputs :])
-            rest = op.labels, op.special, op.offsets, call, op.memory
+            rest = op.labels, op.special, op.offsets, call, op.memory, op.in_checkpoint, op.is_run_again
             ops.append(Op(op.kind, op.name, tuple(read[: op.inputs]), made, *rest))
         parameters = []
         table = _forms(self.parameter_forms, unfolded(self.parameters, "parameters"), "parameters", 1)
@@ -211,7 +213,8 @@ def _tensor_row(tensor: Tensor) -> tuple[TensorForm, tuple[int, ...]]:
 
 
 def _op_row(op: Op) -> tuple[OpForm, tuple[int, ...]]:
-    form = OpForm(op.kind, op.name, len(op.inputs), len(op.outputs), op.labels, op.special, op.offsets, op.memory)
+    rest = op.labels, op.special, op.offsets, op.memory, op.in_checkpoint, op.is_run_again
+    form = OpForm(op.kind, op.name, len(op.inputs), len(op.outputs), *rest)
     return form, (*op.inputs, *op.outputs, op.call)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from shardwright.core.errors import PlanError, nearest
 from shardwright.core.model.fold import Unit, fold
 from shardwright.core.model.graph import Call, Graph
+from shardwright.core.model.own_checkpoints import is_checkpointed
 from shardwright.core.search.request import Options
 from shardwright.core.tables.memory import recomputable_units
 
@@ -94,13 +95,15 @@ def as_the_model_asks(graph: Graph, options: Options, warn: Callable[[str], None
     Raises:
         PlanError: the options say that such units are kept.
     """
-    if not any(call.is_recomputed for call in graph.calls):
+    is_told_by_op = any(op.in_checkpoint for op in graph.ops)
+    if not is_told_by_op and not any(call.is_recomputed for call in graph.calls):
         return options
     units = fold(graph).units
     may = recomputable_units([unit.fold_class for unit in units])
-    asked = [unit for unit in units if _is_recomputed(graph, unit)]
+    asked = [unit for unit in units if is_checkpointed(graph, unit) or _is_recomputed(graph, unit)]
     whole = [unit for unit in asked if may[unit.index]]
-    if lost := [unit for unit in asked if not may[unit.index]]:
+    # What is told by op is counted as it runs, in units that the plan keeps too.
+    if (lost := [unit for unit in asked if not may[unit.index]]) and not is_told_by_op:
         warn(
             f"{lost[0].calls[0].path} and {len(lost) - 1} other units, which have no others like them, are "
             f"checkpointed by the model or marked: a plan keeps them, and counts them so"
@@ -122,7 +125,8 @@ def as_the_model_asks(graph: Graph, options: Options, warn: Callable[[str], None
         )
     if not whole:
         return options
-    said = f"{whole[0].calls[0].path} and {len(whole) - 1} other units are checkpointed by the model itself, or marked"
+    first = whole[0].calls[0].path if whole[0].calls else f"unit {whole[0].index}"
+    said = f"{first} and {len(whole) - 1} other units are checkpointed by the model itself, or marked"
     if options.recompute == "none" or {unit.index for unit in whole} & set(options.kept_units or ()):
         raise PlanError(
             f"recompute={options.recompute!r} keeps units that are to be recomputed: {said}. Leave recompute out, or "

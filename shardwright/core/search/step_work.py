@@ -42,12 +42,18 @@ def _argument(graph: Graph, tensor: int) -> Argument:
 
 
 def _recomputed(tables: CostTables, decision: Decision) -> Collection[int]:
-    """The ops that run forward once more."""
+    """The ops that run forward once more, by the plan or by checkpoints of the model's own."""
+    own = {number for number, op in enumerate(tables.graph.ops) if op.is_run_again}
     if decision.recompute == "selective":
-        return tables.counter.kept.computed_again
-    units = [unit for unit, may in zip(tables.folded.units, tables.recomputable, strict=True) if may]
+        return own | tables.counter.kept.computed_again
     left = {*decision.kept_units, *decision.offloaded_units}
-    return [op for unit in units if unit.index not in left for op in _recomputed_in(tables, unit, decision.recompute)]
+    found = list[int]()
+    for unit, may in zip(tables.folded.units, tables.recomputable, strict=True):
+        if may and unit.index not in left and decision.recompute != "none":
+            found += _recomputed_in(tables, unit, decision.recompute)
+        else:
+            found += own.intersection(range(unit.first_op, unit.end_op))
+    return found
 
 
 def _recomputed_in(tables: CostTables, unit: Unit, mode: str) -> Iterator[int]:

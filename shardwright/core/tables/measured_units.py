@@ -48,7 +48,8 @@ def calibrated(
         return float(np.interp(np.log(microbatch), at, taken))
 
     forward = factor([run.forward_s for run in runs], [c.forward_s for c in said])
-    backward = factor([run.backward_s for run in runs], [c.input_grad_s + c.weight_grad_s for c in said])
+    back = [c.input_grad_s + c.weight_grad_s + c.own_again_s for c in said]
+    backward = factor([run.backward_s for run in runs], back)
     entries = max(1, said[0].parameter_elements)
     once = between([run.step_s for run in runs]) * cost.parameter_elements / entries
     passes = 0.0 if with_collectives else cost.collective_s / 2
@@ -61,6 +62,7 @@ def calibrated(
         weight_grad_s=cost.weight_grad_s * backward,
         selective_s=cost.selective_s * forward,
         not_again_s=cost.not_again_s * forward,
+        own_again_s=cost.own_again_s * backward,
         by_op=cost.by_op.scaled(forward),
         step_s=cost.step_s + once,
         update_share=between([run.update_share for run in runs]),

@@ -164,7 +164,7 @@ def recomputed_s(unit: UnitCost, recompute: Mode) -> float:
         return unit.forward_s - unit.not_again_s
     if goes_by_op(recompute):
         return unit.by_op.again_s(recompute)
-    return unit.selective_s if recompute == "selective" else 0.0
+    return max(unit.own_again_s, unit.selective_s) if recompute == "selective" else unit.own_again_s
 
 
 def collectives_s(unit: UnitCost, recompute: Mode) -> float:

@@ -1,6 +1,5 @@
 """A JAX model as a `core.model.graph.Graph`, by tracing it on shapes at two batch sizes."""
 
-import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -11,10 +10,10 @@ import jax
 from flax import linen, nnx
 
 from shardwright.backends.capabilities import JAX, JAX_EXECUTION, JAX_MEMORY
-from shardwright.backends.jax.capture.inner_programs import computes_again
 from shardwright.backends.jax.capture.loss_results import Weighted
 from shardwright.backends.jax.capture.module_inputs import ModuleCalls
 from shardwright.backends.jax.capture.ops import translate
+from shardwright.backends.jax.capture.own_checkpoints import noted, of_whole_units, with_plain
 from shardwright.backends.jax.capture.partitioning import LogicalAxes, linen_axes, nnx_axes
 from shardwright.backends.jax.capture.precision import computed_in
 from shardwright.backends.jax.capture.samples import at_batch, batch_size, positional, resolve_batch_dims
@@ -29,7 +28,7 @@ from shardwright.backends.jax.capture.tree import (
     is_function,
     parameter_names,
 )
-from shardwright.core.errors import CaptureError, PlanWarning, ShardwrightError
+from shardwright.core.errors import CaptureError, ShardwrightError
 from shardwright.core.model.graph import Call, Graph, Op, Parameter, Tensor, TensorRole
 
 Traces = tuple[tuple[Any, Program], tuple[Any, Program]]
@@ -109,23 +108,22 @@ def capture(
     dims = resolve_batch_dims(batch, batch_dims)
     pick = _loss_of if require_loss else _outputs_of
     graph, traces = read(source, batch, dims, lambda output: pick(output, source.name))
-    if computes_again(traces[0][0].jaxpr):
-        warnings.warn(
-            f"{source.name} has checkpoints of its own (jax.checkpoint, nnx.remat), which run as they are: what they "
-            f"compute again is in no predicted time, and what they hold meanwhile in no predicted memory. Leave them "
-            f"out, and plan with recompute='full' or 'auto'",
-            PlanWarning,
-            stacklevel=4,
-        )
 
     def traces_in(compute: Any) -> Traces:
         one, other = (
             source.traced_in(compute, at_batch(batch, dims, size), lambda output: pick(output, source.name))
             for size in (2, 3)
         )
-        return one, other
+        return _as_planned(graph, (one, other))
 
-    return Captured(graph, traces, source.names, traces_in, isinstance(model, nnx.Module))
+    return Captured(graph, _as_planned(graph, traces), source.names, traces_in, isinstance(model, nnx.Module))
+
+
+def _as_planned(graph: Graph, traces: Traces) -> Traces:
+    """The traces without the checkpoints around units that a plan recomputes, as these are plain calls then."""
+    (one, first), (other, second) = traces
+    paths = of_whole_units(graph, [step.checkpoint for step in first.steps])
+    return (with_plain(one, paths), first), (with_plain(other, paths), second)
 
 
 def read(source: Source, batch: Any, dims: tuple[int | None, ...], pick: Callable[[Any], Any]) -> tuple[Graph, Traces]:
@@ -358,7 +356,7 @@ def _graph(source: Source, first: Program, second: Program, inputs: Any, sample_
         for value, name, trainable in zip(weights, source.names, source.trainable, strict=True)
         if trainable is not None
     )
-    return Graph(
+    graph = Graph(
         JAX,
         source.name,
         tensors,
@@ -372,3 +370,4 @@ def _graph(source: Source, first: Program, second: Program, inputs: Any, sample_
         memory_traits=JAX_MEMORY,
         execution=JAX_EXECUTION,
     )
+    return noted(graph, [step.checkpoint for step in first.steps], [step.is_saved for step in first.steps])

@@ -11,6 +11,7 @@ from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from shardwright.backends.jax.capture.inner_programs import (
+    CHECKPOINTS,
     INLINED,
     aval,
     bound,
@@ -25,6 +26,7 @@ from shardwright.backends.jax.capture.layer_loops import (
     calls_of_iteration,
     layer_loop,
 )
+from shardwright.backends.jax.capture.own_checkpoints import OwnCheckpoint
 from shardwright.backends.jax.capture.trace import BOX_MARK, TracedCall, call_number
 from shardwright.core.errors import CaptureError
 
@@ -55,6 +57,10 @@ class Step:
     """The value of each operand that is a literal; none for steps that stand for no equation."""
     made: float | None = None
     """The one number that the step makes, where it follows from literals alone."""
+    checkpoint: OwnCheckpoint | None = None
+    """The checkpoint of the model's own around it."""
+    is_saved: bool = False
+    """Whether that keeps the result."""
 
 
 @dataclass(slots=True)
@@ -137,6 +143,8 @@ class _Flattener:
         self.traced = tuple(program.calls)
         self.renumbered: dict[int, int] = {}
         """The calls of the loop body as traced → those of the iteration that is being unrolled."""
+        self.checkpoint: OwnCheckpoint | None = None
+        """The checkpoint that is being read."""
 
     def run(self, closed: ClosedJaxpr, arguments: Sequence[Operand], call: int = 0, path: Path = ()) -> list[Operand]:
         """Append the steps of a program, and return its results."""
@@ -176,13 +184,23 @@ class _Flattener:
         inner = inner_program(params) if name in INLINED else None
         if inner is None:
             return self._step(equation, name, inputs, call, path)
-        return self.run(inner, inputs[len(inputs) - len(inner.jaxpr.invars) :], call, path)
+        given = inputs[len(inputs) - len(inner.jaxpr.invars) :]
+        if name not in CHECKPOINTS or self.checkpoint is not None:
+            return self.run(inner, given, call, path)
+        self.checkpoint = OwnCheckpoint(path, params.get("policy"))
+        made = self.run(inner, given, call, path)
+        self.checkpoint = None
+        return made
 
     def _step(self, equation: JaxprEqn, name: str, inputs: list[Operand], call: int, path: Path) -> list[Operand]:
         outputs = tuple(self.program.new(aval(variable)) for variable in equation.outvars)
         values, numbers = tuple(value for value, _ in inputs), tuple(number for _, number in inputs)
         made = None if any(value is not None for value in values) else _number_of(equation, numbers)
-        self.program.steps.append(Step(name, values, outputs, equation.params, call, path, (), numbers, made))
+        around = self.checkpoint
+        is_saved = around is not None and around.saves(equation)
+        self.program.steps.append(
+            Step(name, values, outputs, equation.params, call, path, (), numbers, made, around, is_saved)
+        )
         return [(value, None) for value in outputs]
 
     def _unroll(self, equation: JaxprEqn, inputs: list[Operand], call: int, path: Path) -> list[Operand]:
@@ -215,10 +233,14 @@ class _Flattener:
             for row in results:
                 shape = (1, *aval(variable).shape[1:])
                 value = program.value(shape, dtype_name(aval(variable).dtype))
-                program.steps.append(Step("reshape", (row[position][0],), (value,), {}, call))
+                program.steps.append(
+                    Step("reshape", (row[position][0],), (value,), {}, call, checkpoint=self.checkpoint)
+                )
                 rows.append(value)
             out = program.new(aval(variable))
-            program.steps.append(Step("concatenate", tuple(rows), (out,), {"dimension": 0}, call))
+            program.steps.append(
+                Step("concatenate", tuple(rows), (out,), {"dimension": 0}, call, checkpoint=self.checkpoint)
+            )
             stacked.append((out, None))
         return [*carry, *stacked]
 
@@ -228,9 +250,10 @@ class _Flattener:
             raise CaptureError("a scan runs over a scalar literal")
         shape, dtype = program.shapes[value], program.dtypes[value]
         row = program.value((1, *shape[1:]), dtype)
-        program.steps.append(Step("slice", (value,), (row,), rows_between(shape, index, index + 1), call))
+        rows = rows_between(shape, index, index + 1)
+        program.steps.append(Step("slice", (value,), (row,), rows, call, checkpoint=self.checkpoint))
         out = program.value(shape[1:], dtype)
-        program.steps.append(Step("squeeze", (row,), (out,), {"dimensions": (0,)}, call))
+        program.steps.append(Step("squeeze", (row,), (out,), {"dimensions": (0,)}, call, checkpoint=self.checkpoint))
         return out
 
 
@@ -303,7 +326,11 @@ def _joined(program: Program, steps: list[Step], call: int, readers: dict[int, s
     ordered = (first, *(value for value in dict.fromkeys(inputs) if value != first))
     # Scalars that leave the call (the counter of a random stream) are bookkeeping: kept as steps of their own.
     scalars = [step for step in steps if any(value in outputs and value not in results for value in step.outputs)]
-    whole = Step(f"call:{kind}", ordered, (results[0],), {}, call, members=tuple(steps))
+    last = next(step for step in steps if results[0] in step.outputs)
+    whole = Step(
+        f"call:{kind}", ordered, (results[0],), {}, call, members=tuple(steps), checkpoint=last.checkpoint,
+        is_saved=last.is_saved,
+    )  # fmt: skip
     return [whole, *_needed(steps, (value for step in scalars for value in step.outputs))]
 
 

@@ -19,6 +19,7 @@ import optax
 from flax import linen, nnx
 
 from shardwright.backends.jax.capture.checkpoint_policies import POLICIES
+from shardwright.backends.jax.capture.own_checkpoints import Recomputing, recomputing
 
 CALL_MARK = "shardwright:call:"
 BOX_MARK = "shardwright:box:"
@@ -140,10 +141,9 @@ def recomputed(model: nnx.Module, paths: Collection[str], recompute: str) -> Ite
         setattr(chosen[path], PATH_ATTRIBUTE, path)
         classes.add(type(chosen[path]))
     with ExitStack() as undo:
+        again = undo.enter_context(recomputing(POLICIES[recompute]))
         for cls in classes:
-            undo.enter_context(
-                patched(cls, "__call__", _recomputing(cls.__call__, frozenset(paths), POLICIES[recompute]))
-            )
+            undo.enter_context(patched(cls, "__call__", _recomputing(cls.__call__, frozenset(paths), again)))
         yield
         for path in chosen.keys() & set(paths):
             delattr(chosen[path], PATH_ATTRIBUTE)
@@ -154,7 +154,7 @@ def has_state(value: Any) -> bool:
     return isinstance(value, nnx.Pytree | nnx.Variable)
 
 
-def _recomputing(original: Callable[..., Any], paths: frozenset[str], policy: Any) -> Callable[..., Any]:
+def _recomputing(original: Callable[..., Any], paths: frozenset[str], again: Recomputing) -> Callable[..., Any]:
     """The call, computed again in the backward pass. Arrays and arguments with state are handed through. Any other
     argument, as a function, a shape or a value that Python branches on, stays the value that it is."""
 
@@ -169,9 +169,10 @@ def _recomputing(original: Callable[..., Any], paths: frozenset[str], policy: An
             rest = iter(given)
             every = [next(rest) if is_traced else leaf for leaf, is_traced in zip(leaves, traced, strict=True)]
             positional, named = jax.tree.unflatten(structure, every)
-            return original(module, *positional, **named)
+            with again.one():
+                return original(module, *positional, **named)
 
-        run: Any = nnx.remat(same, policy=policy)
+        run: Any = nnx.remat(same, policy=again.policy)
         return run(self, *(leaf for leaf, is_traced in zip(leaves, traced, strict=True) if is_traced))
 
     return call

@@ -13,7 +13,9 @@ from typing import Any
 
 import jax
 
+from shardwright.backends.jax.capture.inner_programs import computes_again
 from shardwright.backends.jax.capture.model import Captured
+from shardwright.backends.jax.capture.own_checkpoints import with_plain
 from shardwright.backends.jax.capture.precision import COMPUTE
 from shardwright.backends.jax.capture.steps import Program
 from shardwright.backends.jax.capture.trace import TracedCall
@@ -79,14 +81,18 @@ def footprints(
         for closed, program in traces:
             whole = partial(_Stages, graph, closed, program.traced, names, binding.units)
             stages = whole(range(len(classes)))
+            again = stages
+            if computes_again(closed.jaxpr):  # a plan recomputes units in place of the model's own checkpoints
+                of_plain = with_plain(closed)
+                again = _Stages(graph, of_plain, program.traced, names, binding.units, range(len(classes)))
             plain = [stages.functions(unit) for unit in firsts]
             found.append([_bytes(functions) for functions in plain])
             merged.append(
                 [_merged(one, stages.functions(unit, least=True)) for one, unit in zip(plain, firsts, strict=True)]
             )
-            selective.append([_kept_bytes(stages.functions(unit, "selective")) for unit in firsts])
+            selective.append([_kept_bytes(again.functions(unit, "selective")) for unit in firsts])
             adding.append([held_bytes(functions.backward, with_gradients=True) for functions in plain])
-            called.append([_kept_by_calls(stages, unit) if by_calls else None for unit in firsts])
+            called.append([_kept_by_calls(again, unit) if by_calls else None for unit in firsts])
             halves = [whole([(unit + odd) // 2 for unit in range(len(classes))]) for odd in (0, 1)]
             both = [(halves[first % 2], (first + 1) // 2) for first in pairs.values()]
             together.append(

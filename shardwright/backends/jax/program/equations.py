@@ -6,6 +6,7 @@ be bound again. `flattening` makes it of a traced function.
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -15,7 +16,8 @@ from jax.core import ShapedArray
 from jax.extend import core as jex_core
 
 from shardwright.backends.jax.capture.checkpoint_policies import POLICIES
-from shardwright.backends.jax.capture.inner_programs import aval, bound, scanned
+from shardwright.backends.jax.capture.inner_programs import CHECKPOINTS, aval, bound, scanned
+from shardwright.backends.jax.capture.own_checkpoints import plain_call, with_plain
 
 AWAY = "shardwright:away:"
 """In the names of equations, before the number 1: what they make for the backward pass goes to the host until then."""
@@ -143,9 +145,11 @@ def evaluate(
         inside = set(made)
         read = list(dict.fromkeys(v for equation in group for v in equation.values if v not in inside))
 
-        def run(*given: Any, group: list[Equation] = group, read: list[int] = read, made: list[int] = made) -> Any:
+        bind_all = partial(_bind_all, group, opens_checkpoints=region is None)
+
+        def run(*given: Any, bind_all: Any = bind_all, read: list[int] = read, made: list[int] = made) -> Any:
             local = dict(zip(read, given, strict=True))
-            _bind_all(group, local)
+            bind_all(local)
             return [local[value] for value in made]
 
         policy, prevent_cse = (region.policy, region.prevent_cse) if region else (POLICIES[recompute], True)
@@ -153,12 +157,17 @@ def evaluate(
         known.update(zip(made, kept(*(known[value] for value in read)), strict=True))
 
 
-def _bind_all(equations: Iterable[Equation], known: dict[int, Any], recompute: str = "none") -> None:
+def _bind_all(
+    equations: Iterable[Equation], known: dict[int, Any], recompute: str = "none", *, opens_checkpoints: bool = False
+) -> None:
+    """Run equations. ``opens_checkpoints``: whether checkpoints of the model's own are plain calls."""
     for context, members in groupby(equations, key=lambda equation: equation.context):
         with context.manager:
             for equation in members:
                 given = [known[atom] if isinstance(atom, int) else atom.val for atom in equation.inputs]
-                if recompute != "none" and equation.is_layers:
+                if opens_checkpoints and equation.primitive.name in CHECKPOINTS:
+                    made = plain_call(equation.params)(*given)
+                elif recompute != "none" and equation.is_layers:
                     made = _checkpointed_loop(equation.params, given, recompute)
                 else:
                     made = bound(equation.primitive, equation.params, given)
@@ -167,5 +176,5 @@ def _bind_all(equations: Iterable[Equation], known: dict[int, Any], recompute: s
 
 def _checkpointed_loop(params: Mapping[str, Any], given: Sequence[Any], recompute: str) -> list[Any]:
     """The results of a scan whose iterations are units."""
-    run = jex_core.jaxpr_as_fun(params["jaxpr"])
+    run = jex_core.jaxpr_as_fun(with_plain(params["jaxpr"]))
     return scanned(params, given, jax.checkpoint(run, policy=POLICIES[recompute], prevent_cse=False))

@@ -111,6 +111,8 @@ class _Flattener:
         if name == "cond" and self.select and not equation.effects:
             return self._branches(equation, inputs, call, region)
         held = self._held(equation, inputs)
+        if name in CHECKPOINTS and self._is_recomputed(equation):
+            return self._open(_inner(params), inputs, call, region)
         if name in CHECKPOINTS and (len(held) > 1 or self.opens_checkpoints):
             opened = Region(params.get("policy"), params.get("prevent_cse", True))
             return self._open(_inner(params), inputs, call, opened)
@@ -172,6 +174,12 @@ class _Flattener:
         if isinstance(cast, int) and cast in self.weights:
             self.casts[outputs[0]] = self.flat.equations[-1]
         return list(outputs)
+
+    def _is_recomputed(self, equation: JaxprEqn) -> bool:
+        """Whether all module calls in a checkpoint are of units that the plan recomputes by itself."""
+        inside = [self.renumbered.get(mark, mark) for mark in marks(_inner(equation.params).jaxpr)]
+        homes = [self.home(number) for number in inside if number < len(self.calls)]
+        return bool(homes) and all(home is not None and home[1] is not None for home in homes)
 
     def _held(self, equation: JaxprEqn, inputs: Sequence[Atom]) -> set[int]:
         """The stages of the inner programs of an equation: by their module calls, else by the operands."""
