@@ -70,13 +70,18 @@ class Reading:
             most = max((fixed + each * batch for fixed, each in lines), default=0)
             return round(max(0, most) * width * (ours / all_of_it if all_of_it else 1.0))
 
+        passing, adding, merged_passing, merged_working = (
+            footprint.of_shards
+            if footprint.of_shards and layouts is not None
+            else (footprint.passing, footprint.adding, footprint.merged_passing, footprint.merged_working)
+        )
         return replace(
             counted,
             saved_bytes=(saved := held([footprint.kept], counted.saved_bytes, whole.saved_bytes)),
             saved_selective_bytes=min(
                 saved, held([footprint.kept_selective], counted.saved_selective_bytes, whole.saved_selective_bytes)
             ),
-            passing_bytes=held(footprint.passing, counted.passing_bytes, whole.passing_bytes),
+            passing_bytes=held(passing, counted.passing_bytes, whole.passing_bytes),
             kept_by_calls_bytes=None
             if footprint.kept_by_calls is None
             else (
@@ -87,19 +92,17 @@ class Reading:
             if footprint.merged_kept is None
             else (
                 held([footprint.merged_kept], counted.saved_bytes, whole.saved_bytes),
-                held(footprint.merged_passing, counted.passing_bytes, whole.passing_bytes),
-                held(footprint.merged_working, counted.passing_bytes, whole.passing_bytes),
+                held(merged_passing, counted.passing_bytes, whole.passing_bytes),
+                held(merged_working, counted.passing_bytes, whole.passing_bytes),
             ),
-            adding_bytes=held(footprint.adding, counted.passing_bytes, whole.passing_bytes)
-            if footprint.adding
-            else None,
+            adding_bytes=held(adding, counted.passing_bytes, whole.passing_bytes) if adding else None,
             unfused_dropout_bytes=0,
             unfused_dropout_selective_bytes=0,
             given_bytes=0,
             put_off_bytes=None,
             input_grad_bytes=None,
             weight_grad_bytes=0,
-            fetched_bytes=saved + held(footprint.passing, counted.passing_bytes, whole.passing_bytes),
+            fetched_bytes=saved + held(passing, counted.passing_bytes, whole.passing_bytes),
             left_bytes=(0, 0),
             looped_bytes=held([footprint.gathered_in_loops], 1, 1),
             between_bytes=held([footprint.between], counted.saved_bytes, whole.saved_bytes),

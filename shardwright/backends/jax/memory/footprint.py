@@ -19,7 +19,7 @@ from shardwright.backends.jax.capture.own_checkpoints import with_plain
 from shardwright.backends.jax.capture.precision import COMPUTE
 from shardwright.backends.jax.capture.steps import Program
 from shardwright.backends.jax.capture.trace import TracedCall
-from shardwright.backends.jax.memory.liveness import Liveness
+from shardwright.backends.jax.memory.liveness import Liveness, makes_zeros
 from shardwright.backends.jax.pipeline.stage_functions import (
     FunctionsOfStage,
     Key,
@@ -76,7 +76,7 @@ def footprints(
     _, binding = structure_of(folded)
     classes = [unit.fold_class for unit in folded.units]
     pairs = {both: first for first, both in reversed(list(enumerate(pairwise(classes))))}
-    found, selective, together, merged, called, adding = [], [], [], [], [], []
+    found, selective, together, merged, called, adding, shards = [], [], [], [], [], [], []
     try:
         for closed, program in traces:
             whole = partial(_Stages, graph, closed, program.traced, names, binding.units)
@@ -87,11 +87,12 @@ def footprints(
                 again = _Stages(graph, of_plain, program.traced, names, binding.units, range(len(classes)))
             plain = [stages.functions(unit) for unit in firsts]
             found.append([_bytes(functions) for functions in plain])
-            merged.append(
-                [_merged(one, stages.functions(unit, least=True)) for one, unit in zip(plain, firsts, strict=True)]
-            )
+            merged.append([_merged(stages.functions(unit, least=True)) for unit in firsts])
             selective.append([_kept_bytes(again.functions(unit, "selective")) for unit in firsts])
             adding.append([held_bytes(functions.backward, with_gradients=True) for functions in plain])
+            shards.append(
+                [_of_shards(one, stages.functions(unit, least=True)) for one, unit in zip(plain, firsts, strict=True)]
+            )
             called.append([_kept_by_calls(again, unit) if by_calls else None for unit in firsts])
             halves = [whole([(unit + odd) // 2 for unit in range(len(classes))]) for odd in (0, 1)]
             both = [(halves[first % 2], (first + 1) // 2) for first in pairs.values()]
@@ -112,8 +113,10 @@ def footprints(
             twice.append(KeptTwice(first, second, size, merged_size))
     at_2, at_3 = (list(zip(found[at], selective[at], merged[at], called[at], strict=True)) for at in (0, 1))
     each = [
-        replace(one, adding=_fullest(*moments))
-        for one, moments in zip(map(_footprint, at_2, at_3), zip(*adding, strict=True), strict=True)
+        replace(one, adding=_fullest(*moments), of_shards=tuple(map(_fullest, *divided)))
+        for one, moments, divided in zip(
+            map(_footprint, at_2, at_3), zip(*adding, strict=True), zip(*shards, strict=True), strict=True
+        )
     ]
     return UnitMemory(tuple(each), tuple(twice))
 
@@ -278,20 +281,26 @@ def _size(aval: Any) -> int:
     return int(aval.size) * int(getattr(aval.dtype, "itemsize", 8))
 
 
-def held_bytes(function: StageFunction, *, with_gradients: bool = False, is_part: bool = False) -> list[int]:
+def held_bytes(
+    function: StageFunction, *, with_gradients: bool = False, is_part: bool = False, of_shards: bool = False
+) -> list[int]:
     """The bytes alive at every moment while a compiled function runs. Left out are its operands, results in their
-    memory, and, unless ``with_gradients``, gradients of parameters that wait to be added to their sums. ``is_part``: as
-    `Liveness` has it."""
+    memory, and, unless ``with_gradients``, gradients of parameters that wait to be added to their sums. ``is_part``
+    and ``of_shards``: as `Liveness` has them. What is kept ends where a part of a longer program has read it."""
     program = flatten(jax.make_jaxpr(function.function)(*function.avals))
     sums, gradients = _added(program, function.makes)
-    return Liveness(program, sums, () if with_gradients else gradients, is_part=is_part).moments()
+    read = zip(program.arguments, function.reads, strict=True)
+    # Shards keep more beside it than is counted of the whole, as their layouts stand between ops.
+    ending = {value for value, key in read if is_part and key[0] == "kept" and not of_shards}
+    waiting = () if with_gradients else gradients
+    return Liveness(program, sums, waiting, is_part=is_part, ending=ending, of_shards=of_shards).moments()
 
 
 def looped_bytes(function: StageFunction) -> int:
     """The bytes in which loops of a compiled function add gradients up, which begin as zeros. XLA makes these when the
     program begins, and keeps them beside what becomes of them."""
     program = flatten(jax.make_jaxpr(function.function)(*function.avals))
-    zeros = {value for e in program.equations if _makes_zeros(e) for value in e.outputs}
+    zeros = {value for e in program.equations if makes_zeros(e) for value in e.outputs}
     found = 0
     for equation in program.equations:
         if equation.primitive.name == "scan":
@@ -301,11 +310,6 @@ def looped_bytes(function: StageFunction) -> int:
     return found
 
 
-def _makes_zeros(equation: Equation) -> bool:
-    source = equation.inputs[0] if equation.primitive.name == "broadcast_in_dim" else None
-    return source is not None and not isinstance(source, int) and not source.val
-
-
 def _added(program: FlatProgram, makes: Sequence[Key]) -> tuple[set[int], set[int]]:
     """The sums of gradients among a program's results, and the gradients that are added to them."""
     added = (atom for key, atom in zip(makes, program.outputs, strict=True) if key[0] in ("gradient", "sum"))
@@ -313,13 +317,23 @@ def _added(program: FlatProgram, makes: Sequence[Key]) -> tuple[set[int], set[in
     return sums, {value for e in program.equations if not sums.isdisjoint(e.outputs) for value in e.values}
 
 
-def _merged(functions: StageFunctions, least: StageFunctions) -> _Merged:
+def _merged(least: StageFunctions) -> _Merged:
     """The bytes of a unit whose forward and backward are one program that runs in turn (`loss.gradients_in_turn`):
     those kept from one to the other, and those held beside them at every moment, without and with one gradient on its
     way to its sum. ``least``: the functions that keep the fewest bytes, as XLA does that sees both."""
-    backward = functions.backward
+    backward = least.backward
     return (
         _kept_bytes(least),
         held_bytes(backward, is_part=True),
         held_bytes(backward, with_gradients=True, is_part=True),
+    )
+
+
+def _of_shards(functions: StageFunctions, least: StageFunctions) -> tuple[list[int], ...]:
+    """The bytes at every moment of a unit of which each device runs a shard: of its backward, without and with
+    gradients, and the same where forward and backward are one program."""
+    return tuple(
+        held_bytes(one.backward, with_gradients=added, is_part=is_part, of_shards=True)
+        for one, is_part in ((functions, False), (least, True))
+        for added in (False, True)
     )

@@ -29,8 +29,14 @@ EXPENSIVE = frozenset(
 """The fused primitives that are not run once more for every loop that reads their result."""
 REPEATED = frozenset({"broadcast_in_dim", "iota"})
 """The fused primitives that every reader runs again."""
+ADDS = frozenset({"add", "add_any"})
 SAME_MEMORY = frozenset({"reshape", "squeeze", "expand_dims", "stop_gradient", "copy"})
 BARRIER = "optimization_barrier"
+
+
+def makes_zeros(equation: Equation) -> bool:
+    source = equation.inputs[0] if equation.primitive.name == "broadcast_in_dim" else None
+    return source is not None and not isinstance(source, int) and not source.val
 
 
 class Liveness:
@@ -43,11 +49,14 @@ class Liveness:
         waiting: Collection[int] = (),
         *,
         is_part: bool = False,
+        ending: Collection[int] = (),
+        of_shards: bool = False,
     ) -> None:
         """``sums``: results in the memory of operands, each there as soon as its terms are. ``waiting``: values whose
         memory counts elsewhere. ``is_part``: whether the rest of a longer program reads the results, which else have
-        memory of their own from the beginning."""
-        self.program, self.is_part = program, is_part
+        memory of their own from the beginning. ``ending``: arguments whose memory is free behind their last reader.
+        ``of_shards``: whether each device runs the program on a shard of its values."""
+        self.program, self.is_part, self.ending, self.of_shards = program, is_part, ending, of_shards
         self._same: dict[int, int] = {}
         """Value → the value whose memory it is, where another made it."""
         self.equations: list[tuple[Equation, tuple[int, ...], tuple[int, ...]]] = []
@@ -74,20 +83,25 @@ class Liveness:
         self._read_for: dict[int, frozenset[int]] = {}
 
     def moments(self) -> list[int]:
-        """The bytes alive at every equation. Arguments are the caller's."""
-        last, relaid, copied = self._last_reads, *self._laid_out
+        """The bytes alive at every equation beside the arguments, less those of arguments that have ended."""
+        last, relaid, copied, early = self._last_reads, *self._laid_out, self._made_early
         dying: dict[int, list[int]] = {}
         for value, index in (*last.items(), *relaid.items()):
             dying.setdefault(index, []).append(value)
         of_results = (v for v in self.results - self.sums - self.waiting - last.keys() if v in self.maker)
         alive = sum(map(self.program.size_bytes, of_results))
-        found = [alive]
+        found, known = [alive], {value for values in early.values() for value in values}
         for index, (_, _, made) in enumerate(self.equations):
-            new, twice = [v for v in made if v in last], [v for v in made if v in relaid]
-            alive += sum(map(self.program.size_bytes, (*new, *twice)))
-            shared = self._shared_bytes(new[0], index) if len(new) == 1 and not twice else 0
+            alive += sum(map(self.program.size_bytes, early.get(index, ())))
+            new, twice = [v for v in made if v in last and v not in known], [v for v in made if v in relaid]
+            behind = twice if any(map(self._is_scattered_sum, twice)) else []
+            alive += sum(map(self.program.size_bytes, new if behind else (*new, *twice)))
+            shared = self._shared_bytes(new[0], index) if len(new) == 1 and twice == behind else 0
             found.append(alive - shared + sum(map(self.program.size_bytes, copied.get(index, ()))))
             alive -= sum(map(self.program.size_bytes, dying.get(index, ())))
+            if behind:
+                alive += sum(map(self.program.size_bytes, behind))
+                found.append(alive)
         return found
 
     def _memory(self, value: int) -> int:
@@ -99,14 +113,32 @@ class Liveness:
         made = {value: index for index, (_, _, values) in enumerate(self.equations) for value in values}
         apart = set() if self.is_part else self.results
         last = {value: index for value, index in made.items() if self._is_stored(value) and value not in apart}
+        last.update(dict.fromkeys(self.ending, 0))
         for index, (equation, read, values) in enumerate(self.equations):
             is_sum = not self.sums.isdisjoint(values)
             if equation.primitive.name == BARRIER or is_sum or any(self._is_stored(value) for value in values):
                 for source in set().union(*map(self._sources, read)) & last.keys():
                     # A gradient is added to its sum at once, wherever the program says so.
-                    last[source] = max(last[source], made[source] + 1 if is_sum else index)
+                    last[source] = max(last[source], made[source] + 1 if is_sum and source in made else index)
         last.update(dict.fromkeys(self.results & last.keys(), len(self.equations)))
         return last
+
+    @cached_property
+    def _made_early(self) -> dict[int, list[int]]:
+        """The values that a stretch between two barriers makes of what was there before, by the equation at which the
+        stretch begins: the compiler may make them first, in any order."""
+        found: dict[int, list[int]] = {}
+        there, begin = set(self.program.arguments), 0
+        fresh: list[int] = []
+        for index, (equation, read, made) in enumerate(self.equations):
+            if equation.primitive.name == BARRIER:
+                there.update(fresh)
+                fresh, begin = [], index + 1
+            fresh += [value for value in made if self._is_stored(value)]
+            sources = set().union(*map(self._sources, read))
+            if equation.primitive.name in FUSED and sources <= there:
+                found.setdefault(begin, []).extend(value for value in made if value in self._last_reads)
+        return found
 
     @cached_property
     def _laid_out(self) -> tuple[dict[int, int], dict[int, list[int]]]:
@@ -170,14 +202,15 @@ class Liveness:
         return self._read_for[value]
 
     def _read_in_place(self, value: int) -> set[int]:
-        """The values in memory of which fused ops read the entry in whose place they write."""
-        equation, read = self.maker[value]
+        """The values in memory of which fused ops read the entry in whose place they write. XLA gives the memory of one
+        on only to what reads it as it was made: in the same shape, and behind no barrier."""
+        equation, _ = self.maker[value]
         if equation.primitive.name not in FUSED - MOVED:
             return set()
         found: set[int] = set()
-        for source in read:
-            is_there = source not in self.maker or self._is_stored(source)
-            found |= {source} if is_there else self._read_in_place(source)
+        for source in equation.values:
+            if source in self.maker:
+                found |= {source} if self._is_stored(source) else self._read_in_place(source)
         return found
 
     def _is_stored(self, value: int) -> bool:
@@ -192,7 +225,11 @@ class Liveness:
         name = equation.primitive.name
         if self._is_added_in_place(value) or self._is_folded(equation):
             return False
+        if self._is_scattered_into_other(value):
+            return False
         if value in self.results or name in REDUCED or not (name in FUSED or self._is_outer(equation)):
+            return True
+        if self._is_scattered_sum(value):
             return True
         readers = self.readers.get(value, [])
         if any(reader.primitive.name not in FUSED for reader, _ in readers):
@@ -205,6 +242,41 @@ class Liveness:
             return False
         readers = self.readers.get(value, [])
         return len(readers) == 1 and self.sums.issuperset(readers[0][1])
+
+    def _is_scattered_into_other(self, value: int) -> bool:
+        """Whether a value is a scatter into zeros that is added to one other value: XLA scatters into that one. A sum
+        over such a scatter is one of what is scattered; but not of shards, where rows may be on other devices."""
+        equation, _ = self.maker.get(value, (None, ()))
+        if (
+            self.of_shards
+            or equation is None
+            or not equation.primitive.name.startswith("scatter")
+            or value in self.results
+        ):
+            return False
+        zeros, _ = self.maker.get(equation.inputs[0], (None, ()))
+        readers = self.readers.get(value, [])
+        adding = [made for reader, made in readers if reader.primitive.name in ADDS]
+        others = [pair for pair in readers if pair[0].primitive.name not in ADDS]
+        is_one = len(adding) == 1 and self.sums.isdisjoint(adding[0])
+        return zeros is not None and makes_zeros(zeros) and is_one and all(self._is_summed(*pair) for pair in others)
+
+    def _is_scattered_sum(self, value: int) -> bool:
+        """Whether a value is the sum of such a scatter and another value: a copy of it in another order is read from
+        it, and not made beside it."""
+        equation, read = self.maker.get(value, (None, ()))
+        return (
+            equation is not None and equation.primitive.name in ADDS and any(map(self._is_scattered_into_other, read))
+        )
+
+    def _is_summed(self, equation: Equation, made: tuple[int, ...]) -> bool:
+        """Whether nothing but sums reads what an equation makes, entry by entry."""
+        name = equation.primitive.name
+        if name == "reduce_sum":
+            return True
+        readers = [pair for value in made for pair in self.readers.get(value, [])]
+        is_plain = name in FUSED - MOVED and self.results.isdisjoint(made)
+        return is_plain and bool(readers) and all(self._is_summed(*pair) for pair in readers)
 
     def _is_turned_product(self, value: int) -> bool:
         """Whether a value is a product turned round, which nothing else reads: XLA swaps the operands."""
