@@ -226,6 +226,15 @@ JUDGED: dict[str, tuple[Callable[[], Claims], list[Callable[[], Claims]]]] = {
             lambda: claims.few_microbatches([], 0, 0.005),
         ],
     ),
+    "gpu_offload": (
+        lambda: claims.gpu_offload({"bf16": 1.05}, timed=True),
+        [
+            lambda: claims.gpu_offload({"bf16": 1.06}, timed=True),
+            lambda: claims.gpu_offload({"bf16": NAN}, timed=True),
+            lambda: claims.gpu_offload({"bf16": NAN}, timed=False),
+            lambda: claims.gpu_offload({}, timed=False),
+        ],
+    ),
     "host_time": (
         lambda: claims.host_time({"gpt2": -0.3}, {"forward": 0.5}, 0.25),
         [
