@@ -170,6 +170,7 @@ class CostTables(LayoutTables):
             units = tuple(unit.in_one_program() for unit in units)
         if not place.in_stages and not is_whole:
             units = tuple(unit.by_calls() for unit in units)
+        twice = self._twice(units, microbatch, is_merged=is_merged) if self.graph.footprints else ()
         return UnitTable(
             units,
             boundary,
@@ -184,7 +185,7 @@ class CostTables(LayoutTables):
             loading_horizon=self._loading_horizon,
             shared=tuple((value, size_bytes(value.tensor) // ways) for value, ways in self._shared(tp)),
             arrivals=() if traits.stages_are_programs else self._arrivals(tp, microbatch),
-            twice_bytes=self._twice(units, microbatch, is_merged=is_merged) if self.graph.footprints else (),
+            twice_bytes=twice,
             batch=tuple(
                 (given.size_bytes(microbatch), given.has_batch, by)
                 for given, by in ((self.graph.tensors[t], by) for t, by in self._read.batch_readers)
@@ -202,9 +203,19 @@ class CostTables(LayoutTables):
             adds_in_turn=place.in_stages and traits.adds_in_turn_on_cpu and place.device.kind == "cpu",
             operands_stay=place.in_stages and traits.stages_are_programs,
             looked_up=self._looked_up(tp) if traits.stages_are_programs else (),
-            working_bytes=tuple(unit.merged_bytes[2] for unit in units if unit.merged_bytes) if is_merged else (),
+            working_bytes=self._working(units, twice if tp == 1 else ()) if is_merged else (),
             calls=self._calls(tp) if traits.gathers_units else (),
         )
+
+    @staticmethod
+    def _working(units: Sequence[UnitCost], twice: Sequence[int]) -> tuple[int, ...]:
+        """The bytes that each unit of one program holds beside what is kept. What it and the unit before keep less
+        together than each for itself is made again of what that one keeps; where both keep the same value, it counts
+        once more. ``twice``: as in `UnitTable.twice_bytes`; of shards empty, as of them kept values count to the end.
+        """
+        again = (0, *twice[:-1]) if twice else (0,) * len(units)
+        held = [unit.merged_bytes[2] for unit in units if unit.merged_bytes]
+        return tuple(size + max(0, more) for size, more in zip(held, again, strict=True))
 
     @found_once
     def _calls(self, tp: int) -> tuple[tuple[CallEntries, ...], ...]:

@@ -350,16 +350,9 @@ class UnitTable:
         waiting = self.found_bytes * np.array([u.trained_elements for u in self.units])
         if self.working_bytes:
             passing = np.array([u.passing_bytes for u in self.units])
-            waiting = np.maximum(0, np.array(self.working_bytes) - passing) + self._made_for_the_next
+            waiting = np.maximum(0, np.array(self.working_bytes) - passing)
         found = self._working(self.beside_bytes + waiting)
         return self._with_tie_sums(found, again=False)
-
-    @property
-    def _made_for_the_next(self) -> NDArray[np.float64]:
-        """The bytes, in the backward of each unit of one program, of what it and the unit before keep less together
-        than each for itself: made again of what that unit keeps. Where that is the same value, it counts once more."""
-        again = np.maximum(0, np.array(self.twice_bytes or [0] * len(self.units)))
-        return np.array([0.0, *again[:-1]])
 
     @cached_property
     def range_working_again(self) -> Matrix:

@@ -82,8 +82,8 @@ def gradients_in_turn(
         (gradients,) = jax.tree.unflatten(pullbacks[0], [value_of(program, atom, again) for atom in saved])(cotangent)
         return gradients
 
-    # XLA drops from a barrier whatever nothing reads behind it: the loss returned is the one behind it. Else the compiler
-    # would be free to leave the loss for the end, and keep the logits until then.
+    # XLA drops from a barrier whatever nothing reads behind it, so the loss returned is the one behind it. Else the
+    # compiler would be free to leave the loss for the end, and to keep the logits until then.
     value, beside, kept = jax.lax.optimization_barrier((value, beside, made[returned:]))
     one = jnp.ones_like(value)
     backward = flatten(jax.make_jaxpr(back)(list(held), others, kept, one))

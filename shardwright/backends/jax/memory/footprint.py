@@ -26,7 +26,7 @@ from shardwright.backends.jax.pipeline.stage_functions import (
     StageFunctions,
 )
 from shardwright.backends.jax.program.cut import cut
-from shardwright.backends.jax.program.equations import Equation, FlatProgram
+from shardwright.backends.jax.program.equations import FlatProgram
 from shardwright.backends.jax.program.flattening import Home, flatten
 from shardwright.backends.jax.state.ownership import held_by
 from shardwright.core.errors import ShardwrightError

@@ -35,6 +35,7 @@ BARRIER = "optimization_barrier"
 
 
 def makes_zeros(equation: Equation) -> bool:
+    """Whether an equation makes an array of zeros."""
     source = equation.inputs[0] if equation.primitive.name == "broadcast_in_dim" else None
     return source is not None and not isinstance(source, int) and not source.val
 
@@ -223,9 +224,7 @@ class Liveness:
             return False
         equation, _ = self.maker[value]
         name = equation.primitive.name
-        if self._is_added_in_place(value) or self._is_folded(equation):
-            return False
-        if self._is_scattered_into_other(value):
+        if self._is_added_in_place(value) or self._is_folded(equation) or self._is_scattered_into_other(value):
             return False
         if value in self.results or name in REDUCED or not (name in FUSED or self._is_outer(equation)):
             return True
@@ -246,28 +245,27 @@ class Liveness:
     def _is_scattered_into_other(self, value: int) -> bool:
         """Whether a value is a scatter into zeros that is added to one other value: XLA scatters into that one. A sum
         over such a scatter is one of what is scattered; but not of shards, where rows may be on other devices."""
-        equation, _ = self.maker.get(value, (None, ()))
-        if (
-            self.of_shards
-            or equation is None
-            or not equation.primitive.name.startswith("scatter")
-            or value in self.results
-        ):
+        if self.of_shards or value not in self.maker or value in self.results:
             return False
-        zeros, _ = self.maker.get(equation.inputs[0], (None, ()))
+        equation, _ = self.maker[value]
+        if not equation.primitive.name.startswith("scatter"):
+            return False
+        start = equation.inputs[0]
+        if not isinstance(start, int) or start not in self.maker or not makes_zeros(self.maker[start][0]):
+            return False
         readers = self.readers.get(value, [])
         adding = [made for reader, made in readers if reader.primitive.name in ADDS]
         others = [pair for pair in readers if pair[0].primitive.name not in ADDS]
         is_one = len(adding) == 1 and self.sums.isdisjoint(adding[0])
-        return zeros is not None and makes_zeros(zeros) and is_one and all(self._is_summed(*pair) for pair in others)
+        return is_one and all(self._is_summed(*pair) for pair in others)
 
     def _is_scattered_sum(self, value: int) -> bool:
         """Whether a value is the sum of such a scatter and another value: a copy of it in another order is read from
         it, and not made beside it."""
-        equation, read = self.maker.get(value, (None, ()))
-        return (
-            equation is not None and equation.primitive.name in ADDS and any(map(self._is_scattered_into_other, read))
-        )
+        if value not in self.maker:
+            return False
+        equation, read = self.maker[value]
+        return equation.primitive.name in ADDS and any(map(self._is_scattered_into_other, read))
 
     def _is_summed(self, equation: Equation, made: tuple[int, ...]) -> bool:
         """Whether nothing but sums reads what an equation makes, entry by entry."""
