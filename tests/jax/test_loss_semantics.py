@@ -171,13 +171,13 @@ def checkpointed(params: Any, batch: Any) -> jax.Array:
     return jitted(params, batch)
 
 
-@pytest.mark.parametrize("each", [jitted, checkpointed])
-def test_functions_that_jax_remembers_are_read(each: Any) -> None:
+@pytest.mark.parametrize(("each", "recompute"), [(jitted, "none"), (checkpointed, "auto")])
+def test_functions_that_jax_remembers_are_read(each: Any, recompute: str) -> None:
     def loss(params: Any, batch: Any) -> jax.Array:
         found: jax.Array = each(params, batch).mean()
         return found
 
-    plan = plan_of(1, 1, loss, microbatch=4)
+    plan = plan_of(1, 1, loss, microbatch=4, recompute=recompute)
     require_whole("four each", sw.train_step(loss, optax.sgd(0.1), plan, devices=jax.devices()[:1]), loss)
 
 
