@@ -175,7 +175,7 @@ class Ours:
         cluster = sw.Cluster("cpu", nodes=1, devices_per_node=STAGES)
         self.plan = sw.plan(
             graph, cluster, batch=ROWS * MICROBATCHES, pp=STAGES, dp=1, tp=1, microbatch=ROWS, schedule=schedule,
-            virtual_stages=1, precision="fp32", recompute="none", shard=0,
+            virtual_stages=1, precision="fp32", recompute="auto", shard=0,
         )  # fmt: skip
         self.train = sw.train_step(loss_fn, optax.sgd(RATE), self.plan, one_program=one_program)
         self.state = self.train.init(lambda: Model(repeats))

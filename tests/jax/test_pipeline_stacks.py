@@ -20,13 +20,18 @@ from tests.jax.chains import (
     batches,
     module_reference,
     named,
-    plan_of,
     reference,
 )
+from tests.jax.chains import plan_of as plan_with
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 LAYERS = 6
+
+
+def plan_of(graph: sw.Graph, pp: int, dp: int = 1, tp: int = 1, **pins: Any) -> sw.Plan:
+    """A plan that computes again what the model's own checkpoints do."""
+    return plan_with(graph, pp, dp, tp, **({"recompute": "auto"} | pins))
 
 
 def params() -> dict[str, Any]:
