@@ -29,7 +29,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import claims
 import torch
-from gpu_steps import BUDGET_S, MICROBATCHES, NO_DEVICE, train_step
+from gpu import NO_DEVICE, refusal
+from gpu_steps import BUDGET_S, MICROBATCHES, train_step
 from step_models import llama, tokens
 
 import shardwright as sw
@@ -205,12 +206,10 @@ def main() -> int:
     parser.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS))
     parser.add_argument("--tiny", action="store_true", help="models of two small layers")
     parser.add_argument("--write", type=Path)
+    parser.set_defaults(ranks=None)
     options = parser.parse_args()
-    if options.device == "cuda" and not torch.cuda.is_available():
-        print("there is no CUDA device: run it where there is one, or with --device cpu --tiny", file=sys.stderr)
-        return NO_DEVICE
-    if options.device == "cpu" and not options.tiny:
-        print("--device cpu goes with --tiny: the models are for GPUs", file=sys.stderr)
+    if (why := refusal(options, torch.cuda.device_count())) is not None:
+        print(why, file=sys.stderr)
         return NO_DEVICE
     warnings.simplefilter("ignore")
     machine = Machine(torch.device(options.device), options.tiny)

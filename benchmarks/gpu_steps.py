@@ -33,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import claims
 import torch
+from gpu import NO_DEVICE, refusal
 from step_models import Lstm, Mixer, images, llama, tokens, vit
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -41,7 +42,7 @@ import shardwright as sw
 import shardwright.torch as swt
 from shardwright.backends.torch.machine.profile import profile
 
-MICROBATCHES, WARM, STEPS, NO_DEVICE = 4, 3, 7, 2
+MICROBATCHES, WARM, STEPS = 4, 3, 7
 BUDGET_S = 12.0
 SHIPPED = {"H100": "h100", "H200": "h200", "A100": "a100-80gb", "V100": "v100", "T4": "t4"}
 """By a part of the device's name as CUDA gives it."""
@@ -231,12 +232,10 @@ def main() -> int:
     parser.add_argument("--kernels", action="store_true", help="print where the time of every plan goes")
     parser.add_argument("--json", type=Path, help="write every figure to this file, after each plan")
     parser.add_argument("--write", type=Path)
+    parser.set_defaults(ranks=None)
     options = parser.parse_args()
-    if options.device == "cuda" and not torch.cuda.is_available():
-        print("there is no CUDA device: run it where there is one, or with --device cpu --tiny", file=sys.stderr)
-        return NO_DEVICE
-    if options.device == "cpu" and not options.tiny:
-        print("--device cpu goes with --tiny: the models are for GPUs", file=sys.stderr)
+    if (why := refusal(options, torch.cuda.device_count())) is not None:
+        print(why, file=sys.stderr)
         return NO_DEVICE
     warnings.simplefilter("ignore")
     machine = Machine(torch.device(options.device), options.tiny)
