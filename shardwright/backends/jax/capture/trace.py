@@ -19,7 +19,7 @@ import optax
 from flax import linen, nnx
 
 from shardwright.backends.jax.capture.checkpoint_policies import POLICIES
-from shardwright.backends.jax.capture.own_checkpoints import Recomputing, recomputing
+from shardwright.backends.jax.capture.recomputed_calls import Recomputing, recomputing
 
 CALL_MARK = "shardwright:call:"
 BOX_MARK = "shardwright:box:"
