@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+import claims
 import numpy as np
 from horovod import horovod_lines
 from predict import plan_of
@@ -37,7 +38,8 @@ def main() -> int:
     options = parser.parse_args()
     started = time.perf_counter()
     lines = ["# Predictions against published measurements", "", "    python benchmarks/accuracy.py", ""]
-    lines += one_node_lines(single_node(options.data / "a100_single_node_gpt.csv"))
+    one_node, errors = one_node_lines(single_node(options.data / "a100_single_node_gpt.csv"))
+    lines += one_node
     lines += selective_lines(options.data / "a100_selective_recompute.csv")
     lines += [*sagemaker_lines(), "", *horovod_lines()]
     lines += ["", f"Whole benchmark: {time.perf_counter() - started:.0f} s."]
@@ -46,11 +48,13 @@ def main() -> int:
     if options.write:
         options.write.parent.mkdir(parents=True, exist_ok=True)
         options.write.write_text(text)
-    return 0
+    verdict = claims.accuracy(errors)
+    print(verdict.verdict())
+    return verdict.exit_code
 
 
-def one_node_lines(runs: Sequence[Run]) -> list[str]:
-    """The runs of one node."""
+def one_node_lines(runs: Sequence[Run]) -> tuple[list[str], dict[str, float]]:
+    """What is said of the runs of one node; and the mean relative error of all, and of those held out."""
     clusters = {n: sw.Cluster("a100-80gb", devices_per_node=n) for n in {run.devices for run in runs}}
     predicted = np.array([plan_of(run, clusters[run.devices]).predicted.step_time_s for run in runs])
     measured = np.array([run.measured_s for run in runs])
@@ -101,7 +105,8 @@ def one_node_lines(runs: Sequence[Run]) -> list[str]:
         f"iterations scatter; these are composed from measured parts.",
         "",
     ]
-    return lines
+    error = np.abs(predicted / measured - 1)
+    return lines, {"all": float(error.mean()), "held out": float(error[held].mean())}
 
 
 def _row(name: str, runs: Sequence[Run], predicted: np.ndarray, measured: np.ndarray, chosen: np.ndarray) -> str:

@@ -9,6 +9,7 @@ the embedding, learned positions, the loss in float32. A published run of it wit
 from dataclasses import dataclass, field
 
 from shardwright.core.capabilities import Capabilities
+from shardwright.core.execution import Execution
 from shardwright.core.model.graph import Call, Graph, Op, OpKind, Parameter, Tensor, TensorRole
 from shardwright.core.rules import op_rules as L
 
@@ -22,6 +23,9 @@ CAPABILITIES = Capabilities(
     point_to_point=True,
     single_controller=False,
 )
+EXECUTION = Execution("megatron-lm", "2022", tensor_chunks=1)
+"""Kernels fused by hand but for the loss and a softmax of few heads, and no traffic hidden but messages between
+stages."""
 _B = 2
 """The batch at which shapes are handed to the label rules."""
 
@@ -148,6 +152,7 @@ def gpt(
         tuple(inputs),
         (loss,),
         _B,
+        execution=EXECUTION,
     )
 
 

@@ -293,6 +293,14 @@ JUDGED: dict[str, tuple[Callable[[], Claims], list[Callable[[], Claims]]]] = {
             lambda: claims.constants(ERRORS, {}, ORIGINS),
         ],
     ),
+    "accuracy": (
+        lambda: claims.accuracy({"all": 0.063, "held out": 0.059}),
+        [
+            lambda: claims.accuracy({"all": 0.066, "held out": 0.059}),
+            lambda: claims.accuracy({"all": 0.063, "held out": NAN}),
+            lambda: claims.accuracy({}),
+        ],
+    ),
     "sharding_levels": (
         lambda: claims.sharding_levels({"8 devices": (1.0, 1.0)}),
         [
