@@ -88,7 +88,8 @@ def planned_with_pins(graph: sw.Graph, plan: Plan) -> Plan:
     """What `plan()` makes of a plan's decision, all of it pinned by public options."""
     runtimes = () if plan.input is None else plan.input.runtimes
     if len(runtimes) == 1 and runtimes[0] != graph.capabilities:
-        graph = replace(graph, capabilities=runtimes[0])  # which is how plan() takes others
+        able = replace(runtimes[0], framework=graph.framework)  # a runtime may have any name
+        graph = replace(graph, capabilities=able)  # which is how plan() takes others
     found = _planned(graph, plan, plan.decision, frozenset())
     return replace(found, decision=replace(found.decision, reduce_after=plan.decision.reduce_after))
 
@@ -133,7 +134,10 @@ def judge(original: Original, edit: Edit) -> Outcome:
             return Outcome("refused", edit.text, said)
         except Exception as error:  # what is no refusal is a bug
             return Outcome("wrong", edit.text, f"{type(error).__name__}: {error}")
-        wrong = _difference(original, edited, edit, rescored)
+        try:
+            wrong = _difference(original, edited, edit, rescored)
+        except sw.ShardwrightError as error:
+            wrong = f"it cannot be compared: {error}"
     return Outcome("wrong" if wrong else "rescored", edit.text, wrong or rescored.summary())
 
 
@@ -299,7 +303,7 @@ def _sets(changes: dict[str, Any]) -> list[str] | None:
             words += ["--set", f"{name}={'null' if value is None else str(value).lower()}"]
         elif name in LISTS and isinstance(value, list | tuple) and all(isinstance(unit, int) for unit in value):
             words += ["--set", f"{name}={','.join(map(str, value))}"]
-        elif isinstance(value, str) and not value.isdecimal():
+        elif isinstance(value, str) and not value.isdecimal() and name not in LISTS:  # where text is a list
             words += ["--set", f"{name}={value}"]
         else:
             return None
