@@ -88,8 +88,7 @@ def planned_with_pins(graph: sw.Graph, plan: Plan) -> Plan:
     """What `plan()` makes of a plan's decision, all of it pinned by public options."""
     runtimes = () if plan.input is None else plan.input.runtimes
     if len(runtimes) == 1 and runtimes[0] != graph.capabilities:
-        able = replace(runtimes[0], framework=graph.framework)  # a runtime may have any name
-        graph = replace(graph, capabilities=able)  # which is how plan() takes others
+        graph = replace(graph, capabilities=runtimes[0])  # which is how plan() takes others
     found = _planned(graph, plan, plan.decision, frozenset())
     return replace(found, decision=replace(found.decision, reduce_after=plan.decision.reduce_after))
 
