@@ -122,7 +122,7 @@ def _require_devices(plan: Plan, wanted: Mapping[str, Any]) -> None:
 
 
 def _require_runtimes(plan: Plan) -> None:
-    """Raise PlanError for a runtime of a framework that is not known, and that the plan is not bound to: how much memory
+    """Raise PlanError for a runtime of a framework that is not known and that the plan is not bound to: how much memory
     it leaves free by default could be anything."""
     assert plan.input is not None
     known = {name for name, _ in plan.bindings} | set(MEMORY)
