@@ -13,6 +13,7 @@ import os
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,7 +35,7 @@ import shardwright.jax as swj
 from shardwright.core.cluster.hardware import load_profile
 from shardwright.core.errors import PlanError
 
-HEADER = ["model", "plan", "units kept, recomputed", "peak, MiB", "budget, MiB", "budget / all kept",
+HEADER = ["model", "plan", "units", "peak, MiB", "budget, MiB", "budget / all kept",
           "predicted / peak", "within", "time of all kept", "as predicted", "differs by"]  # fmt: skip
 RATE, MOMENTUM, FINE = 1e-3, 0.9, 0.01
 """Of the optimizer; and how fine a smallest budget is looked for, as a share of it."""
@@ -176,10 +177,10 @@ def measured(name: str, times: float, rounds: int) -> tuple[list[list[str]], tup
             seconds[label].append(run.step_s())
     first, rows = statistics.median(seconds[KEPT]), []
     for label, run in runs.items():
-        modes, differs = run.plan.unit_modes, run.result.differs(reference)
-        share = budget / kept
+        differs, share = run.result.differs(reference), budget / kept
+        modes = ", ".join(f"{count} {mode}" for mode, count in sorted(Counter(run.plan.unit_modes).items()))
         rows.append(
-            [name, label, f"{modes.count('none')}, {modes.count('full')}", f"{run.peak / MIB:.1f}",
+            [name, label, modes, f"{run.peak / MIB:.1f}",
              f"{budget / MIB:.1f}", f"{share:.3f}", f"{run.plan.predicted.peak_memory_bytes[0] / run.peak:.3f}",
              "yes" if run.peak <= budget else "no", f"{statistics.median(seconds[label]) / first:.2f}",
              f"{run.plan.predicted.step_time_s / whole.predicted.step_time_s:.2f}", f"{differs:.1e}"]
