@@ -39,8 +39,8 @@ HEADER = ["model", "plan", "units", "peak, MiB", "budget, MiB", "budget / all ke
           "predicted / peak", "within", "time of all kept", "as predicted", "differs by"]  # fmt: skip
 RATE, MOMENTUM, FINE = 1e-3, 0.9, 0.01
 """Of the optimizer; and how fine a smallest budget is looked for, as a share of it."""
-PLANNED_MODELS = frozenset({"ResNet-50", "ResNet-200", "WRN-28", "Transformer"})
-"""The models that have a plan at a third."""
+PLANNED_MODELS = frozenset({"ResNet-50", "WRN-28", "Transformer"})
+"""The models that have a plan at a third, of those that were measured: ResNet-200 was not."""
 
 
 @dataclass
