@@ -366,13 +366,14 @@ def sharding_levels(rows: Mapping[str, tuple[float, float]]) -> Claims:
     return claims
 
 
-def out_of_core(planned: Mapping[str, tuple[float, float]], least: int) -> Claims:
-    """By model that has a plan for its budget: the peak over the budget, and the largest relative difference of a
-    gradient or a running statistic. ``least``: as many models have one."""
+def out_of_core(planned: Mapping[str, tuple[float, float]], least: int, *others: tuple[str, float]) -> Claims:
+    """By model that has a plan for its budget, the peak over the budget, and the largest relative difference of what a
+    step leaves (gradients, running statistics); of ``others`` the latter. ``least``: as many models have a plan."""
     claims = Claims()
     claims.at_least("models with a plan for the budget", len(planned) if least else float("nan"), least)
-    for model, (share, differs) in planned.items():
+    for model, (share, _) in planned.items():
         claims.at_most(f"{model}: peak over budget", share, 1.0)
+    for model, differs in [*((model, differs) for model, (_, differs) in planned.items()), *others]:
         claims.at_most(f"{model}: gradients and statistics differ by", differs, 1e-4)
     return claims
 

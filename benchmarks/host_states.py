@@ -25,7 +25,8 @@ from typing import Any
 import claims
 import torch
 import tracked
-from out_of_core import MEMORY_BYTES, MIB, PINS, Transformer
+from out_of_core import Transformer
+from out_of_core_table import MEMORY_BYTES, MIB, PINS
 
 import shardwright as sw
 from shardwright.core.cluster.hardware import load_profile

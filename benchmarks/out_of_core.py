@@ -1,6 +1,7 @@
-"""Six models as KARMA trains them (arXiv 2008.11421, section 4), at a third of the memory that they take, in PyTorch.
+"""Six models as KARMA trains them (arXiv 2008.11421, section 4), at a third of the memory that they take.
 
     python benchmarks/out_of_core.py [--models VGG-16 …] [--times 3] [--write benchmarks/results/out_of_core.md]
+    python benchmarks/out_of_core.py --framework jax …      # its part is in `out_of_core_jax.py`
 
 Small widths and images, the published depths; one rank, one microbatch, SGD with momentum, fp32, a thread. The budget
 is what a plain step holds at its peak by torch's MemTracker, divided by ``--times``. Four plans of one model: all
@@ -25,17 +26,14 @@ from typing import Any
 import claims
 import torch
 import tracked
+from out_of_core_table import AWAY, KEPT, MEMORY_BYTES, MIB, PINS, PLANNED, RECOMPUTED, show
 from torch import nn
 
 import shardwright as sw
 from shardwright.core.cluster.hardware import load_profile
 from shardwright.core.errors import PlanError
 
-MIB = 2**20
-MEMORY_BYTES = 2**33
-"""Of the device; all but the budget is reserved."""
-STEPS, PINS = 3, {"pp": 1, "dp": 1, "tp": 1, "precision": "fp32", "loss_scope": "replica", "headroom": 0.0}
-KEPT, RECOMPUTED, AWAY, PLANNED = "all kept", "all recomputed", "all offloaded", "planned"
+STEPS = 3
 
 
 class Bottleneck(nn.Module):
@@ -329,27 +327,24 @@ def measured(name: str, times: float, rounds: int) -> list[list[str]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--framework", choices=("torch", "jax"), default="torch")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--times", type=float, default=3.0, help="of the budget, what a plain step takes")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--write", type=Path)
     options = parser.parse_args()
+    if options.framework == "jax":
+        import out_of_core_jax
+
+        return out_of_core_jax.run(options.models, options.times, options.rounds, options.write)
     rows = [row for name in options.models for row in measured(name, options.times, options.rounds)]
     header = ["model", "plan", "units kept, recomputed, offloaded", "peak, MiB", "budget", "predicted / peak",
               "within", "time of all kept", "as predicted", "differs by", "holds"]  # fmt: skip
-    _print(header, rows, options.write)
+    show(header, rows, options.write)
     found = {row[0]: (float(row[3]) / float(row[4]), float(row[9])) for row in rows if row[1] == PLANNED and row[9]}
     judged = claims.out_of_core(found, len(PLANNED_MODELS.intersection(options.models)))
     print(judged.verdict())
     return judged.exit_code
-
-
-def _print(header: list[str], rows: list[list[str]], write: Path | None) -> None:
-    lines = ["| " + " | ".join(row) + " |" for row in (header, ["---"] * len(header), *rows)]
-    print("\n".join(lines))
-    if write is not None:
-        with write.open("a", encoding="utf-8") as file:
-            file.write("\n" + "\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

@@ -322,8 +322,11 @@ JUDGED: dict[str, tuple[Callable[[], Claims], list[Callable[[], Claims]]]] = {
         ],
     ),
     "out_of_core": (
-        lambda: claims.out_of_core({"VGG": (0.99, 0.0), "ResNet": (1.0, 1e-7)}, 2),
+        lambda: claims.out_of_core({"VGG": (0.99, 0.0), "ResNet": (1.0, 1e-7)}, 2, ("U-Net", 1e-6)),
         [
+            lambda: claims.out_of_core({"VGG": (NAN, 0.0)}, 1),
+            lambda: claims.out_of_core({"VGG": (0.99, 0.0)}, 1, ("U-Net", 1e-3)),
+            lambda: claims.out_of_core({"VGG": (0.99, 0.0)}, 1, ("U-Net", NAN)),
             lambda: claims.out_of_core({"VGG": (1.01, 0.0)}, 1),
             lambda: claims.out_of_core({"VGG": (0.99, 1e-3)}, 1),
             lambda: claims.out_of_core({"VGG": (0.99, NAN)}, 1),
