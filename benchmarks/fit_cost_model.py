@@ -15,6 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
+from megatron import EXECUTION
 from numpy.typing import NDArray
 from predict import graph_of
 from published import DATA, Run, held_out, selective, single_node
@@ -116,6 +117,7 @@ def predicted_s(run: Run, machine: Machine) -> float:
                 "fp16",
                 collective_s=collective_s,
                 gradient_bytes=entries // run.tp * added_bytes,
+                execution=EXECUTION,
             )
             for work, entries in zip(works(*key), held, strict=True)
         )

@@ -133,7 +133,10 @@ def judge(original: Original, edit: Edit) -> Outcome:
             return Outcome("refused", edit.text, said)
         except Exception as error:  # what is no refusal is a bug
             return Outcome("wrong", edit.text, f"{type(error).__name__}: {error}")
-        wrong = _difference(original, edited, edit, rescored)
+        try:
+            wrong = _difference(original, edited, edit, rescored)
+        except sw.ShardwrightError as error:
+            wrong = f"it cannot be compared: {error}"
     return Outcome("wrong" if wrong else "rescored", edit.text, wrong or rescored.summary())
 
 
@@ -299,7 +302,7 @@ def _sets(changes: dict[str, Any]) -> list[str] | None:
             words += ["--set", f"{name}={'null' if value is None else str(value).lower()}"]
         elif name in LISTS and isinstance(value, list | tuple) and all(isinstance(unit, int) for unit in value):
             words += ["--set", f"{name}={','.join(map(str, value))}"]
-        elif isinstance(value, str) and not value.isdecimal():
+        elif isinstance(value, str) and not value.isdecimal() and name not in LISTS:  # where text is a list
             words += ["--set", f"{name}={value}"]
         else:
             return None

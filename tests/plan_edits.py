@@ -44,6 +44,8 @@ def _as_changes(name: str, value: Any, original: Original) -> Any:
         return _NOT_SAYABLE
     if name != "layouts":
         return value
+    if not isinstance(value, dict):
+        return _NOT_SAYABLE
     before = original.document["decision"]["layouts"]
     found = {}
     for slot in before.keys() | value.keys():

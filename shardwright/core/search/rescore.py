@@ -19,6 +19,7 @@ from shardwright.core.model.structure import Structure, in_own_dims, layout_of
 from shardwright.core.plan.decision import Decision
 from shardwright.core.plan.plan import Plan, require_slot_layout
 from shardwright.core.plan.plan_input import PlanInput
+from shardwright.core.plan.prediction_error import MEMORY
 from shardwright.core.search.request import Options, Request, beside_decision, request_for
 from shardwright.core.search.search import make_plan, tables_of
 from shardwright.core.solver.op_layouts import AXIS
@@ -73,6 +74,7 @@ def rescore(plan: Plan, **changes: Any) -> Plan:
     }
     found_anew |= {name for name in DERIVED if name not in edited and not plan.is_pinned(name)}
     _require_devices(plan, wanted)
+    _require_runtimes(plan)
     for slot, layout in wanted["layouts"] if "layouts" in changes else ():
         require_slot_layout(slot, layout, plan.model.slot_shapes[slot], Mesh((AXIS,), (wanted["tp"],)))
     graph = plan.input.graph()
@@ -117,6 +119,19 @@ def _require_devices(plan: Plan, wanted: Mapping[str, Any]) -> None:
         f"{said} are {ranks} ranks, and the plan is for the {world} devices of {plan.provenance.cluster}: "
         f"take {' or '.join(fits) or f'degrees that multiply to {world}'}"
     )
+
+
+def _require_runtimes(plan: Plan) -> None:
+    """Raise PlanError for a runtime of a framework that is not known and that the plan is not bound to: how much memory
+    it leaves free by default could be anything."""
+    assert plan.input is not None
+    known = {name for name, _ in plan.bindings} | set(MEMORY)
+    for number, runtime in enumerate(plan.input.runtimes):
+        if runtime.framework not in known:
+            raise PlanError(
+                f"input.runtimes.{number}.framework={runtime.framework!r} is not known: "
+                f"{nearest(runtime.framework, known)}"
+            )
 
 
 def _merged(plan: Plan, given: Any) -> tuple[tuple[str, Layout], ...]:

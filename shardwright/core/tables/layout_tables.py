@@ -41,6 +41,7 @@ class LayoutTables:
         sequence_parallel: bool | None,
         pins: tuple[Pin, ...],
     ) -> None:
+        self.captured = graph  # kept alive: tables are remembered by its identity
         graph = graph.for_precision(precision)
         self.graph, self.cluster, self.precision, self.optimizer = graph, cluster, precision, optimizer
         self.gradient_precision, self._sequence_parallel, self._pins = gradient_precision, sequence_parallel, pins
