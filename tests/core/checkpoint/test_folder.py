@@ -52,6 +52,12 @@ def read(reader: Reader, name: str, box: Box | None = None) -> np.ndarray:
     return found
 
 
+def read_all(path: Path) -> None:
+    reader = Reader.open(path, "last")
+    for name in reader.index.tensors:
+        read(reader, name)
+
+
 @pytest.mark.parametrize("together", [False, True])
 def test_what_two_ranks_write_is_read_whole_and_in_parts(tmp_path: Path, together: bool) -> None:
     write(tmp_path, "step_7", together=together)
@@ -139,7 +145,7 @@ def test_files_that_vanish_before_the_end_are_missed(tmp_path: Path) -> None:
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_a_folder_without_permission_is_named(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
-    with pytest.raises(CheckpointError, match="no checkpoint can be written to .*Permission denied"):
+    with pytest.raises(CheckpointError, match=r"no checkpoint can be written to .*Permission denied"):
         folders.begin(tmp_path, "a")
 
 
@@ -190,9 +196,7 @@ def test_every_corruption_is_refused_by_the_name_of_the_file(tmp_path: Path) -> 
             part = victim.name.split(".")[0]
             victim.write_bytes(next((tmp_path / "other" / "last").glob(f"{part}.*")).read_bytes())
         with pytest.raises(CheckpointError) as caught:
-            reader = Reader.open(path, "last")
-            for name in reader.index.tensors:
-                read(reader, name)
+            read_all(path)
         named = victim.name if not (kind == "missing" and victim.name == MARKER) else "'last'"
         assert named in str(caught.value) or kind == "foreign", f"{kind} {victim.name}: {caught.value}"
         shutil.rmtree(path)

@@ -58,15 +58,19 @@ def test_a_box_of_a_tensor_is_read(written: tuple[Path, Written]) -> None:
         TensorFile(*written).read("b")
 
 
+def read_all(path: Path, known: Written) -> None:
+    file = TensorFile(path, known)
+    for name in TENSORS:
+        file.read(name)
+
+
 def test_any_flipped_bit_is_found_where_it_is_read(written: tuple[Path, Written]) -> None:
     path, known = written
     sound = path.read_bytes()
     for at in range(len(sound)):
         path.write_bytes(sound[:at] + bytes([sound[at] ^ (1 << (at % 8))]) + sound[at + 1 :])
         with pytest.raises(CheckpointError, match=r"some.safetensors: bytes [\d,]+ to [\d,]+ are not those"):
-            file = TensorFile(path, known)
-            for name in TENSORS:
-                file.read(name)
+            read_all(path, known)
 
 
 @pytest.mark.parametrize(
