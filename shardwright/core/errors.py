@@ -43,6 +43,10 @@ class PlanFileError(PlanError):
     """A plan file is malformed or newer than this version; names the path inside the file."""
 
 
+class CheckpointError(ShardwrightError):
+    """A checkpoint that cannot be written or read: not complete, damaged, or of something else."""
+
+
 class ScheduleError(ShardwrightError):
     """A schedule does not admit the sizes given, or its table is not valid."""
 

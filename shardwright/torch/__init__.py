@@ -33,6 +33,7 @@ from shardwright.backends.torch.data_parallel.row_gradients import reduce_gradie
 from shardwright.backends.torch.tensor_parallel.registry import tp_register, tp_register_with_module  # noqa: E402
 from shardwright.core.schedule.measured_costs import measured_costs  # noqa: E402
 from shardwright.core.schedule.passes import split_backward  # noqa: E402
+from shardwright.torch.checkpoints import resume_from_checkpoint, save_checkpoint  # noqa: E402
 from shardwright.torch.data import DistributedSampler, sampler  # noqa: E402
 from shardwright.torch.model import DistributedModel, delay_param_initialization  # noqa: E402
 from shardwright.torch.optimizer import DistributedOptimizer  # noqa: E402
@@ -105,7 +106,9 @@ __all__ = [
     "rdp_size",
     "record_timeline",
     "reduce_gradient",
+    "resume_from_checkpoint",
     "sampler",
+    "save_checkpoint",
     "set_activation_checkpointing",
     "set_seed",
     "set_tensor_parallelism",

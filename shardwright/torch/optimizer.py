@@ -4,6 +4,7 @@ import dataclasses
 import logging
 import weakref
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,9 @@ from shardwright.backends.torch.state.optimizer_states import (
     put_states_together,
 )
 from shardwright.backends.torch.state.parts import Parts
-from shardwright.core.errors import MissingCapabilityError, ShardwrightError
+from shardwright.backends.torch.state.saved_parts import SavedParts
+from shardwright.core.checkpoint.reader import Reader, require_names
+from shardwright.core.errors import CheckpointError, MissingCapabilityError, ShardwrightError
 from shardwright.core.model.loss.scaling import LossScale, loss_scale_of
 from shardwright.torch import session as sessions
 from shardwright.torch.run_agreement import optimizers_claim
@@ -70,7 +73,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.optimizer = optimizer
         self._ownership, self._bound, self._watchdog = runtime.ownership, session.bound, session.watchdog
         self._split_model = runtime.split_model
-        self._uncut: Mapping[str, Any] | None = None
+        self._load_later: Callable[[], None] | None = None
         self._names: list[list[str | torch.Tensor]] = []
         self._note_groups()
         self._rebind()
@@ -105,7 +108,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             raise ShardwrightError("a closure would run part of a model only: call the step function, then step()")
         self._steps += 1
-        self._cut_states()
+        self.cut_states()
         skipped = self._scaling is not None and self._scaling.is_dynamic and self._overflows(self._scaling)
         if not skipped and self._split_model.clips_at is not None:
             session = sessions.current()
@@ -179,19 +182,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises:
             MissingCapabilityError: a parameter is sharded along the tensor axis, and has a state of another shape.
         """
-        self._cut_states()
+        self.cut_states()
         current = sessions.current()
         claims = [optimizers_claim(current)]
         current.agreement.meet(f"optimizer.state_dict({rank0_only=})", claims, in_replica=True)
         found = gather_states(
-            self._ownership, self.optimizer, self._named_groups(), self._bound, self._watchdog, rank0_only,
+            self._ownership, self.optimizer, self.named_groups(), self._bound, self._watchdog, rank0_only,
             self._split_model.parts,
         )  # fmt: skip
         return found | self._said_scale() if found else found
 
     def local_state_dict(self) -> dict[str, Any]:
         """The states of this rank's parameters, or of its parts of them, by their original names."""
-        return local_states(self._ownership, self.optimizer, self._named_groups()) | self._said_scale()
+        return local_states(self._ownership, self.optimizer, self.named_groups()) | self._said_scale()
 
     def _said_scale(self) -> dict[str, Any]:
         return {} if self._scaling is None else {LOSS_SCALE: dataclasses.asdict(self._scaling)}
@@ -207,18 +210,62 @@ class DistributedOptimizer(torch.optim.Optimizer):
         # The first step cuts parameters; states are cut after it.
         cut = self._split_model.has_cut_parameters
         now = state_dict if cut or not is_local(state_dict) else {**state_dict, "state": {}}
-        load_states(self._ownership, self.optimizer, self._named_groups(), now, self._split_model.parts)
+        load_states(self._ownership, self.optimizer, self.named_groups(), now, self._split_model.parts)
         along_tensor_axis = self._bound.size("tp") > 1 and not self._split_model.is_cut_for_tensor_axis
-        self._uncut = state_dict if along_tensor_axis or (not cut and is_local(state_dict)) else None
+        load_later = partial(
+            load_states, self._ownership, self.optimizer, self.named_groups(), state_dict, self._split_model.parts,
+            with_options=False,
+        )  # fmt: skip
+        self._load_later = load_later if along_tensor_axis or (not cut and is_local(state_dict)) else None
         sessions.current().note_loaded("states of the optimizer")
 
-    def _cut_states(self) -> None:
-        if self._uncut is not None and self._split_model.has_cut_parameters:
-            given, self._uncut = self._uncut, None
-            load_states(
-                self._ownership, self.optimizer, self._named_groups(), given, self._split_model.parts,
-                with_options=False,
-            )  # fmt: skip
+    def cut_states(self) -> None:
+        """Load the states that wait for the first step, which cuts the parameters."""
+        if self._load_later is not None and self._split_model.has_cut_parameters:
+            load, self._load_later = self._load_later, None
+            load()
+
+    def told(self) -> dict[str, Any]:
+        """The optimizer without its states, as a checkpoint has it: its class, the options of its groups with the names
+        of their parameters, the number of its steps and the scale of losses."""
+        groups = [
+            {key: entry for key, entry in group.items() if key != "params"} | {"params": names}
+            for group, names in zip(self.param_groups, self.named_groups(), strict=True)
+        ]
+        scale = None if self._scaling is None else dataclasses.asdict(self._scaling)
+        return {"class": type(self.optimizer).__name__, "groups": groups, "steps": self._steps, LOSS_SCALE: scale}
+
+    def require_like(self, told: Mapping[str, Any], source: str) -> None:
+        """Raise CheckpointError where an optimizer of `told` is of another class than this one, or of other
+        parameters."""
+        own = type(self.optimizer).__name__
+        if told["class"] != own:
+            raise CheckpointError(
+                f"{source} has the states of {told['class']}, and this optimizer is {own}: make one of that class, or "
+                f"give load_optimizer=False, and begin with fresh states"
+            )
+        saved, groups = [group["params"] for group in told["groups"]], self.named_groups()
+        if len(saved) != len(groups):
+            raise CheckpointError(f"{source} has {len(saved)} parameter groups, and this optimizer {len(groups)}")
+        for number, (before, names) in enumerate(zip(saved, groups, strict=True)):
+            require_names(names, before, f"group {number} of the optimizer")
+
+    def resume(self, told: Mapping[str, Any], reader: Reader, section: str) -> None:
+        """Take the options and the states of an optimizer in a checkpoint; those that the first step cuts, after it."""
+        for group, saved in zip(self.param_groups, told["groups"], strict=True):
+            group.update({key: entry for key, entry in saved.items() if key != "params"})
+        self._steps = told["steps"]
+        if self._scaling is not None and told[LOSS_SCALE] is not None:
+            self._scaling = self._split_model.loss_scale = LossScale(**told[LOSS_SCALE])
+        names = [name for group in self.named_groups() for name in group]
+
+        def load() -> None:
+            saved = SavedParts(self._ownership, self._split_model.parts, self._bound)
+            saved.read_states(reader, section, self.optimizer, names)
+
+        self._load_later = None if self._split_model.has_cut_parameters else load
+        if self._load_later is None:
+            load()
 
     def _put_together(self, parts: Parts) -> None:
         put_states_together(self._ownership, self.optimizer, self._names, parts)
@@ -252,7 +299,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 f"by its first step already: make the optimizer before the first step"
             )
 
-    def _named_groups(self) -> list[list[str]]:
+    def named_groups(self) -> list[list[str]]:
+        """The names of the parameters of every group, those of other ranks among them. Raises ShardwrightError where a
+        parameter is none of the model's."""
         foreign = [p for names in self._names for p in names if not isinstance(p, str)]
         if foreign:
             raise ShardwrightError(

@@ -46,6 +46,12 @@ class OptimizerSettings(Protocol):
     def said(self, name: str) -> dict[str, str]: ...
 
 
+class PendingSave(Protocol):
+    """A checkpoint that is being written."""
+
+    def wait(self) -> None: ...
+
+
 class Session:
     """One process's run. There is one per process, as there is one default process group."""
 
@@ -73,6 +79,8 @@ class Session:
         """The state dicts that were loaded, in words."""
         self.optimizers: list[Callable[[], OptimizerSettings | None]] = []
         """References to the optimizers that were made, which give their settings in words."""
+        self.pending: PendingSave | None = None
+        """The checkpoint that is being written in the background."""
         self.log = self._log() if config.log_every and bound.rank == 0 else None
         """The lines of training steps, on rank 0."""
 
@@ -247,6 +255,8 @@ def shutdown() -> None:
     atexit.unregister(_leave_at_exit)
     if session is None:
         return
+    if session.pending is not None:
+        session.pending.wait()
     if session.log is not None:
         session.log.settle()
     session.agreement.leave("it called sw.shutdown, or its script ended")

@@ -32,6 +32,13 @@ class AwaitedWeights:
             self._source.require(name)
             ownership.put(name, hollow_like(ownership.tensor(name), device))
 
+    def take(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Have the values come from these weights. Raises PlanError where they lack one; the nearest is named."""
+        source = NamedWeights(self._ownership, weights)
+        for name in self.names:
+            source.require(name)
+        self._source = source
+
     def value(self, name: str, parameter: torch.Tensor) -> torch.Tensor:
         """A parameter, or what it will be where it has no memory: whole along the data axis."""
         if not is_hollow(parameter):

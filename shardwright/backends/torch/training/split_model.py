@@ -197,6 +197,18 @@ class SplitModel:
             self.weights = None
             self._tell_of_change()
 
+    def take_values(self, weights: Mapping[str, torch.Tensor]) -> frozenset[str]:
+        """Have the values that parameters do not have yet come from these weights. Returns the first names of what has
+        none until the first step."""
+        if self.ownership.placement is None and self.weights is not None:
+            self.weights = weights
+        names = (*self.ownership.parameter_names, *self.ownership.buffer_names)
+        found = {name for name in names if self.ownership.tensor(name).is_meta}
+        if self.awaited is not None:
+            self.awaited.take(weights)
+            found |= self.awaited.names
+        return frozenset(found)
+
     def _tell_of_change(self) -> None:
         self._looked_at.clear()
         for listener in self.listeners:

@@ -1,0 +1,299 @@
+"""Folders of checkpoints: one folder for each tag, and in it the files of one complete save.
+
+A save writes files whose names are its own, then the index, and the marker last; until then an earlier save under the
+same tag stays what is read. Nothing is renamed but the marker, which replaces the one before: on object stores that is
+one write too.
+"""
+
+import os
+import re
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardwright.core.checkpoint.boxes import Box
+from shardwright.core.checkpoint.index import (
+    VERSION,
+    FileRecord,
+    Index,
+    Marker,
+    PieceRecord,
+    RankRecord,
+    RankTensor,
+    merged,
+    read_index,
+    read_marker,
+    read_rank_record,
+)
+from shardwright.core.checkpoint.tensor_file import ToWrite, digest_of, write_path
+from shardwright.core.checkpoint.together import put_together
+from shardwright.core.errors import CheckpointError, nearest
+
+MARKER = "complete.json"
+MOST_INDEX_BYTES = 4 << 30
+POLL_S = 0.02
+"""Seconds between two looks for what other ranks have written."""
+_TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=-]{0,200}")
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """One save: its folder, the name that its files have, and its place among those of the folder."""
+
+    folder: Path
+    name: str
+    sequence: int
+
+    def file(self, part: str, rank: int, suffix: str) -> Path:
+        return self.folder / f"{part}-{rank:05d}.{self.name}.{suffix}"
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A box of a tensor that a rank writes. ``bytes`` gives its entries row by row."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    box: Box
+    bytes: Callable[[], Any]
+
+
+def require_tag(tag: object) -> str:
+    """The tag. Raises CheckpointError where it cannot be the name of a folder."""
+    if not isinstance(tag, str) or _TAG.fullmatch(tag) is None:
+        raise CheckpointError(
+            f"tag={tag!r}: expected letters, digits, and . _ = - after the first, as 'step_100': it names a folder"
+        )
+    return tag
+
+
+def begin(path: Path, tag: str) -> Save:
+    """Begin a save under a tag: one rank calls this, and tells the others. Raises CheckpointError where the folder
+    cannot be made."""
+    folder = path / require_tag(tag)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f"probe.{secrets.token_hex(4)}"
+        probe.touch()
+        probe.unlink()
+    except OSError as failed:
+        raise CheckpointError(f"no checkpoint can be written to {folder}: {failed.strerror}") from failed
+    last = max((marker.sequence for _, marker in complete(path)), default=0)
+    return Save(folder, secrets.token_hex(6), last + 1)
+
+
+def write_rank(save: Save, rank: int, pieces: Mapping[str, list[Piece]]) -> None:
+    """Write one rank's pieces, by the part of the state that they belong to, each part to a file of its own; and last
+    its record. Raises CheckpointError where a file cannot be written, as on a full disk; nothing of it is left then."""
+    files: dict[str, FileRecord] = {}
+    tensors: dict[str, RankTensor] = {}
+    made: list[Path] = []
+    try:
+        for part, held in pieces.items():
+            if not held:
+                continue
+            path = save.file(part, rank, "safetensors")
+            made.append(path)
+            keys = [_key(piece) for piece in held]
+            told = write_path(
+                path, [ToWrite(k, p.dtype, p.box.shape, p.bytes) for k, p in zip(keys, held, strict=True)]
+            )
+            files[path.name] = FileRecord(size_bytes=told.size_bytes, chunks=told.chunks)
+            for key, piece in zip(keys, held, strict=True):
+                own = PieceRecord(file=path.name, key=key, start=piece.box.start, shape=piece.box.shape)
+                name = f"{part}/{piece.name}"
+                before = tensors[name].pieces if name in tensors else ()
+                tensors[name] = RankTensor(dtype=piece.dtype, shape=piece.shape, pieces=(*before, own))
+        made.append(save.file("record", rank, "json"))
+        _write_whole(made[-1], RankRecord(files=files, tensors=tensors).model_dump_json().encode())
+    except OSError as failed:
+        for path in made:
+            path.unlink(missing_ok=True)
+        raise CheckpointError(
+            f"the checkpoint could not be written to {save.folder}: {failed.strerror}; what was there before stays"
+        ) from failed
+
+
+def publish(
+    save: Save,
+    ranks: int,
+    timeout_s: float,
+    *,
+    step: int,
+    framework: str,
+    content: Any,
+    plan: Any,
+    keep: int | None,
+    together: bool = False,
+) -> None:
+    """Wait for all ranks' records, write the index and then the marker; then drop what the marker replaced, and all
+    but the last ``keep`` checkpoints. One rank calls this.
+
+    Raises CheckpointError where a rank has written nothing within ``timeout_s``, where a tensor is not whole, or where
+    a file is gone. Nothing is published then.
+    """
+    records = _gathered(save, ranks, timeout_s)
+    files, tensors = merged(records)
+    for name, record in files.items():
+        if not (save.folder / name).exists() or (save.folder / name).stat().st_size != record.size_bytes:
+            raise CheckpointError(
+                f"{save.folder / name} is gone, or has changed, before the checkpoint was complete: does another run "
+                f"write to this folder? Nothing was published"
+            )
+    before = _marker_of(save.folder)
+    try:
+        if together:
+            files, tensors = put_together(save.folder, save.name, files, tensors)
+        index = Index(
+            format="shardwright-checkpoint", version=VERSION, save=save.name, sequence=save.sequence, step=step,
+            framework=framework, ranks=ranks, files=files, tensors=tensors, content=content, plan=plan,
+        )  # fmt: skip
+        text = index.model_dump_json().encode()
+        path = save.folder / f"index.{save.name}.json"
+        _write_whole(path, text)
+        marker = Marker(
+            format="shardwright-checkpoint", version=VERSION, save=save.name, sequence=save.sequence, step=step,
+            index=path.name, index_bytes=len(text), index_digest=digest_of(text), digest="",
+        )  # fmt: skip
+        marker = marker.model_copy(update={"digest": marker.own_digest()})
+        aside = save.folder / f"marker.{save.name}.json"
+        _write_whole(aside, marker.model_dump_json(indent=1).encode())
+        os.replace(aside, save.folder / MARKER)
+        _settle_folder(save.folder)
+    except OSError as failed:
+        raise CheckpointError(f"the checkpoint could not be written to {save.folder}: {failed.strerror}") from failed
+    for rank in range(ranks):
+        save.file("record", rank, "json").unlink(missing_ok=True)
+    if before is not None and before.save != save.name:
+        _drop(save.folder, before.save)
+    if keep is not None:
+        for tag, other in complete(save.folder.parent)[:-keep]:
+            remove(save.folder.parent / tag, other)
+
+
+def abandon(save: Save) -> None:
+    """Drop what was written of a save that is not going to be published."""
+    _drop(save.folder, save.name)
+
+
+def complete(path: Path) -> list[tuple[str, Marker]]:
+    """The complete checkpoints of a folder, by tag, the oldest first. Raises CheckpointError for a damaged marker."""
+    if not path.is_dir():
+        return []
+    found = []
+    for folder in path.iterdir():
+        if folder.is_dir() and (marker := _marker_of(folder)) is not None:
+            found.append((folder.name, marker))
+    return sorted(found, key=lambda item: (item[1].sequence, item[1].save))
+
+
+def chosen(path: Path, tag: str | None) -> tuple[Path, Marker]:
+    """The folder of the newest complete checkpoint, or of that with a tag, and its marker.
+
+    Raises CheckpointError where there is none, naming those that are.
+    """
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: there is no such folder of checkpoints")
+    if tag is not None:
+        marker = _marker_of(path / require_tag(tag))
+        if marker is None:
+            known = [held for held, _ in complete(path)]
+            why = "is not complete: its run ended while it was written" if (path / tag).is_dir() else "does not exist"
+            raise CheckpointError(f"checkpoint {tag!r} in {path} {why}; {nearest(tag, known)}")
+        return path / tag, marker
+    found = complete(path)
+    if not found:
+        raise CheckpointError(f"{path}: no complete checkpoint is there")
+    return path / found[-1][0], found[-1][1]
+
+
+def read(folder: Path, marker: Marker) -> Index:
+    """The index of a complete checkpoint. Raises CheckpointError where it is damaged, and OSError never."""
+    path = folder / marker.index
+    text = _read_bytes(path)
+    if len(text) != marker.index_bytes or digest_of(text) != marker.index_digest:
+        raise CheckpointError(f"{path}: the index is not as it was written: it is damaged; take another checkpoint")
+    return read_index(text, str(path))
+
+
+def remove(folder: Path, marker: Marker) -> None:
+    """Remove a complete checkpoint: the marker first, so that no half of it is ever taken for one."""
+    (folder / MARKER).unlink(missing_ok=True)
+    _drop(folder, marker.save)
+    try:
+        folder.rmdir()
+    except OSError:
+        return  # something else is in it
+
+
+def _drop(folder: Path, save: str) -> None:
+    for path in folder.glob(f"*.{save}.*"):
+        path.unlink(missing_ok=True)
+
+
+def _marker_of(folder: Path) -> Marker | None:
+    path = folder / MARKER
+    return read_marker(_read_bytes(path), str(path)) if path.exists() else None
+
+
+def _gathered(save: Save, ranks: int, timeout_s: float) -> dict[int, RankRecord]:
+    until = time.monotonic() + timeout_s
+    records: dict[int, RankRecord] = {}
+    while True:
+        for rank in range(ranks):
+            path = save.file("record", rank, "json")
+            if rank not in records and path.exists():
+                records[rank] = read_rank_record(_read_bytes(path), str(path))
+        if len(records) == ranks:
+            return records
+        if time.monotonic() > until:
+            lacking = sorted(set(range(ranks)) - set(records))
+            raise CheckpointError(
+                f"after {timeout_s:.0f} s rank {lacking[0]} ({len(lacking)} of {ranks} ranks) has written nothing to "
+                f"{save.folder} that this rank sees: a checkpoint needs a folder that all ranks share"
+            )
+        time.sleep(POLL_S)
+
+
+def _key(piece: Piece) -> str:
+    is_whole = piece.box == Box.whole(piece.shape)
+    return piece.name if is_whole else f"{piece.name}@{','.join(map(str, piece.box.start))}"
+
+
+def _read_bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as failed:
+        raise CheckpointError(f"{path}: the checkpoint's file cannot be read: {failed.strerror}") from failed
+
+
+def _write_whole(path: Path, data: bytes) -> None:
+    """Write a file that is whole or not there: aside first."""
+    aside = path.with_name(path.name + ".part")
+    with aside.open("wb") as file:
+        file.write(data)
+        file.flush()
+        _settle(file.fileno())
+    os.replace(aside, path)
+
+
+def _settle(number: int) -> None:
+    os.fsync(number)
+
+
+def _settle_folder(folder: Path) -> None:
+    """Let the folder's own entries outlive a loss of power, where the system can."""
+    try:
+        number = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return
+    try:
+        os.fsync(number)
+    except OSError:
+        pass
+    finally:
+        os.close(number)

@@ -1,0 +1,88 @@
+"""A checkpoint that is read: boxes of its tensors, from whatever pieces they lie in."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from shardwright.core.checkpoint import folder as folders
+from shardwright.core.checkpoint.boxes import Box
+from shardwright.core.checkpoint.content import decoded
+from shardwright.core.checkpoint.index import Index, Marker, TensorRecord
+from shardwright.core.checkpoint.tensor_file import Bytes, TensorFile, Written
+from shardwright.core.errors import CheckpointError, nearest
+
+
+class Reader:
+    """A complete checkpoint. Files are opened when they are first read, and read in place."""
+
+    def __init__(self, folder: Path, marker: Marker) -> None:
+        """Raises CheckpointError where the index is damaged."""
+        self.folder, self.marker = folder, marker
+        self.index: Index = folders.read(folder, marker)
+        self._files: dict[str, TensorFile] = {}
+
+    @classmethod
+    def open(cls, path: Path, tag: str | None = None) -> "Reader":
+        """The newest complete checkpoint of a folder, or that with a tag. Raises CheckpointError as `folder.chosen`."""
+        return cls(*folders.chosen(path, tag))
+
+    def __str__(self) -> str:
+        return f"checkpoint {self.folder.name!r}, of step {self.index.step}"
+
+    def names(self, part: str) -> list[str]:
+        """The names of a part's tensors."""
+        return [name[len(part) + 1 :] for name in self.index.tensors if name.startswith(f"{part}/")]
+
+    def tensor(self, name: str) -> TensorRecord:
+        """What is known of a tensor. Raises CheckpointError where there is none of that name."""
+        found = self.index.tensors.get(name)
+        if found is None:
+            raise CheckpointError(f"{self} has no tensor {name!r}: {nearest(name, self.index.tensors)}")
+        return found
+
+    def boxes(self, name: str, box: Box) -> Iterator[tuple[Box, Bytes]]:
+        """The pieces of a box of a tensor: each with its entries as bytes, a view of a file, of the piece's shape and
+        one more dim of the bytes of an entry. Together they hold the box.
+
+        Raises CheckpointError where a file is missing or damaged.
+        """
+        tensor = self.tensor(name)
+        for piece in tensor.pieces:
+            shared = box.meet(piece.box)
+            if shared is None:
+                continue
+            file = self._file(piece.file)
+            dtype, shape, _ = file.entries.get(piece.key, ("", (), 0))
+            if (dtype, shape) != (tensor.dtype, piece.shape):
+                raise CheckpointError(f"{file.path}: {piece.key!r} is not the piece that the index tells of")
+            yield shared, file.read(piece.key, shared.moved([-at for at in piece.start]))
+
+    def content(self, tensors: Any) -> Any:
+        """The values that are no tensors. ``tensors`` gives a tensor by its name."""
+        return decoded(self.index.content, tensors)
+
+    def _file(self, name: str) -> TensorFile:
+        if name not in self._files:
+            record = self.index.files.get(name)
+            if record is None:
+                raise CheckpointError(f"{self}: the index names a file {name!r} that it does not know")
+            self._files[name] = TensorFile(self.folder / name, Written(record.size_bytes, record.chunks))
+        return self._files[name]
+
+
+def require_names(own: Sequence[str], saved: Sequence[str], what: str) -> None:
+    """Raise CheckpointError where a model or an optimizer has other names than a checkpoint; the nearest are named."""
+    missing = [name for name in own if name not in set(saved)]
+    unexpected = [name for name in saved if name not in set(own)]
+    if not missing and not unexpected:
+        return
+    said = []
+    if missing:
+        said.append(f"it lacks {_few(missing)} ({nearest(missing[0], saved)[:200]})")
+    if unexpected:
+        said.append(f"it has {_few(unexpected)}, which is not here ({nearest(unexpected[0], own)[:200]})")
+    raise CheckpointError(f"the checkpoint does not fit {what}: {'; '.join(said)}. strict=False loads what fits")
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

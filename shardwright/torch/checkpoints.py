@@ -1,0 +1,371 @@
+"""Checkpoints of a training run: written by all ranks, read under any plan.
+
+A checkpoint holds the logical state by original names (`core.checkpoint`), so that it does not matter how the model was
+split when it was written, nor how it is when it is read.
+"""
+
+import json
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from shardwright.backends.torch.machine.agreement import Claim
+from shardwright.backends.torch.machine.digests import digest_of
+from shardwright.backends.torch.state.generators import generator_states, set_generator_states
+from shardwright.backends.torch.state.saved_parts import (
+    MODEL,
+    SavedParts,
+    SavedWeights,
+    fill,
+    read_whole,
+    whole_piece,
+)
+from shardwright.core.checkpoint import folder as folders
+from shardwright.core.checkpoint.boxes import Box
+from shardwright.core.checkpoint.content import encoded
+from shardwright.core.checkpoint.folder import Piece, Save
+from shardwright.core.checkpoint.reader import Reader, require_names
+from shardwright.core.checkpoint.tensor_file import digest_of as bytes_digest
+from shardwright.core.errors import CheckpointError, ShardwrightError
+from shardwright.core.plan.file import to_document
+from shardwright.torch import session as sessions
+from shardwright.torch.model import DistributedModel
+from shardwright.torch.optimizer import DistributedOptimizer
+from shardwright.torch.run_agreement import optimizers_claim
+
+USER, RANDOM = "user", "random"
+"""The parts of a checkpoint with tensors of the user's, and with the states of random generators."""
+Optimizers = DistributedOptimizer | Sequence[DistributedOptimizer] | None
+
+
+class PendingCheckpoint:
+    """A checkpoint that is being written. `wait` ends when it is complete."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._failure: Exception | None = None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether this rank has written its part; on rank 0, whether the checkpoint is complete."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Wait until this rank has written its part; on rank 0 until the checkpoint is complete. Raises CheckpointError
+        where that has failed."""
+        if self._thread is not None:
+            self._thread.join()
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def _run(self, work: Sequence[Callable[[], None]]) -> None:
+        try:
+            for each in work:
+                each()
+        except Exception as error:
+            self._failure = error
+
+    def start(self, work: Sequence[Callable[[], None]]) -> None:
+        """Do the work, one after the other, on a thread of its own."""
+        self._thread = threading.Thread(target=self._run, args=(work,), name="checkpoint", daemon=False)
+        self._thread.start()
+
+
+def save_checkpoint(
+    path: str | Path,
+    tag: str,
+    partial: bool = True,
+    model: DistributedModel | None = None,
+    optimizer: Optimizers = None,
+    user_content: Any = None,
+    *,
+    num_kept_partial_checkpoints: int | None = None,
+    background: bool = False,
+) -> PendingCheckpoint:
+    """Write the state of training to ``path/tag``: parameters, buffers, optimizers, loss scale, seed, step and what the
+    user adds. Every rank calls this, and writes what it holds; `resume_from_checkpoint` reads it under any plan.
+
+    It is complete when its marker is there, which is written last. Until then, and where anything fails, what was there
+    under the tag before stays; a run that is killed leaves nothing that is taken for a checkpoint.
+
+    Args:
+        path: a folder that all ranks share.
+        tag: the name of the checkpoint.
+        partial: True: every rank writes what it holds. False: the same, put together in one file of parameters and
+            buffers, one of each optimizer and so on, by rank 0.
+        model, optimizer: by default the session's model, and all of its optimizers.
+        user_content: numbers, texts, lists, tuples, dicts and tensors, as state dicts of schedulers and data loaders
+            are; the same on every rank. Nothing is pickled.
+        num_kept_partial_checkpoints: so many of the newest checkpoints of the folder are kept; None: all.
+        background: go on at once: what is to be written is copied to the host's memory first, as many bytes as this
+            rank writes. The next checkpoint waits for this one, and so does `shutdown`.
+
+    Raises:
+        CheckpointError: the folder cannot be written to, ranks do not share it, or something cannot be saved.
+        DisagreementError: on all ranks, where one has failed, or their user_content differs.
+    """
+    session = sessions.current()
+    call = f"sw.save_checkpoint(…, {tag!r})"
+    state: _State | None = None
+    save: Save | None = None
+    failure: Exception | None = None
+    notes: tuple[int, ...] = ()
+    claims: list[Claim] = []
+    folder = Path(path)
+    try:
+        wait_for_checkpoints(session)
+        state = _State(session, model, optimizer)
+        content, pieces = state.gathered(user_content)
+        claims = [*_content_claims(content, pieces[USER]), optimizers_claim(session)]
+        if session.bound.rank == 0:
+            save = folders.begin(folder, tag)
+            notes = int(save.name, 16), save.sequence
+        else:
+            folders.require_tag(tag)
+            pieces[USER] = []  # rank 0 writes them
+    except Exception as error:
+        failure = error
+    told = session.agreement.meet(call, claims, failure=failure, notes=notes)
+    assert state is not None
+    if save is None:
+        number, sequence, *_ = told[0]
+        save = Save(folder / tag, f"{number:012x}", sequence)
+    chosen: Save = save
+    plan = None if session.plan is None else json.loads(json.dumps(to_document(session.plan)))
+
+    def write() -> None:
+        folders.write_rank(chosen, session.bound.rank, pieces)
+
+    def publish() -> None:
+        folders.publish(
+            chosen, session.bound.mesh.size, session.config.wait_timeout_s, step=state.steps, framework="torch",
+            content=content, plan=plan, keep=num_kept_partial_checkpoints, together=not partial,
+        )  # fmt: skip
+
+    if background:
+        pieces = {part: [_copied(piece) for piece in held] for part, held in pieces.items()}
+        pending = PendingCheckpoint()
+        session.pending = pending
+        pending.start([write, publish] if session.bound.rank == 0 else [write])
+        return pending
+    for work, is_mine in ((write, True), (publish, session.bound.rank == 0)):
+        failure = None
+        try:
+            if is_mine:
+                work()
+        except Exception as error:
+            failure = error
+        try:
+            session.agreement.meet(f"{call}, {work.__name__}", failure=failure)
+        except ShardwrightError:
+            if session.bound.rank == 0:
+                folders.abandon(chosen)
+            raise
+    return PendingCheckpoint()
+
+
+def resume_from_checkpoint(
+    path: str | Path,
+    tag: str | None = None,
+    partial: bool = True,
+    *,
+    model: DistributedModel | None = None,
+    optimizer: Optimizers = None,
+    strict: bool = True,
+    load_optimizer: bool = True,
+) -> Any:
+    """Go on from a checkpoint of `save_checkpoint`, under whatever plan it was written: every rank reads what it holds.
+    Every rank calls this, once the model and the optimizers are wrapped, before the first step or later.
+
+    Args:
+        path: the folder of checkpoints.
+        tag: the name of one; None: the newest that is complete.
+        partial: is taken for SageMaker's sake: both forms are read alike.
+        strict: whether a model and a checkpoint of different names are refused; else what fits is loaded.
+        load_optimizer: whether the states of optimizers are loaded too.
+
+    Returns:
+        what was given as ``user_content``.
+
+    Raises:
+        CheckpointError: there is none, it is not complete, damaged, or of another model or optimizer.
+        DisagreementError: on all ranks, where one has failed, or reads another checkpoint.
+    """
+    session = sessions.current()
+    failure: Exception | None = None
+    claims: list[Claim] = []
+    content: Any = None
+    state: _State | None = None
+    reader: Reader | None = None
+    call = f"sw.resume_from_checkpoint({tag=})"
+    try:
+        wait_for_checkpoints(session)
+        state = _State(session, model, optimizer)
+        reader = Reader.open(Path(path), tag)
+        claims = [
+            Claim.of(
+                "the checkpoint that is loaded", f"{reader}, {reader.marker.index_digest[:8]}",
+                "Give every rank one folder that they share.",
+            )
+        ]  # fmt: skip
+        content = reader.content(lambda name: read_whole(reader, name))
+        state.require_fits(reader, content, strict=strict, load_optimizer=load_optimizer)
+    except Exception as error:
+        failure = error
+    session.agreement.meet(call, claims, failure=failure)
+    assert state is not None
+    assert reader is not None
+    try:
+        state.load(reader, content, load_optimizer=load_optimizer)
+    except Exception as error:
+        failure = error
+    session.agreement.meet(f"{call}, loading", failure=failure)
+    session.note_loaded(f"{reader}, {reader.marker.index_digest[:8]}")
+    return content["user"]
+
+
+def wait_for_checkpoints(session: "sessions.Session") -> None:
+    """Wait for the checkpoint that is being written in the background. Raises CheckpointError where it has failed."""
+    pending, session.pending = session.pending, None
+    if pending is not None:
+        pending.wait()
+
+
+class _State:
+    """The state of training on this rank."""
+
+    def __init__(self, session: "sessions.Session", model: DistributedModel | None, optimizer: Optimizers) -> None:
+        """Raises ShardwrightError where there is no model, or something else is given."""
+        if session.runtime is None:
+            raise ShardwrightError("wrap the model first: sw.DistributedModel(model); then save or load checkpoints")
+        if model is not None and getattr(model, "runtime", None) is not session.runtime:
+            raise CheckpointError(f"model= is a {type(model).__name__}: expected the sw.DistributedModel of this run")
+        self.session, self.runtime = session, session.runtime
+        self.split_model, self.ownership = self.runtime.split_model, self.runtime.ownership
+        if optimizer is None:
+            alive = [reference() for reference in session.optimizers]
+            self.optimizers = [one for one in alive if isinstance(one, DistributedOptimizer)]
+        else:
+            given = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+            for one in given:
+                if not isinstance(one, DistributedOptimizer):
+                    raise CheckpointError(
+                        f"optimizer= is a {type(one).__name__}: wrap it, sw.DistributedOptimizer(optimizer)"
+                    )
+            self.optimizers = given
+        self.steps = self.split_model.steps_run
+
+    def _saved(self) -> SavedParts:
+        return SavedParts(self.ownership, self.split_model.parts, self.session.bound)
+
+    # Saving ------------------------------------------------------------------------------------------------------
+
+    def gathered(self, user_content: Any) -> tuple[dict[str, Any], dict[str, list[Piece]]]:
+        """The values that are no tensors, and the pieces that this rank writes, by part."""
+        self.split_model.make_values()
+        saved = self._saved()
+        pieces: dict[str, list[Piece]] = {MODEL: list(saved.model_pieces())}
+        told = []
+        for number, optimizer in enumerate(self.optimizers):
+            groups = optimizer.named_groups()
+            optimizer.cut_states()
+            names = [name for held in groups for name in held]
+            pieces[f"optimizer{number}"] = list(saved.state_pieces(optimizer.optimizer, names))
+            told.append(optimizer.told())
+        user: list[Piece] = []
+
+        def tensor(value: Any, place: str) -> str | None:
+            found = torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+            if not isinstance(found, torch.Tensor):
+                return None
+            user.append(whole_piece(f"{len(user)}", found))
+            return f"{USER}/{len(user) - 1}"
+
+        content = {
+            "optimizers": [encoded(one, tensor, f"optimizer {number}") for number, one in enumerate(told)],
+            "user": encoded(user_content, tensor, "user_content"),
+            "ties": {k: v for k, v in self.ownership.first_name.items() if k != v},
+            "seed": self.session.seed, "steps": self.steps, "steps_begun": self.session.steps_begun,
+        }  # fmt: skip
+        pieces[USER] = user
+        states = generator_states()
+        pieces[RANDOM] = [whole_piece(f"{kind}.{self.session.bound.rank}", state) for kind, state in states.items()]
+        return content, pieces
+
+    # Loading -----------------------------------------------------------------------------------------------------
+
+    def _own_names(self) -> list[str]:
+        """The first names of what a checkpoint of this model holds."""
+        kept = set(self.ownership.model.state_dict(keep_vars=True))
+        buffers = [name for name in self.ownership.buffer_names if name in kept]
+        return [*sorted(self.ownership.parameter_names), *sorted(buffers)]
+
+    def require_fits(self, reader: Reader, content: Any, *, strict: bool, load_optimizer: bool) -> None:
+        """Raise CheckpointError where the checkpoint is of another model or of other optimizers; nothing is loaded
+        then."""
+        weights = SavedWeights(reader, content["ties"])
+        firsts = {self.ownership.first_name.get(name, name) for name in weights}
+        own = self._own_names()
+        if strict:
+            require_names(own, sorted(firsts), "the model")
+        shapes = {name: self.split_model.parts.whole_shape(name, self.ownership.tensor(name).shape) for name in own}
+        for name in own:
+            if name in weights and reader.tensor(weights.label(name)).shape != tuple(shapes[name]):
+                raise CheckpointError(
+                    f"{reader} has {name} of shape {reader.tensor(weights.label(name)).shape}, and the model of "
+                    f"{tuple(shapes[name])}: it is of another model"
+                )
+        saved = content["optimizers"]
+        if load_optimizer and len(saved) != len(self.optimizers):
+            raise CheckpointError(
+                f"{reader} has {len(saved)} optimizers, and this run has {len(self.optimizers)}: wrap as many before, "
+                f"or give load_optimizer=False"
+            )
+        for one, optimizer in zip(saved, self.optimizers, strict=False) if load_optimizer else ():
+            optimizer.require_like(one, str(reader))
+
+    def load(self, reader: Reader, content: Any, *, load_optimizer: bool) -> None:
+        """Load this rank's part. Raises CheckpointError where a file is damaged."""
+        weights = SavedWeights(reader, content["ties"])
+        awaited = self.split_model.take_values(weights)
+        saved = self._saved()
+        for name in saved.of:
+            if name in weights and name not in awaited:
+                saved.read(reader, weights.label(name), name, self.ownership.tensor(name))
+        kept = set(self.ownership.model.state_dict(keep_vars=True))
+        for name in self.ownership.buffer_names:
+            tensor = self.ownership.tensor(name)
+            if name in kept and name in weights and self.ownership.holds(name) and not tensor.is_meta:
+                fill(reader, weights.label(name), Box.whole(tuple(tensor.shape)), tensor)
+        for number, optimizer in enumerate(self.optimizers if load_optimizer else ()):
+            optimizer.resume(content["optimizers"][number], reader, f"optimizer{number}")
+        self.session.seed = self.split_model.seed = content["seed"]
+        self.split_model.steps_run, self.session.steps_begun = content["steps"], content["steps_begun"]
+        suffix = f".{self.session.bound.rank}"
+        mine = [name for name in reader.names(RANDOM) if name.endswith(suffix)]
+        set_generator_states({name.removesuffix(suffix): read_whole(reader, f"{RANDOM}/{name}") for name in mine})
+
+
+def _content_claims(content: Mapping[str, Any], tensors: Sequence[Piece]) -> list[Claim]:
+    parts = {
+        "user_content": json.dumps(content["user"], sort_keys=True),
+        "tensors of user_content": " ".join(bytes_digest(piece.bytes().tobytes()) for piece in tensors),
+        "optimizers": json.dumps(content["optimizers"], sort_keys=True),
+    }
+    fix = "Every rank gives the same; what differs by rank belongs to a list with an entry for each."
+    return [
+        Claim(f"the {key} of the checkpoint", digest_of(text), lambda text=text: text[:300], fix)  # type: ignore[misc]
+        for key, text in parts.items()
+    ]
+
+
+def _copied(piece: Piece) -> Piece:
+    """The piece with its entries copied now."""
+    data = np.array(piece.bytes())
+    return replace(piece, bytes=lambda: data)
