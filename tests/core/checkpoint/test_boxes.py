@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from shardwright.core.checkpoint.boxes import Box, Part, range_boxes
 from shardwright.core.layout.placements import Split
+from tests.comparison import Comparison
 
 SHAPES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 
@@ -40,7 +41,7 @@ def test_two_boxes_share_what_both_hold(shape: tuple[int, ...], data: Any) -> No
     found = np.zeros(shape, dtype=bool)
     if shared is not None:
         found[shared.inside(Box.whole(shape))] = True
-    np.testing.assert_array_equal(found, expected)
+    Comparison().equal(found, expected).require()
 
 
 @given(st.data())
@@ -73,6 +74,6 @@ def test_parts_of_all_ranks_make_up_the_tensor(data: Any) -> None:
                 bytes_apart = [s * held.itemsize for s in place.strides]
                 view = np.lib.stride_tricks.as_strided(held[place.offset :], place.box.shape, bytes_apart)
                 inside = place.box.inside(Box.whole(shape))
-                np.testing.assert_array_equal(view, whole[inside])
+                Comparison().equal(view, whole[inside]).require()
                 seen[inside] += 1
     assert (seen == 1).all()

@@ -16,6 +16,7 @@ from shardwright.core.checkpoint.folder import MARKER, Piece, Save
 from shardwright.core.checkpoint.reader import Reader, require_names
 from shardwright.core.checkpoint.writers import writers
 from shardwright.core.errors import CheckpointError
+from tests.comparison import Comparison
 
 SHAPE = (6, 4)
 WHOLE = np.arange(24, dtype=np.float32).reshape(SHAPE)
@@ -63,8 +64,8 @@ def test_what_two_ranks_write_is_read_whole_and_in_parts(tmp_path: Path, togethe
     write(tmp_path, "step_7", together=together)
     reader = Reader.open(tmp_path)
     assert (reader.index.step, reader.index.ranks, reader.names("model")) == (7, 2, ["layer.weight"])
-    np.testing.assert_array_equal(read(reader, "model/layer.weight"), WHOLE)
-    np.testing.assert_array_equal(read(reader, "model/layer.weight", Box((2, 1), (2, 2))), WHOLE[2:4, 1:3])
+    Comparison().equal(read(reader, "model/layer.weight"), WHOLE).require()
+    Comparison().equal(read(reader, "model/layer.weight", Box((2, 1), (2, 2))), WHOLE[2:4, 1:3]).require()
     assert read(reader, "optimizer0/step") == 1.0
     names = sorted(path.name for path in (tmp_path / "step_7").iterdir())
     assert len(names) == (4 if together else 5), names
@@ -72,7 +73,7 @@ def test_what_two_ranks_write_is_read_whole_and_in_parts(tmp_path: Path, togethe
         from safetensors.numpy import load_file
 
         (file,) = (tmp_path / "step_7").glob("model.*.safetensors")
-        np.testing.assert_array_equal(load_file(file)["layer.weight"], WHOLE)
+        Comparison().equal(load_file(file)["layer.weight"], WHOLE).require()
 
 
 def test_the_newest_complete_one_is_found(tmp_path: Path) -> None:
@@ -82,7 +83,7 @@ def test_the_newest_complete_one_is_found(tmp_path: Path) -> None:
     folders.write_rank(begun, 0, of_rank(0, WHOLE))
     assert Reader.open(tmp_path).folder.name == "a"
     assert [tag for tag, _ in folders.complete(tmp_path)] == ["b", "a"]
-    np.testing.assert_array_equal(read(Reader.open(tmp_path, "b"), "model/layer.weight"), WHOLE)
+    Comparison().equal(read(Reader.open(tmp_path, "b"), "model/layer.weight"), WHOLE).require()
     with pytest.raises(
         CheckpointError, match=r"checkpoint 'c' in .* is not complete: its run ended while .*known: a, b"
     ):
@@ -100,9 +101,9 @@ def test_a_tag_written_again_stays_readable_until_the_new_one_is_complete(tmp_pa
     write(tmp_path, "last")
     begun = folders.begin(tmp_path, "last")
     folders.write_rank(begun, 0, of_rank(0, WHOLE + 1))
-    np.testing.assert_array_equal(read(Reader.open(tmp_path, "last"), "model/layer.weight"), WHOLE)
+    Comparison().equal(read(Reader.open(tmp_path, "last"), "model/layer.weight"), WHOLE).require()
     write(tmp_path, "last", WHOLE + 2)
-    np.testing.assert_array_equal(read(Reader.open(tmp_path, "last"), "model/layer.weight"), WHOLE + 2)
+    Comparison().equal(read(Reader.open(tmp_path, "last"), "model/layer.weight"), WHOLE + 2).require()
     folders.abandon(begun)
     assert len(list((tmp_path / "last").iterdir())) == 5, "what was replaced and what was abandoned is gone"
 
@@ -168,7 +169,7 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(CheckpointError, match="No space left on device; what was there before stays"):
         write(tmp_path, "last", WHOLE + 1)
     monkeypatch.undo()
-    np.testing.assert_array_equal(read(Reader.open(tmp_path), "model/layer.weight"), WHOLE)
+    Comparison().equal(read(Reader.open(tmp_path), "model/layer.weight"), WHOLE).require()
     assert len(list((tmp_path / "last").iterdir())) == 5
 
 
