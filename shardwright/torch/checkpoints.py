@@ -14,9 +14,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from shardwright.backends.torch.compat import EXTRA_STATE_KEY
 from shardwright.backends.torch.machine.agreement import Claim
 from shardwright.backends.torch.machine.digests import digest_of
 from shardwright.backends.torch.state.generators import generator_states, set_generator_states
+from shardwright.backends.torch.state.parts import Parts
 from shardwright.backends.torch.state.saved_parts import (
     MODEL,
     SavedParts,
@@ -31,13 +33,16 @@ from shardwright.core.checkpoint.content import encoded
 from shardwright.core.checkpoint.folder import Piece, Save
 from shardwright.core.checkpoint.reader import Reader, require_names
 from shardwright.core.checkpoint.tensor_file import digest_of as bytes_digest
-from shardwright.core.errors import CheckpointError, ShardwrightError
+from shardwright.core.errors import CheckpointError, MissingCapabilityError, ShardwrightError
 from shardwright.core.plan.file import to_document
 from shardwright.torch import session as sessions
 from shardwright.torch.model import DistributedModel
 from shardwright.torch.optimizer import DistributedOptimizer
 from shardwright.torch.run_agreement import optimizers_claim
 
+HALVES = (torch.bfloat16, torch.float16)
+BEHIND_S = 600.0
+"""The seconds that a checkpoint in the background waits for the parts of other ranks, at least."""
 USER, RANDOM = "user", "random"
 """The parts of a checkpoint with tensors of the user's, and with the states of random generators."""
 Optimizers = DistributedOptimizer | Sequence[DistributedOptimizer] | None
@@ -49,6 +54,7 @@ class PendingCheckpoint:
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
+        self._is_told = False
 
     @property
     def is_done(self) -> bool:
@@ -60,20 +66,26 @@ class PendingCheckpoint:
         where that has failed."""
         if self._thread is not None:
             self._thread.join()
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
+        if self._failure is not None:
+            self._is_told = True
+            raise self._failure
 
-    def _run(self, work: Sequence[Callable[[], None]]) -> None:
+    def settle(self) -> None:
+        """As `wait`, but that a failure which was told is not told again."""
+        if not self._is_told:
+            self.wait()
+
+    def _run(self, work: Sequence[Callable[[], None]], on_failure: Callable[[Exception], None]) -> None:
         try:
             for each in work:
                 each()
         except Exception as error:
             self._failure = error
+            on_failure(error)
 
-    def start(self, work: Sequence[Callable[[], None]]) -> None:
+    def start(self, work: Sequence[Callable[[], None]], on_failure: Callable[[Exception], None]) -> None:
         """Do the work, one after the other, on a thread of its own."""
-        self._thread = threading.Thread(target=self._run, args=(work,), name="checkpoint", daemon=False)
+        self._thread = threading.Thread(target=self._run, args=(work, on_failure), name="checkpoint", daemon=False)
         self._thread.start()
 
 
@@ -117,12 +129,12 @@ def save_checkpoint(
     failure: Exception | None = None
     notes: tuple[int, ...] = ()
     claims: list[Claim] = []
-    folder = Path(path)
     try:
+        folder = folders.folder_of(path)
+        folders.require_keep(num_kept_partial_checkpoints)
         wait_for_checkpoints(session)
         state = _State(session, model, optimizer)
-        content, pieces = state.gathered(user_content)
-        claims = [*_content_claims(content, pieces[USER]), optimizers_claim(session)]
+        content, pieces, claims = state.gathered(user_content)
         if session.bound.rank == 0:
             save = folders.begin(folder, tag)
             notes = int(save.name, 16), save.sequence
@@ -131,7 +143,12 @@ def save_checkpoint(
             pieces[USER] = []  # rank 0 writes them
     except Exception as error:
         failure = error
-    told = session.agreement.meet(call, claims, failure=failure, notes=notes)
+    try:
+        told = session.agreement.meet(call, claims, failure=failure, notes=notes)
+    except Exception:
+        if save is not None:
+            folders.abandon(save)
+        raise
     assert state is not None
     if save is None:
         number, sequence, *_ = told[0]
@@ -142,9 +159,11 @@ def save_checkpoint(
     def write() -> None:
         folders.write_rank(chosen, session.bound.rank, pieces)
 
+    wait_s = max(session.config.wait_timeout_s, BEHIND_S) if background else session.config.wait_timeout_s
+
     def publish() -> None:
         folders.publish(
-            chosen, session.bound.mesh.size, session.config.wait_timeout_s, step=state.steps, framework="torch",
+            chosen, session.bound.mesh.size, wait_s, step=state.steps, framework="torch",
             content=content, plan=plan, keep=num_kept_partial_checkpoints, together=not partial,
         )  # fmt: skip
 
@@ -152,7 +171,14 @@ def save_checkpoint(
         pieces = {part: [_copied(piece) for piece in held] for part, held in pieces.items()}
         pending = PendingCheckpoint()
         session.pending = pending
-        pending.start([write, publish] if session.bound.rank == 0 else [write])
+
+        def give_up(error: Exception) -> None:
+            if session.bound.rank == 0:
+                folders.abandon(chosen)
+            else:
+                folders.tell_failure(chosen, session.bound.rank, error)
+
+        pending.start([write, publish] if session.bound.rank == 0 else [write], give_up)
         return pending
     for work, is_mine in ((write, True), (publish, session.bound.rank == 0)):
         failure = None
@@ -163,7 +189,7 @@ def save_checkpoint(
             failure = error
         try:
             session.agreement.meet(f"{call}, {work.__name__}", failure=failure)
-        except ShardwrightError:
+        except Exception:
             if session.bound.rank == 0:
                 folders.abandon(chosen)
             raise
@@ -207,7 +233,11 @@ def resume_from_checkpoint(
     try:
         wait_for_checkpoints(session)
         state = _State(session, model, optimizer)
-        reader = Reader.open(Path(path), tag)
+        reader = Reader.open(folders.folder_of(path), tag)
+        if reader.index.framework != "torch":
+            raise CheckpointError(
+                f"{reader} was written by a {reader.index.framework} run, whose names and layouts of weights are others"
+            )
         claims = [
             Claim.of(
                 "the checkpoint that is loaded", f"{reader}, {reader.marker.index_digest[:8]}",
@@ -234,7 +264,7 @@ def wait_for_checkpoints(session: "sessions.Session") -> None:
     """Wait for the checkpoint that is being written in the background. Raises CheckpointError where it has failed."""
     pending, session.pending = session.pending, None
     if pending is not None:
-        pending.wait()
+        pending.settle()
 
 
 class _State:
@@ -262,12 +292,19 @@ class _State:
         self.steps = self.split_model.steps_run
 
     def _saved(self) -> SavedParts:
-        return SavedParts(self.ownership, self.split_model.parts, self.session.bound)
+        alike = self.split_model.are_replicas_alike
+        return SavedParts(self.ownership, self.split_model.parts, self.session.bound, are_alike=alike)
 
     # Saving ------------------------------------------------------------------------------------------------------
 
-    def gathered(self, user_content: Any) -> tuple[dict[str, Any], dict[str, list[Piece]]]:
-        """The values that are no tensors, and the pieces that this rank writes, by part."""
+    def gathered(self, user_content: Any) -> tuple[dict[str, Any], dict[str, list[Piece]], list[Claim]]:
+        """The values that are no tensors; the pieces that this rank writes, by part; and the claims of what must be the
+        same on all ranks."""
+        if self.split_model.awaits_masters:
+            raise CheckpointError(
+                "the float32 weights of a checkpoint wait for the first step, until which parameters are in 16 bits: "
+                "run a step, then save"
+            )
         self.split_model.make_values()
         saved = self._saved()
         pieces: dict[str, list[Piece]] = {MODEL: list(saved.model_pieces())}
@@ -275,16 +312,20 @@ class _State:
         for number, optimizer in enumerate(self.optimizers):
             groups = optimizer.named_groups()
             optimizer.cut_states()
+            optimizer.require_states()
             names = [name for held in groups for name in held]
             pieces[f"optimizer{number}"] = list(saved.state_pieces(optimizer.optimizer, names))
             told.append(optimizer.told())
         user: list[Piece] = []
 
         def tensor(value: Any, place: str) -> str | None:
-            found = torch.from_numpy(value) if isinstance(value, np.ndarray) else value
-            if not isinstance(found, torch.Tensor):
+            if not isinstance(value, torch.Tensor | np.ndarray):
                 return None
-            user.append(whole_piece(f"{len(user)}", found))
+            try:
+                found = value if isinstance(value, torch.Tensor) else torch.from_numpy(np.ascontiguousarray(value))
+            except TypeError as failed:
+                raise CheckpointError(f"{place} is an array of {value.dtype}, which no tensor is of") from failed
+            user.append(whole_piece(f"{len(user)}", found, place))
             return f"{USER}/{len(user) - 1}"
 
         content = {
@@ -296,7 +337,16 @@ class _State:
         pieces[USER] = user
         states = generator_states()
         pieces[RANDOM] = [whole_piece(f"{kind}.{self.session.bound.rank}", state) for kind, state in states.items()]
-        return content, pieces
+        claims = [*_content_claims(content, user), optimizers_claim(self.session)]
+        extra = {key: value for key, value in self.ownership.model.state_dict(keep_vars=True).items() if _is_extra(key)}
+        if extra and self.session.bound.size("pp") > 1:
+            raise MissingCapabilityError(
+                f"the model has extra state ({next(iter(extra))}), of which each stage has its own: checkpoints of "
+                f"pipelines do not hold it yet"
+            )
+        if self.session.bound.rank == 0:
+            content["extra"] = encoded(extra, tensor, "the model's extra state")
+        return content, pieces, claims
 
     # Loading -----------------------------------------------------------------------------------------------------
 
@@ -327,6 +377,9 @@ class _State:
                 f"{reader} has {len(saved)} optimizers, and this run has {len(self.optimizers)}: wrap as many before, "
                 f"or give load_optimizer=False"
             )
+        lacking = sorted(self.split_model.lacking_values() - firsts)
+        if lacking:
+            raise CheckpointError(f"{lacking[0]} has no values yet, and {reader} has none for it: give weights= too")
         for one, optimizer in zip(saved, self.optimizers, strict=False) if load_optimizer else ():
             optimizer.require_like(one, str(reader))
 
@@ -338,6 +391,9 @@ class _State:
         for name in saved.of:
             if name in weights and name not in awaited:
                 saved.read(reader, weights.label(name), name, self.ownership.tensor(name))
+        self._read_masters(reader, {name: weights.label(name) for name in saved.of if name in weights})
+        for path, value in content.get("extra", {}).items():
+            self.ownership.modules[path.rpartition(".")[0]].set_extra_state(value)
         kept = set(self.ownership.model.state_dict(keep_vars=True))
         for name in self.ownership.buffer_names:
             tensor = self.ownership.tensor(name)
@@ -350,6 +406,36 @@ class _State:
         suffix = f".{self.session.bound.rank}"
         mine = [name for name in reader.names(RANDOM) if name.endswith(suffix)]
         set_generator_states({name.removesuffix(suffix): read_whole(reader, f"{RANDOM}/{name}") for name in mine})
+
+    def _read_masters(self, reader: Reader, labels: Mapping[str, str]) -> None:
+        """Read parameters once more where the first step will keep them in float32, and they are in 16 bits until
+        then: all but those that are given other values in between."""
+        split_model = self.split_model
+        wider = {
+            name: label for name, label in labels.items()
+            if self.ownership.tensor(name).dtype in HALVES and reader.tensor(label).dtype == "F32"
+        }  # fmt: skip
+        if split_model.parts.compute is None or split_model.parts.flat is not None or not wider:
+            return
+
+        def read(parts: Parts) -> None:
+            split_model.after_sharding.remove(read)
+            split_model.awaits_masters = False
+            saved = SavedParts(self.ownership, parts, self.session.bound)
+            for name, label in wider.items():
+                tensor = self.ownership.tensor(name)
+                if name in saved.of and tensor.dtype is torch.float32 and tensor.numel():
+                    found = torch.empty_like(tensor)
+                    saved.read(reader, label, name, found)
+                    if torch.equal(*(one.detach().to(split_model.parts.compute) for one in (found, tensor))):
+                        tensor.detach().copy_(found)
+
+        split_model.after_sharding.append(read)
+        split_model.awaits_masters = True
+
+
+def _is_extra(key: str) -> bool:
+    return key.rpartition(".")[2] == EXTRA_STATE_KEY
 
 
 def _content_claims(content: Mapping[str, Any], tensors: Sequence[Piece]) -> list[Claim]:

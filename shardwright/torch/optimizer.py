@@ -19,9 +19,10 @@ from shardwright.backends.torch.state.optimizer_states import (
     local_states,
     put_states_together,
 )
+from shardwright.backends.torch.state.ownership import is_hollow
 from shardwright.backends.torch.state.parts import Parts
 from shardwright.backends.torch.state.saved_parts import SavedParts
-from shardwright.core.checkpoint.reader import Reader, require_names
+from shardwright.core.checkpoint.reader import FRESH, Reader, require_names
 from shardwright.core.errors import CheckpointError, MissingCapabilityError, ShardwrightError
 from shardwright.core.model.loss.scaling import LossScale, loss_scale_of
 from shardwright.torch import session as sessions
@@ -74,6 +75,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._ownership, self._bound, self._watchdog = runtime.ownership, session.bound, session.watchdog
         self._split_model = runtime.split_model
         self._load_later: Callable[[], None] | None = None
+        """Loads states once the first step has cut the parameters."""
+        self._load_whole: Callable[[], None] | None = None
+        """Loads states once the parameters have values, though they are not cut yet."""
         self._names: list[list[str | torch.Tensor]] = []
         self._note_groups()
         self._rebind()
@@ -222,7 +226,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def cut_states(self) -> None:
         """Load the states that wait for the first step, which cuts the parameters."""
         if self._load_later is not None and self._split_model.has_cut_parameters:
-            load, self._load_later = self._load_later, None
+            load, self._load_later, self._load_whole = self._load_later, None, None
+            load()
+        elif self._load_whole is not None and not self._lacks_values():
+            load, self._load_whole = self._load_whole, None
             load()
 
     def told(self) -> dict[str, Any]:
@@ -248,12 +255,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if len(saved) != len(groups):
             raise CheckpointError(f"{source} has {len(saved)} parameter groups, and this optimizer {len(groups)}")
         for number, (before, names) in enumerate(zip(saved, groups, strict=True)):
-            require_names(names, before, f"group {number} of the optimizer")
+            require_names(names, before, f"group {number} of the optimizer", FRESH)
 
     def resume(self, told: Mapping[str, Any], reader: Reader, section: str) -> None:
         """Take the options and the states of an optimizer in a checkpoint; those that the first step cuts, after it."""
         for group, saved in zip(self.param_groups, told["groups"], strict=True):
-            group.update({key: entry for key, entry in saved.items() if key != "params"})
+            for key, entry in saved.items():
+                before = group.get(key)
+                if isinstance(entry, torch.Tensor) and isinstance(before, torch.Tensor):
+                    entry = entry.to(before.device)
+                if key != "params":
+                    group[key] = entry
         self._steps = told["steps"]
         if self._scaling is not None and told[LOSS_SCALE] is not None:
             self._scaling = self._split_model.loss_scale = LossScale(**told[LOSS_SCALE])
@@ -263,9 +275,23 @@ class DistributedOptimizer(torch.optim.Optimizer):
             saved = SavedParts(self._ownership, self._split_model.parts, self._bound)
             saved.read_states(reader, section, self.optimizer, names)
 
-        self._load_later = None if self._split_model.has_cut_parameters else load
-        if self._load_later is None:
-            load()
+        load()
+        # The tensor axis cuts no states, and parameters without values have none yet.
+        cut_later = self._bound.size("tp") > 1 and not self._split_model.has_cut_parameters
+        lacks = self._lacks_values()
+        self._load_later, self._load_whole = load if cut_later or lacks else None, load if lacks else None
+
+    def require_states(self) -> None:
+        """Raise CheckpointError where states of a checkpoint wait for parameters without values."""
+        if self._load_whole is not None:
+            raise CheckpointError(
+                "the states of a checkpoint wait for the first step, which makes the parameters: run a step, then save"
+            )
+
+    def _lacks_values(self) -> bool:
+        names = [name for group in self.named_groups() for name in group if self._ownership.holds(name)]
+        tensors = [self._ownership.tensor(name) for name in names]
+        return any(tensor.is_meta or is_hollow(tensor) for tensor in tensors)
 
     def _put_together(self, parts: Parts) -> None:
         put_states_together(self._ownership, self.optimizer, self._names, parts)

@@ -5,6 +5,7 @@ import atexit
 import gc
 import os
 import sys
+import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
@@ -28,7 +29,7 @@ from shardwright.backends.torch.machine.mesh import BoundMesh
 from shardwright.backends.torch.machine.process import choose_device, start, this_launch, watch_over
 from shardwright.backends.torch.machine.watchdog import Fault, Watchdog, watch_for_stop
 from shardwright.backends.torch.runtime import Runtime
-from shardwright.core.errors import MissingCapabilityError, ShardwrightError
+from shardwright.core.errors import CheckpointError, MissingCapabilityError, ShardwrightError
 from shardwright.core.layout.mesh import Mesh
 from shardwright.core.plan.decision import LossScope
 from shardwright.core.plan.plan import Plan
@@ -49,7 +50,7 @@ class OptimizerSettings(Protocol):
 class PendingSave(Protocol):
     """A checkpoint that is being written."""
 
-    def wait(self) -> None: ...
+    def settle(self) -> None: ...
 
 
 class Session:
@@ -255,8 +256,15 @@ def shutdown() -> None:
     atexit.unregister(_leave_at_exit)
     if session is None:
         return
-    if session.pending is not None:
-        session.pending.wait()
+    try:
+        if session.pending is not None:
+            session.pending.settle()
+    finally:
+        _leave(session)
+
+
+def _leave(session: Session) -> None:
+    """Leave the others: the rest of `shutdown`."""
     if session.log is not None:
         session.log.settle()
     session.agreement.leave("it called sw.shutdown, or its script ended")
@@ -288,7 +296,13 @@ def _leave_at_exit() -> None:
         return
     error = getattr(sys, "last_value", None)
     if error is None:
-        shutdown()
+        try:
+            shutdown()
+        except CheckpointError:  # of one that was written in the background: the run did not do what it was asked
+            traceback.print_exc()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
     else:
         _tell(error)
 

@@ -68,6 +68,17 @@ def test_what_is_wrong_is_said_on_every_rank(misuse: Outcome, check: str) -> Non
     assert f"ok {check}" in misuse.text, misuse.text[-4000:]
 
 
+@pytest.fixture(scope="module")
+def forms(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    return on_ranks("checkpoint_forms.py", 2, str(tmp_path_factory.mktemp("forms")), timeout_s=180)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("check", checks_in("checkpoint_forms.py"))
+def test_runs_of_many_forms_go_on_to_the_same_bits(forms: Outcome, check: str) -> None:
+    assert f"ok {check}" in forms.text, forms.text[-4000:]
+
+
 KILLS = ("1:fsync:3", "0:fsync:5", "0:replace:4", "1:step:2", "1:replace:1", "0:fsync:8")
 """One after the other: files of tensors, records, the index and the marker are written when a rank is gone."""
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal
 
 import jax
@@ -25,6 +26,7 @@ from shardwright.backends.jax.program.python_values import PythonValues, with_va
 from shardwright.backends.jax.state.checks import require_model
 from shardwright.backends.jax.state.train_state import StepResult, TrainState, own_copy, parts_of
 from shardwright.backends.jax.state.trainable import Trained
+from shardwright.backends.jax.training import checkpoints
 from shardwright.backends.jax.training.agreement import StepAgreement
 from shardwright.backends.jax.training.arguments import (
     loss_scale_rule,
@@ -38,8 +40,9 @@ from shardwright.backends.jax.training.compiled_steps import CompiledSteps
 from shardwright.backends.jax.training.form import Form, form_of
 from shardwright.backends.jax.training.pipelined import PipelinedTraining
 from shardwright.backends.jax.training.protocol import CompiledStep, Training
+from shardwright.backends.jax.training.spmd import SpmdTraining
 from shardwright.backends.jax.training.step_log import StepLog
-from shardwright.core.errors import PlanError, ShardwrightError
+from shardwright.core.errors import MissingCapabilityError, PlanError, ShardwrightError
 from shardwright.core.plan.plan import Plan
 from shardwright.core.values.step_line import require_every
 
@@ -401,6 +404,46 @@ class TrainStep:
         state.require_alive()
         with no_mesh():
             return self._training_of(state).place(state)
+
+    def save_checkpoint(
+        self, path: str | Path, tag: str, state: TrainState, user_content: Any = None, *, keep: int | None = None
+    ) -> None:
+        """Write a state to ``path/tag``, each device's share by itself: `resume_from_checkpoint` reads it under any
+        plan. It is complete when its marker is there, which is written last: what fails or is killed before leaves what
+        was there.
+
+        user_content: numbers, texts, lists, tuples, dicts and arrays. Nothing is pickled.
+        keep: so many of the newest checkpoints of the folder are kept; None: all.
+
+        Raises CheckpointError where it cannot be written, MissingCapabilityError over several processes and for stages
+        that run as one program.
+        """
+        state.require_alive()
+        self.settle()
+        self._require_saved_apart(state)
+        checkpoints.save(Path(path), tag, state, self.plan, user_content, keep)
+
+    def resume_from_checkpoint(
+        self, path: str | Path, state: TrainState, tag: str | None = None, *, load_optimizer: bool = True
+    ) -> tuple[TrainState, Any]:
+        """The state of a checkpoint, whatever plan it was written under, and its ``user_content``. ``state``, of the
+        same model and optimizer, as `init` of a function makes it, says where arrays lie; it is used up. Each device
+        reads its share.
+
+        tag: the name of a checkpoint; None: the newest that is complete.
+
+        Raises CheckpointError where there is none, it is not complete, damaged, or of another model or optimizer.
+        """
+        state.require_alive()
+        self._require_saved_apart(state)
+        with no_mesh():
+            return checkpoints.resume(Path(path), tag, state, load_optimizer=load_optimizer)
+
+    def _require_saved_apart(self, state: TrainState) -> None:
+        if isinstance(self._training_of(state), SpmdTraining):
+            raise MissingCapabilityError(
+                "checkpoints of stages that run as one program are not written yet: leave out one_program=True"
+            )
 
     def _pipelines(self) -> list[Pipeline]:
         """The compiled pipelines, the newest last."""

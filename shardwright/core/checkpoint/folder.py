@@ -5,10 +5,13 @@ same tag stays what is read. Nothing is renamed but the marker, which replaces t
 one write too.
 """
 
+import contextlib
+import json
 import os
 import re
 import secrets
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,12 +33,14 @@ from shardwright.core.checkpoint.index import (
 )
 from shardwright.core.checkpoint.tensor_file import ToWrite, digest_of, write_path
 from shardwright.core.checkpoint.together import put_together
-from shardwright.core.errors import CheckpointError, nearest
+from shardwright.core.errors import CheckpointError, PlanWarning, nearest
+from shardwright.core.values.text_files import path_of
 
 MARKER = "complete.json"
-MOST_INDEX_BYTES = 4 << 30
 POLL_S = 0.02
 """Seconds between two looks for what other ranks have written."""
+_OF_SAVE = re.compile(r"(?P<part>[a-z0-9-]+)\.(?P<save>[0-9a-f]{12})\.(?:json|safetensors)(?:\.part)?")
+"""A pattern for the names of a save's files."""
 _TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=-]{0,200}")
 
 
@@ -69,6 +74,19 @@ def require_tag(tag: object) -> str:
             f"tag={tag!r}: expected letters, digits, and . _ = - after the first, as 'step_100': it names a folder"
         )
     return tag
+
+
+def require_keep(keep: object) -> None:
+    """Raise CheckpointError for a number of checkpoints to keep that is none."""
+    if keep is not None and (type(keep) is not int or keep < 1):
+        raise CheckpointError(
+            f"checkpoints to keep: expected a whole number of at least 1, or None for all; given {keep!r}"
+        )
+
+
+def folder_of(path: str | Path) -> Path:
+    """The folder that a user names, wherever the process goes later. Raises CheckpointError where it is no path."""
+    return path_of(path, CheckpointError).expanduser().absolute()
 
 
 def begin(path: Path, tag: str) -> Save:
@@ -144,7 +162,6 @@ def publish(
                 f"{save.folder / name} is gone, or has changed, before the checkpoint was complete: does another run "
                 f"write to this folder? Nothing was published"
             )
-    before = _marker_of(save.folder)
     try:
         if together:
             files, tensors = put_together(save.folder, save.name, files, tensors)
@@ -156,6 +173,7 @@ def publish(
         path = save.folder / f"index.{save.name}.json"
         _write_whole(path, text)
         marker = Marker(
+            tag=save.folder.name,
             format="shardwright-checkpoint", version=VERSION, save=save.name, sequence=save.sequence, step=step,
             index=path.name, index_bytes=len(text), index_digest=digest_of(text), digest="",
         )  # fmt: skip
@@ -166,27 +184,56 @@ def publish(
         _settle_folder(save.folder)
     except OSError as failed:
         raise CheckpointError(f"the checkpoint could not be written to {save.folder}: {failed.strerror}") from failed
-    for rank in range(ranks):
-        save.file("record", rank, "json").unlink(missing_ok=True)
-    if before is not None and before.save != save.name:
-        _drop(save.folder, before.save)
+    _settle_folder(save.folder.parent)
+    try:
+        _clear(save, keep)
+    except OSError as failed:  # the checkpoint is complete
+        warnings.warn(f"what {save.folder} replaces could not be removed: {failed}", PlanWarning, stacklevel=2)
+
+
+def _clear(save: Save, keep: int | None) -> None:
+    """Drop what a complete save makes needless: records, other saves under its tag, older checkpoints."""
+    for path in save.folder.iterdir():
+        found = _OF_SAVE.fullmatch(path.name)
+        if found is not None and (found["save"] != save.name or found["part"].startswith("record-")):
+            path.unlink(missing_ok=True)
     if keep is not None:
-        for tag, other in complete(save.folder.parent)[:-keep]:
+        own = [(tag, other) for tag, other in complete(save.folder.parent) if tag == other.tag]
+        for tag, other in own[:-keep]:
             remove(save.folder.parent / tag, other)
 
 
 def abandon(save: Save) -> None:
-    """Drop what was written of a save that is not going to be published."""
+    """Drop what was written of a save that is not going to be published; nothing of one that is complete."""
+    marker = _marker_of(save.folder)
+    if marker is not None and marker.save == save.name:
+        return
     _drop(save.folder, save.name)
+    with contextlib.suppress(OSError):  # something else is in it
+        save.folder.rmdir()
+
+
+def tell_failure(save: Save, rank: int, error: Exception) -> None:
+    """Tell the rank that waits for the records of all that this one will not write its own."""
+    with contextlib.suppress(OSError):
+        _write_whole(save.file("failure", rank, "json"), json.dumps(f"{type(error).__name__}: {error}").encode())
 
 
 def complete(path: Path) -> list[tuple[str, Marker]]:
-    """The complete checkpoints of a folder, by tag, the oldest first. Raises CheckpointError for a damaged marker."""
+    """The complete checkpoints of a folder, by tag, the oldest first. Links are none, and one whose marker is damaged
+    is left out with a warning."""
     if not path.is_dir():
         return []
     found = []
     for folder in path.iterdir():
-        if folder.is_dir() and (marker := _marker_of(folder)) is not None:
+        if folder.is_symlink() or not folder.is_dir():
+            continue
+        try:
+            marker = _marker_of(folder)
+        except CheckpointError as damaged:
+            warnings.warn(f"{damaged}: this checkpoint is left out", PlanWarning, stacklevel=2)
+            continue
+        if marker is not None:
             found.append((folder.name, marker))
     return sorted(found, key=lambda item: (item[1].sequence, item[1].save))
 
@@ -224,10 +271,8 @@ def remove(folder: Path, marker: Marker) -> None:
     """Remove a complete checkpoint: the marker first, so that no half of it is ever taken for one."""
     (folder / MARKER).unlink(missing_ok=True)
     _drop(folder, marker.save)
-    try:
+    with contextlib.suppress(OSError):  # something else is in it
         folder.rmdir()
-    except OSError:
-        return  # something else is in it
 
 
 def _drop(folder: Path, save: str) -> None:
@@ -248,6 +293,9 @@ def _gathered(save: Save, ranks: int, timeout_s: float) -> dict[int, RankRecord]
             path = save.file("record", rank, "json")
             if rank not in records and path.exists():
                 records[rank] = read_rank_record(_read_bytes(path), str(path))
+            failed = save.file("failure", rank, "json")
+            if rank not in records and failed.exists():
+                raise CheckpointError(f"rank {rank} could not write its part: {json.loads(_read_bytes(failed))}")
         if len(records) == ranks:
             return records
         if time.monotonic() > until:
@@ -277,12 +325,8 @@ def _write_whole(path: Path, data: bytes) -> None:
     with aside.open("wb") as file:
         file.write(data)
         file.flush()
-        _settle(file.fileno())
+        os.fsync(file.fileno())
     os.replace(aside, path)
-
-
-def _settle(number: int) -> None:
-    os.fsync(number)
 
 
 def _settle_folder(folder: Path) -> None:

@@ -100,6 +100,8 @@ class Marker(_Section):
 
     format: Literal["shardwright-checkpoint"]
     version: int
+    tag: str
+    """The name of the folder that it was written to: copies under another name are the user's own."""
     save: Name
     sequence: Count
     step: Count

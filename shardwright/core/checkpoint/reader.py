@@ -8,18 +8,23 @@ from shardwright.core.checkpoint import folder as folders
 from shardwright.core.checkpoint.boxes import Box
 from shardwright.core.checkpoint.content import decoded
 from shardwright.core.checkpoint.index import Index, Marker, TensorRecord
-from shardwright.core.checkpoint.tensor_file import Bytes, TensorFile, Written
+from shardwright.core.checkpoint.tensor_file import Bytes, TensorFiles, Written
 from shardwright.core.errors import CheckpointError, nearest
+
+STRICT = "strict=False loads what fits"
+FRESH = "load_optimizer=False loads the weights alone"
 
 
 class Reader:
     """A complete checkpoint. Files are opened when they are first read, and read in place."""
 
     def __init__(self, folder: Path, marker: Marker) -> None:
-        """Raises CheckpointError where the index is damaged."""
+        """Raises CheckpointError where the index is damaged, or a file is missing or of another size."""
         self.folder, self.marker = folder, marker
         self.index: Index = folders.read(folder, marker)
-        self._files: dict[str, TensorFile] = {}
+        written = {name: Written(told.size_bytes, told.chunks) for name, told in self.index.files.items()}
+        self._files = TensorFiles(folder, written)
+        self._files.require_all()
 
     @classmethod
     def open(cls, path: Path, tag: str | None = None) -> "Reader":
@@ -51,7 +56,7 @@ class Reader:
             shared = box.meet(piece.box)
             if shared is None:
                 continue
-            file = self._file(piece.file)
+            file = self._files[piece.file]
             dtype, shape, _ = file.entries.get(piece.key, ("", (), 0))
             if (dtype, shape) != (tensor.dtype, piece.shape):
                 raise CheckpointError(f"{file.path}: {piece.key!r} is not the piece that the index tells of")
@@ -61,19 +66,11 @@ class Reader:
         """The values that are no tensors. ``tensors`` gives a tensor by its name."""
         return decoded(self.index.content, tensors)
 
-    def _file(self, name: str) -> TensorFile:
-        if name not in self._files:
-            record = self.index.files.get(name)
-            if record is None:
-                raise CheckpointError(f"{self}: the index names a file {name!r} that it does not know")
-            self._files[name] = TensorFile(self.folder / name, Written(record.size_bytes, record.chunks))
-        return self._files[name]
 
-
-def require_names(own: Sequence[str], saved: Sequence[str], what: str) -> None:
+def require_names(own: Sequence[str], saved: Sequence[str], what: str, fix: str = STRICT) -> None:
     """Raise CheckpointError where a model or an optimizer has other names than a checkpoint; the nearest are named."""
-    missing = [name for name in own if name not in set(saved)]
-    unexpected = [name for name in saved if name not in set(own)]
+    here, there = set(own), set(saved)
+    missing, unexpected = [name for name in own if name not in there], [name for name in saved if name not in here]
     if not missing and not unexpected:
         return
     said = []
@@ -81,7 +78,7 @@ def require_names(own: Sequence[str], saved: Sequence[str], what: str) -> None:
         said.append(f"it lacks {_few(missing)} ({nearest(missing[0], saved)[:200]})")
     if unexpected:
         said.append(f"it has {_few(unexpected)}, which is not here ({nearest(unexpected[0], own)[:200]})")
-    raise CheckpointError(f"the checkpoint does not fit {what}: {'; '.join(said)}. strict=False loads what fits")
+    raise CheckpointError(f"the checkpoint does not fit {what}: {'; '.join(said)}. {fix}")
 
 
 def _few(names: Sequence[str]) -> str:

@@ -8,6 +8,7 @@ that 16-bit types need no framework. The library itself reads and writes whole t
 import json
 import math
 import os
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,10 +84,15 @@ class _Digested:
 
 
 def write(file: BinaryIO, tensors: Sequence[ToWrite]) -> Written:
-    """Write tensors to an open file, one after the other; no more than one of them is asked for at a time."""
+    """Write tensors to an open file, one after the other; no more than one of them is asked for at a time. Raises
+    CheckpointError for two of one key."""
     header: dict[str, Any] = {}
     at = 0
     for tensor in tensors:
+        if tensor.key in header:
+            raise CheckpointError(
+                f"two tensors would have the key {tensor.key!r} in one file: name one of them otherwise"
+            )
         header[tensor.key] = {
             "dtype": tensor.dtype,
             "shape": list(tensor.shape),
@@ -130,9 +136,16 @@ class TensorFile:
             raise CheckpointError(
                 f"{path}: the file has {size:,} bytes, and was written with {known.size_bytes:,}: it is damaged"
             )
+        if known is not None and len(known.chunks) != -(-size // CHUNK_BYTES):
+            raise CheckpointError(
+                f"{path}: the index has {len(known.chunks)} digests for {size:,} bytes: it is damaged"
+            )
         if size < 8:
             raise CheckpointError(f"{path}: no safetensors file: it has {size} bytes")
-        self._bytes: Bytes = np.memmap(path, dtype=np.uint8, mode="r")
+        try:
+            self._bytes: Bytes = np.memmap(path, dtype=np.uint8, mode="r")
+        except OSError as failed:
+            raise CheckpointError(f"{path}: the checkpoint's file cannot be read: {failed.strerror}") from failed
         self._checked = np.zeros(0 if known is None else len(known.chunks), dtype=bool)
         self.entries = self._read_header(size)
 
@@ -194,6 +207,36 @@ class TensorFile:
                     f"that were written: the file is damaged, or another's; take an earlier checkpoint"
                 )
             self._checked[chunk] = True
+
+
+class TensorFiles:
+    """Files of tensors in a folder, of which some are open at a time: the ones that were read last."""
+
+    MOST_OPEN = 64
+
+    def __init__(self, folder: Path, known: Mapping[str, Written]) -> None:
+        self._folder, self._known = folder, known
+        self._open: OrderedDict[str, TensorFile] = OrderedDict()
+
+    def __getitem__(self, name: str) -> TensorFile:
+        """The file of a name. Raises CheckpointError for one that is not known, missing or damaged."""
+        if name not in self._open:
+            if name not in self._known:
+                raise CheckpointError(f"{self._folder}: the index names a file {name!r} that it does not know")
+            self._open[name] = TensorFile(self._folder / name, self._known[name])
+        self._open.move_to_end(name)
+        if len(self._open) > self.MOST_OPEN:
+            self._open.popitem(last=False)
+        return self._open[name]
+
+    def require_all(self) -> None:
+        """Raise CheckpointError where a file is missing or has another size than it was written with."""
+        for name, written in self._known.items():
+            path = self._folder / name
+            if not path.exists() or path.stat().st_size != written.size_bytes:
+                raise CheckpointError(
+                    f"{path}: the file is missing, or has not the {written.size_bytes:,} bytes that were written"
+                )
 
 
 def digest_of(data: bytes) -> str:

@@ -8,7 +8,7 @@ import numpy as np
 
 from shardwright.core.checkpoint.boxes import Box
 from shardwright.core.checkpoint.index import FileRecord, PieceRecord, TensorRecord
-from shardwright.core.checkpoint.tensor_file import ITEM_BYTES, Bytes, TensorFile, ToWrite, Written, write_path
+from shardwright.core.checkpoint.tensor_file import ITEM_BYTES, Bytes, TensorFiles, ToWrite, Written, write_path
 
 
 def put_together(
@@ -19,7 +19,7 @@ def put_together(
 
     Raises CheckpointError where a file is damaged, OSError where one cannot be written.
     """
-    opened = {name: TensorFile(folder / name, Written(told.size_bytes, told.chunks)) for name, told in files.items()}
+    opened = TensorFiles(folder, {name: Written(told.size_bytes, told.chunks) for name, told in files.items()})
     parts: dict[str, list[str]] = {}
     for label in tensors:
         parts.setdefault(label.partition("/")[0], []).append(label)
@@ -43,7 +43,7 @@ def put_together(
     return made, found
 
 
-def _whole(opened: Mapping[str, TensorFile], tensor: TensorRecord) -> Bytes:
+def _whole(opened: TensorFiles, tensor: TensorRecord) -> Bytes:
     out = np.empty((*tensor.shape, ITEM_BYTES[tensor.dtype]), dtype=np.uint8)
     for piece in tensor.pieces:
         out[piece.box.inside(Box.whole(tensor.shape))] = opened[piece.file].read(piece.key)

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 
 from shardwright.core.checkpoint import folder as folders
+from shardwright.core.checkpoint import tensor_file
 from shardwright.core.checkpoint.boxes import Box
 from shardwright.core.checkpoint.folder import MARKER, Piece, Save
 from shardwright.core.checkpoint.reader import Reader, require_names
 from shardwright.core.checkpoint.writers import writers
-from shardwright.core.errors import CheckpointError
+from shardwright.core.errors import CheckpointError, PlanWarning
 from tests.comparison import Comparison
 
 SHAPE = (6, 4)
@@ -209,10 +210,56 @@ def test_a_newer_format_and_other_files_are_named(tmp_path: Path) -> None:
     document = json.loads(marker.read_text())
     marker.write_text(json.dumps(document | {"version": 2}))
     with pytest.raises(CheckpointError, match=r"version 2 is newer than this Shardwright reads \(1\)"):
-        Reader.open(tmp_path)
+        Reader.open(tmp_path, "last")
     marker.write_text(json.dumps({"step": 1}))
     with pytest.raises(CheckpointError, match="no part of a checkpoint"):
+        Reader.open(tmp_path, "last")
+    with (
+        pytest.warns(PlanWarning, match="no part of a checkpoint: .* this checkpoint is left out"),
+        pytest.raises(CheckpointError, match="no complete checkpoint is there"),
+    ):
         Reader.open(tmp_path)
+    with pytest.warns(PlanWarning, match="this checkpoint is left out"):
+        write(tmp_path, "next", keep=1)
+    assert Reader.open(tmp_path, "next").index.step == 7
+
+
+def test_what_is_published_is_never_abandoned(tmp_path: Path) -> None:
+    save = write(tmp_path, "last")
+    folders.abandon(save)
+    Comparison().equal(read(Reader.open(tmp_path), "model/layer.weight"), WHOLE).require()
+
+
+def test_links_and_copies_are_the_users_own(tmp_path: Path) -> None:
+    write(tmp_path, "a")
+    shutil.copytree(tmp_path / "a", tmp_path / "best")
+    (tmp_path / "latest").symlink_to(tmp_path / "a")
+    write(tmp_path, "b", keep=1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["b", "best", "latest"]
+    Comparison().equal(read(Reader.open(tmp_path, "best"), "model/layer.weight"), WHOLE).require()
+    assert Reader.open(tmp_path).folder.name == "b"
+
+
+@pytest.mark.parametrize("keep", [0, -1, 2.0, "3", True])
+def test_a_number_to_keep_is_a_whole_one(keep: Any) -> None:
+    with pytest.raises(CheckpointError, match="at least 1, or None for all; given"):
+        folders.require_keep(keep)
+
+
+def test_a_rank_that_fails_is_heard_of_at_once(tmp_path: Path) -> None:
+    save = folders.begin(tmp_path, "one")
+    folders.write_rank(save, 0, of_rank(0, WHOLE))
+    folders.tell_failure(save, 1, CheckpointError("no room"))
+    with pytest.raises(CheckpointError, match="rank 1 could not write its part: CheckpointError: no room"):
+        folders.publish(save, 2, 60, step=0, framework="torch", content={}, plan=None, keep=None)
+    folders.abandon(save)
+    assert not list(tmp_path.iterdir())
+
+
+def test_some_files_are_open_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor_file.TensorFiles, "MOST_OPEN", 1)
+    write(tmp_path, "last")
+    Comparison().equal(read(Reader.open(tmp_path), "model/layer.weight"), WHOLE).require()
 
 
 def test_names_that_differ_are_told_with_the_nearest() -> None:

@@ -109,7 +109,9 @@ class FusedParameters:
         structure = jax.tree.structure(params)
 
         def one(shape: tuple[int, ...] | None, held: list[Tags] | None, leaf: Any) -> Any:
-            return leaf if shape is None or not held else reorder(leaf, _left_of(held[0], shape, leaf.shape), self.ways)
+            return (
+                leaf if shape is None or not held else reorder(leaf, tags_left(held[0], shape, leaf.shape), self.ways)
+            )
 
         return follow_parameters(one, state, params, jax.tree.unflatten(structure, [[tags] for tags in self.tags]))
 
@@ -118,7 +120,7 @@ def _described(order: tuple[Any, ...]) -> str:
     return f"the order for a tensor axis of {order[0]}" if order else "the model's own order"
 
 
-def _left_of(tags: Tags, shape: tuple[int, ...], left: tuple[int, ...]) -> Tags:
+def tags_left(tags: Tags, shape: tuple[int, ...], left: tuple[int, ...]) -> Tags:
     """The tags of a statistic over some dims of a parameter (a factored moment): those of the dims that it has left."""
     if shape == left:
         return tags

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from shardwright.backends.torch.machine.mesh import BoundMesh
 from shardwright.backends.torch.state.flat_shards import entries_of
-from shardwright.backends.torch.state.ownership import Ownership
+from shardwright.backends.torch.state.ownership import Ownership, is_hollow
 from shardwright.backends.torch.state.parts import Parts
 from shardwright.core.checkpoint.boxes import Box, Part, Place
 from shardwright.core.checkpoint.folder import Piece
@@ -31,6 +31,10 @@ DTYPES: Mapping[torch.dtype, str] = {
     torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64",
 }  # fmt: skip
 """The name that a checkpoint's files have for each dtype."""
+NUMBER = "#"
+"""The end of the name of a state that is a number of Python's and no tensor."""
+ON_DEVICE = ("fused", "capturable")
+"""The options of torch's optimizers that keep the number of steps on the device."""
 MODEL = "model"
 """The part of a checkpoint with parameters and buffers."""
 _OF_NAME = {name: dtype for dtype, name in DTYPES.items()}
@@ -59,7 +63,9 @@ class Held:
 class SavedParts:
     """The parts of a model's parameters on one rank, as a checkpoint has them."""
 
-    def __init__(self, ownership: Ownership, parts: Parts, bound: BoundMesh) -> None:
+    def __init__(self, ownership: Ownership, parts: Parts, bound: BoundMesh, *, are_alike: bool = True) -> None:
+        """``are_alike``: whether replicas have the same values; else the first one writes them all."""
+        self._are_alike = are_alike
         self.ownership, self.parts = ownership, parts
         self._stage, self._bound = bound.coordinate("pp"), bound
         held = [name for name in sorted(ownership.parameter_names) if ownership.holds(name)]
@@ -97,6 +103,8 @@ class SavedParts:
         if is_flat:
             assert self.parts.flat is not None
             replicas, replica = replicas // self.parts.flat.data.ways, replica // self.parts.flat.data.ways
+        if not self._are_alike:
+            replicas, replica = (1, replica)
         if is_split:
             return replicas, replica
         return replicas * self._bound.size("tp"), replica * self._bound.size("tp") + self._bound.coordinate("tp")
@@ -118,8 +126,10 @@ class SavedParts:
     def model_pieces(self) -> Iterator[Piece]:
         """The pieces of parameters, and of the buffers that state dicts hold, that this rank writes."""
         for name, held in self.of.items():
-            if held.is_writer:
+            if held.is_writer and Box.whole(held.part.shape).entries:
                 yield from self.pieces(name, name, self.ownership.tensor(name))
+            elif held.is_writer:
+                yield empty_piece(name, self.ownership.tensor(name), held.part.shape)
         kept = set(self.ownership.model.state_dict(keep_vars=True))
         for name in sorted(self.ownership.buffer_names):
             is_mine = self.writes_buffers and self._is_home(name) and self.ownership.holds(name)
@@ -147,8 +157,10 @@ class SavedParts:
                 continue
             parameter = self.ownership.parameter(name)
             for key, value in sorted(optimizer.state.get(parameter, {}).items()):
-                label = f"{key}/{name}"
-                entry = torch.tensor(value) if isinstance(value, bool | int | float) else value
+                label, entry = f"{key}/{name}", value
+                if isinstance(value, bool | int | float):
+                    dtype = torch.float64 if isinstance(value, float) else None
+                    label, entry = f"{key}{NUMBER}/{name}", torch.tensor(value, dtype=dtype)
                 if not isinstance(entry, torch.Tensor):
                     raise CheckpointError(
                         f"the state {key!r} of {name} in {type(optimizer).__name__} is of {type(value).__name__}: a "
@@ -192,10 +204,15 @@ class SavedParts:
             if held is None:
                 continue
             parameter = self.ownership.parameter(name)
+            if parameter.is_meta or is_hollow(parameter):
+                continue
             optimizer.state.pop(parameter, None)
-            states = {}
+            states: dict[str, Any] = {}
             for key in saved.get(name, []) if held.places else []:
                 label = f"{section}/{key}/{name}"
+                if key.endswith(NUMBER):
+                    states[key.removesuffix(NUMBER)] = read_whole(reader, label).item()
+                    continue
                 record = reader.tensor(label)
                 dtype = dtype_of(record.dtype, label)
                 if record.shape and record.shape == held.part.shape:
@@ -203,7 +220,8 @@ class SavedParts:
                     self.read(reader, label, name, states[key])
                 elif not record.shape or held.is_whole:
                     entry = read_whole(reader, label)
-                    states[key] = entry if key == "step" else entry.to(parameter.device)
+                    stays = key == "step" and not any(_group_of(optimizer, parameter).get(o) for o in ON_DEVICE)
+                    states[key] = entry if stays else entry.to(parameter.device)
                 else:
                     raise MissingCapabilityError(
                         f"{label} has shape {record.shape}, and this rank holds a part of a parameter of shape "
@@ -213,10 +231,23 @@ class SavedParts:
                 optimizer.state[parameter] = states
 
 
-def whole_piece(label: str, tensor: torch.Tensor) -> Piece:
-    """A whole tensor as a piece."""
+def empty_piece(label: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> Piece:
+    """A tensor without entries as a piece."""
+    return Piece(label, name_of(tensor.dtype, label), shape, Box.whole(shape), lambda: np.empty(0, dtype=np.uint8))
+
+
+def _group_of(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> Mapping[str, Any]:
+    found = (group for group in optimizer.param_groups if any(parameter is one for one in group["params"]))
+    return next(found, {})
+
+
+def whole_piece(label: str, tensor: torch.Tensor, place: str = "") -> Piece:
+    """A whole tensor as a piece. ``place`` names it in errors. Raises CheckpointError for one that is not dense."""
+    if tensor.layout is not torch.strided or tensor.is_meta:
+        raise CheckpointError(f"{place or label} is a tensor of {tensor.layout} on {tensor.device}: make it dense")
+    tensor = tensor.detach().resolve_conj().resolve_neg()
     shape = tuple(tensor.shape)
-    return Piece(label, name_of(tensor.dtype, label), shape, Box.whole(shape), lambda: _as_bytes(tensor))
+    return Piece(label, name_of(tensor.dtype, place or label), shape, Box.whole(shape), lambda: _as_bytes(tensor))
 
 
 def read_whole(reader: Reader, label: str) -> torch.Tensor:

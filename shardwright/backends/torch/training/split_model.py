@@ -109,6 +109,10 @@ class SplitModel:
         self._undo_norms: Callable[[], None] | None = None
         self._undo_fp8: Callable[[], None] | None = None
         self._synchronized = False
+        self.awaits_masters = False
+        """Whether parameters in 16 bits are to have values in float32 from the first step on."""
+        self._stays_whole = False
+        """Whether steps run by messages, which cut no parameters."""
         self._looked_at: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
         """Whether optimizers, as far as they were looked at, train pieces of parameters."""
         self._handles: list[RemovableHandle] = [register_optimizer_step_pre_hook(self._look_at_optimizer)]
@@ -153,6 +157,7 @@ class SplitModel:
     def split_whole_modules(self, placement: Placement) -> None:
         """Make modules whole, as message passing calls them: split the model by ``placement`` unless it is split
         already, and put together the sharded parameters."""
+        self._stays_whole = True
         if self.ownership.placement is None:
             self._hold(placement)
         if self.tensor is not None:
@@ -200,14 +205,18 @@ class SplitModel:
     def take_values(self, weights: Mapping[str, torch.Tensor]) -> frozenset[str]:
         """Have the values that parameters do not have yet come from these weights. Returns the first names of what has
         none until the first step."""
-        if self.ownership.placement is None and self.weights is not None:
+        found = self.lacking_values()
+        if self.ownership.placement is None and found:
             self.weights = weights
-        names = (*self.ownership.parameter_names, *self.ownership.buffer_names)
-        found = {name for name in names if self.ownership.tensor(name).is_meta}
         if self.awaited is not None:
             self.awaited.take(weights)
-            found |= self.awaited.names
-        return frozenset(found)
+        return found
+
+    def lacking_values(self) -> frozenset[str]:
+        """The first names of what has no values yet that this rank holds."""
+        names = (*self.ownership.parameter_names, *self.ownership.buffer_names)
+        found = {name for name in names if self.ownership.holds(name) and self.ownership.tensor(name).is_meta}
+        return frozenset(found if self.awaited is None else found | self.awaited.names)
 
     def _tell_of_change(self) -> None:
         self._looked_at.clear()
@@ -252,6 +261,8 @@ class SplitModel:
     @property
     def has_cut_parameters(self) -> bool:
         """Whether every parameter that is to be cut, along the tensor axis or the data axis, has been."""
+        if self._stays_whole:
+            return True
         if self.bound.size("tp") > 1 and not self.is_cut_for_tensor_axis:
             return False
         # Without stages yet, the first step may still cut.
@@ -353,6 +364,11 @@ class SplitModel:
         """Wait until all ranks have what they gathered of this one's parameters, after `end_step`."""
         if self.parts.flat is not None:
             self.parts.flat.settle()
+
+    @property
+    def are_replicas_alike(self) -> bool:
+        """Whether replicas have the same values by now: the first step sees to it."""
+        return self._synchronized or self.bound.size("dp") == 1
 
     def synchronize(self, axes: Sequence[str] = ("dp",)) -> None:
         """Start all peers on ``axes``, and all holders of a tied parameter, from the same numbers: once."""
