@@ -240,7 +240,7 @@ def _rounds_nothing(equation: JaxprEqn) -> bool:
     of a `jax.checkpoint` keeps, so that XLA does not compute it again; in our programs that is behind barriers. In 16
     bits they may round, as XLA is free to compute in float32 up to them."""
     dtype = aval(equation.outvars[0]).dtype
-    precision = jnp.finfo(dtype)
+    precision = jnp.finfo(dtype)  # type: ignore[no-untyped-call]
     said = equation.params["exponent_bits"], equation.params["mantissa_bits"]
     return dtype.itemsize > 2 and said == (precision.nexp, precision.nmant)
 
