@@ -18,6 +18,7 @@ from shardwright.backends.jax.capture.inner_programs import CHECKPOINTS, OWN_DER
 from shardwright.backends.jax.program.equations import FlatProgram, evaluate, value_of
 from shardwright.backends.jax.program.flattening import flatten
 from shardwright.backends.jax.program.in_turn import SHAPES, Finish, evaluate_in_turn
+from shardwright.backends.jax.program.random_draws import evaluate_draws_in_turn
 from shardwright.backends.jax.program.saved_activations import CHEAP, residuals
 
 GATHERS = frozenset({"sharding_constraint", "broadcast_in_dim"})
@@ -62,7 +63,7 @@ def gradients_in_turn(
     def front(held: Sequence[jax.Array], others: list[jax.Array]) -> list[jax.Array]:
         known: dict[int, Any] = dict(zip(program.arguments, [*copied(held), *others], strict=True))
         known.update(program.constants)
-        evaluate(program.equations, known)
+        evaluate_draws_in_turn(program, known, set(residual.kept))
         return [value_of(program, atom, known) for atom in (*program.outputs[:returned], *residual.kept)]
 
     values: dict[int, Any]
