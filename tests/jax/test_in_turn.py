@@ -156,3 +156,13 @@ def test_operands_on_the_host_come_one_unit_before_they_are_read() -> None:
             assert put <= products + ahead + 1
         products += equation.primitive.name == "dot_general"
     assert put == units
+
+
+def test_roundings_to_the_same_precision_are_left_out_and_others_stay() -> None:
+    def run(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
+        x = jax.lax.reduce_precision(jax.lax.reduce_precision(x, 8, 23), 8, 7)
+        return x, jax.lax.reduce_precision(y, 8, 7)
+
+    flat = flatten(jax.make_jaxpr(run)(jnp.ones(3), jnp.ones(3, jnp.bfloat16)))
+    found = [(equation.inputs, equation.params["mantissa_bits"]) for equation in flat.equations]
+    assert found == [((flat.arguments[0],), 7), ((flat.arguments[1],), 7)]

@@ -270,3 +270,21 @@ def test_one_program_runs_them_once_more_too(own: dict[str, Around], recompute: 
         return str(step.run.trace(state, leaves).jaxpr).count("dot_general[")
 
     assert found(lambda: Tower(**own), recompute=recompute) == found(Tower, recompute=recompute)
+
+
+def test_a_policy_that_keeps_everything_holds_what_the_plain_model_does() -> None:
+    """Not the roundings to the same precision that JAX puts around what a policy keeps, each a copy, nor what its
+    backward reads until all of it is done."""
+    keeping = of_linen(lambda block: linen.remat(block, policy=POLICIES.everything_saveable))
+    steps, predicted, held = {}, {}, {}
+    for loss in (of_linen(plain), keeping):
+        plan = planned(linen_params, loss, recompute="none", precision="fp32")
+        train, *steps[loss] = trained(linen_params, loss, plan)
+        batch = {"x": np.zeros((BATCH, WIDTH), np.float32)}
+        held[loss] = train.memory_bytes(train.init(linen_params, seed=3), batch)
+        predicted[loss] = plan.predicted.peak_memory_bytes
+    (one, other), (said, own) = held.values(), predicted.values()
+    assert own == said
+    assert other == pytest.approx(one, rel=0.01)
+    (losses, gradients), (its_losses, its) = steps.values()
+    Comparison("everything kept").losses(its_losses, losses).gradients(its, gradients).require()

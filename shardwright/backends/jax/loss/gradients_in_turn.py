@@ -8,15 +8,17 @@ at once. So the backward is written out as that of a pipeline's stage is: it rea
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from shardwright.backends.jax.capture.inner_programs import OWN_DERIVATIVES
-from shardwright.backends.jax.program.equations import evaluate, value_of
+from shardwright.backends.jax.capture.inner_programs import CHECKPOINTS, OWN_DERIVATIVES, inner_program
+from shardwright.backends.jax.program.equations import FlatProgram, evaluate, value_of
 from shardwright.backends.jax.program.flattening import flatten
 from shardwright.backends.jax.program.in_turn import SHAPES, Finish, evaluate_in_turn
+from shardwright.backends.jax.program.random_draws import evaluate_draws_in_turn
 from shardwright.backends.jax.program.saved_activations import CHEAP, residuals
 
 GATHERS = frozenset({"sharding_constraint", "broadcast_in_dim"})
@@ -61,7 +63,7 @@ def gradients_in_turn(
     def front(held: Sequence[jax.Array], others: list[jax.Array]) -> list[jax.Array]:
         known: dict[int, Any] = dict(zip(program.arguments, [*copied(held), *others], strict=True))
         known.update(program.constants)
-        evaluate(program.equations, known)
+        evaluate_draws_in_turn(program, known, set(residual.kept))
         return [value_of(program, atom, known) for atom in (*program.outputs[:returned], *residual.kept)]
 
     values: dict[int, Any]
@@ -86,7 +88,11 @@ def gradients_in_turn(
     # compiler would be free to leave the loss for the end, and to keep the logits until then.
     value, beside, kept = jax.lax.optimization_barrier((value, beside, made[returned:]))
     one = jnp.ones_like(value)
-    backward = flatten(jax.make_jaxpr(back)(list(held), others, kept, one))
+    traced = jax.make_jaxpr(back)(list(held), others, kept, one)
+    backward = flatten(traced)
+    if not _runs_again(backward):
+        backward = flatten(traced, opens_checkpoints=True)
+        backward.equations = [replace(equation, region=None) for equation in backward.equations]
     operands = [*held, *others, *kept, one]
     values = {**backward.constants, **dict(zip(backward.arguments, operands, strict=True))}
     results = [(atom, add) for atom, add in zip(backward.outputs, added, strict=True) if isinstance(atom, int)]
@@ -98,3 +104,23 @@ def gradients_in_turn(
         next(soon) if isinstance(atom, int) else add(value_of(backward, atom, values))
         for atom, add in zip(backward.outputs, added, strict=True)
     ]
+
+
+def _runs_again(backward: FlatProgram) -> bool:
+    """Whether a checkpoint in a backward computes again what is no cheap arithmetic. One whose policy keeps everything
+    does not: its backward needs no barrier before it, and runs in turn as that of a plain model. The last argument is
+    the gradient of the loss; what does not follow from it was computed in the forward."""
+    gradients = {backward.arguments[-1]}
+    for equation in backward.equations:
+        inner = inner_program(equation.params) if equation.primitive.name in CHECKPOINTS else None
+        if inner is not None:
+            body = flatten(inner, opens_checkpoints=True)
+            inside = {mine for mine, given in zip(body.arguments, equation.inputs, strict=True) if given in gradients}
+            for each in body.equations:
+                if not inside.isdisjoint(each.values):
+                    inside.update(each.outputs)
+                elif each.primitive.name not in CHEAP:
+                    return True
+        if not gradients.isdisjoint(equation.values):
+            gradients.update(equation.outputs)
+    return False

@@ -30,6 +30,7 @@ from shardwright.backends.jax.pipeline.stage_functions import (
 from shardwright.backends.jax.program.cut import cut
 from shardwright.backends.jax.program.equations import FlatProgram
 from shardwright.backends.jax.program.flattening import Home, flatten
+from shardwright.backends.jax.program.random_draws import counters_bytes
 from shardwright.backends.jax.state.ownership import held_by
 from shardwright.core.errors import ShardwrightError
 from shardwright.core.model.fold import fold
@@ -87,11 +88,15 @@ def footprints(
                 again = _Stages(graph, of_plain, program.traced, names, binding.units, range(len(classes)))
             plain = [stages.functions(unit) for unit in firsts]
             found.append([_bytes(functions) for functions in plain])
-            merged.append([_merged(stages.functions(unit, least=True)) for unit in firsts])
+            counters = counters_bytes(closed.jaxpr)
+            merged.append([_merged(stages.functions(unit, least=True), counters) for unit in firsts])
             selective.append([_kept_bytes(again.functions(unit, "selective")) for unit in firsts])
             adding.append([held_bytes(functions.backward, with_gradients=True) for functions in plain])
             shards.append(
-                [_of_shards(one, stages.functions(unit, least=True)) for one, unit in zip(plain, firsts, strict=True)]
+                [
+                    _of_shards(one, stages.functions(unit, least=True), counters)
+                    for one, unit in zip(plain, firsts, strict=True)
+                ]
             )
             called.append([_kept_by_calls(again, unit) if by_calls else None for unit in firsts])
             halves = [whole([(unit + odd) // 2 for unit in range(len(classes))]) for odd in (0, 1)]
@@ -317,23 +322,23 @@ def _added(program: FlatProgram, makes: Sequence[Key]) -> tuple[set[int], set[in
     return sums, {value for e in program.equations if not sums.isdisjoint(e.outputs) for value in e.values}
 
 
-def _merged(least: StageFunctions) -> _Merged:
+def _merged(least: StageFunctions, counters: int) -> _Merged:
     """The bytes of a unit whose forward and backward are one program that runs in turn (`loss.gradients_in_turn`):
     those kept from one to the other, and those held beside them at every moment, without and with one gradient on its
-    way to its sum. ``least``: the functions that keep the fewest bytes, as XLA does that sees both."""
-    backward = least.backward
-    return (
-        _kept_bytes(least),
-        held_bytes(backward, is_part=True),
-        held_bytes(backward, with_gradients=True, is_part=True),
-    )
+    way to its sum. ``least``: the functions that keep the fewest bytes, as XLA does that sees both. ``counters``: the
+    bytes of the counters of random draws, which stay all the while."""
+    without, adding = (held_bytes(least.backward, with_gradients=added, is_part=True) for added in (False, True))
+    return _kept_bytes(least), [counters + each for each in without], [counters + each for each in adding]
 
 
-def _of_shards(functions: StageFunctions, least: StageFunctions) -> tuple[list[int], ...]:
+def _of_shards(functions: StageFunctions, least: StageFunctions, counters: int) -> tuple[list[int], ...]:
     """The bytes at every moment of a unit of which each device runs a shard: of its backward, without and with
-    gradients, and the same where forward and backward are one program."""
+    gradients, and the same where forward and backward are one program, with the ``counters`` of its random draws."""
     return tuple(
-        held_bytes(one.backward, with_gradients=added, is_part=is_part, of_shards=True)
+        [
+            is_part * counters + each
+            for each in held_bytes(one.backward, with_gradients=added, is_part=is_part, of_shards=True)
+        ]
         for one, is_part in ((functions, False), (least, True))
         for added in (False, True)
     )

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Primitive, jaxprs_in_params
 
@@ -108,6 +109,8 @@ class _Flattener:
             return self._open(_inner(params), inputs, call, region)
         if name == "scan":
             return self._scan(equation, inputs, call, region)
+        if name == "reduce_precision" and _rounds_nothing(equation):
+            return inputs
         if name == "cond" and self.select and not equation.effects:
             return self._branches(equation, inputs, call, region)
         held = self._held(equation, inputs)
@@ -230,6 +233,16 @@ class _Flattener:
     def _units(self, numbers: Iterable[int]) -> frozenset[int]:
         homes = (self.home(number) for number in numbers)
         return frozenset(home[1] for home in homes if home is not None and home[1] is not None)
+
+
+def _rounds_nothing(equation: JaxprEqn) -> bool:
+    """Whether an equation rounds to the precision that its operand has. JAX puts such equations around what the policy
+    of a `jax.checkpoint` keeps, so that XLA does not compute it again; in our programs that is behind barriers. In 16
+    bits they may round, as XLA is free to compute in float32 up to them."""
+    dtype = aval(equation.outvars[0]).dtype
+    precision = jnp.finfo(dtype)  # type: ignore[no-untyped-call]
+    said = equation.params["exponent_bits"], equation.params["mantissa_bits"]
+    return dtype.itemsize > 2 and said == (precision.nexp, precision.nmant)
 
 
 def _inner(params: Mapping[str, Any]) -> ClosedJaxpr:
