@@ -49,9 +49,12 @@ def evaluate_in_turn(
     fresh: list[int] = []
     ordered = _results_soon(when_read(equations, known, cheap), known)
     for stretch, last in _stretches(ordered):
-        reads = [v for v in dict.fromkeys(v for e in stretch for v in e.values) if is_array(operands.get(v))]
+        of_stretch = dict.fromkeys(v for e in stretch for v in e.values)
+        reads = [v for v in of_stretch if is_array(operands.get(v))]
+        if not reads and fresh:  # a result that nothing waits for could be left for the end, with all that it reads
+            reads = [v for v in of_stretch if v not in free and is_array(known.get(v))]
         if before is not None and (reads or fresh):
-            tied = known[before], [operands[v] for v in reads], [found[number] for number in fresh]
+            tied = known[before], [operands.get(v, known[v]) for v in reads], [found[number] for number in fresh]
             known[before], again, there = jax.lax.optimization_barrier(tied)
             known.update(zip(reads, again, strict=True))
             found.update(zip(fresh, there, strict=True))
