@@ -1,6 +1,6 @@
 """A checkpoint that is read: boxes of its tensors, from whatever pieces they lie in."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,20 @@ class Reader:
     def __str__(self) -> str:
         return f"checkpoint {self.folder.name!r}, of step {self.index.step}"
 
+    @property
+    def framework(self) -> str:
+        """Whose names and layouts the tensors have."""
+        return self.index.framework
+
+    @property
+    def step(self) -> int:
+        """The number of steps that were trained."""
+        return self.index.step
+
+    def has(self, name: str) -> bool:
+        """Whether there is a tensor of that name."""
+        return name in self.index.tensors
+
     def names(self, part: str) -> list[str]:
         """The names of a part's tensors."""
         return [name[len(part) + 1 :] for name in self.index.tensors if name.startswith(f"{part}/")]
@@ -62,7 +76,7 @@ class Reader:
                 raise CheckpointError(f"{file.path}: {piece.key!r} is not the piece that the index tells of")
             yield shared, file.read(piece.key, shared.moved([-at for at in piece.start]))
 
-    def content(self, tensors: Any) -> Any:
+    def content(self, tensors: Callable[[str], Any]) -> Any:
         """The values that are no tensors. ``tensors`` gives a tensor by its name."""
         return decoded(self.index.content, tensors)
 
