@@ -257,7 +257,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for number, (before, names) in enumerate(zip(saved, groups, strict=True)):
             require_names(names, before, f"group {number} of the optimizer", FRESH)
 
-    def resume(self, told: Mapping[str, Any], reader: Reader, section: str) -> None:
+    def resume(self, told: Mapping[str, Any], reader: SavedState, section: str) -> None:
         """Take the options and the states of an optimizer in a checkpoint; those that the first step cuts, after it."""
         for group, saved in zip(self.param_groups, told["groups"], strict=True):
             for key, entry in saved.items():

@@ -23,7 +23,7 @@ from shardwright.backends.jax.tensor_parallel.blocks import Blocks, Tags
 from shardwright.backends.jax.tensor_parallel.constrained_loss import tags_left
 from shardwright.core.checkpoint.boxes import Box
 from shardwright.core.checkpoint.folder import Piece
-from shardwright.core.checkpoint.reader import Reader
+from shardwright.core.checkpoint.saved_tensors import SavedState
 from shardwright.core.errors import CheckpointError
 
 DTYPES: Mapping[str, str] = {
@@ -77,7 +77,7 @@ class SavedLeaf:
 
     # Reading -----------------------------------------------------------------------------------------------------
 
-    def read(self, reader: Reader) -> list[jax.Array]:
+    def read(self, reader: SavedState) -> list[jax.Array]:
         """The arrays with the values of a checkpoint, each device's share read by itself. The old ones are freed.
         Raises CheckpointError where a file is damaged."""
         found: list[jax.Array] = []
@@ -91,7 +91,7 @@ class SavedLeaf:
 class _Shares:
     """The shares of an array by their indices, each read once for all devices that have it."""
 
-    def __init__(self, leaf: SavedLeaf, reader: Reader, shape: tuple[int, ...], dtype: Any, first: int) -> None:
+    def __init__(self, leaf: SavedLeaf, reader: SavedState, shape: tuple[int, ...], dtype: Any, first: int) -> None:
         self._leaf, self._reader, self._shape, self._dtype, self._first = leaf, reader, shape, dtype, first
         self._last: tuple[Box, NDArray[Any]] | None = None
 
@@ -178,7 +178,7 @@ def whole_piece(name: str, value: Any, label: str) -> Piece:
     return Piece(name, code_of(data.dtype, label), shape, Box.whole(shape), lambda: _as_bytes(data))
 
 
-def read_whole(reader: Reader, label: str) -> NDArray[Any]:
+def read_whole(reader: SavedState, label: str) -> NDArray[Any]:
     """A whole tensor. Raises CheckpointError where a file is damaged."""
     record = reader.tensor(label)
     box = Box.whole(record.shape)

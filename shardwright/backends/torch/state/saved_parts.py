@@ -20,7 +20,7 @@ from shardwright.backends.torch.state.ownership import Ownership, is_hollow
 from shardwright.backends.torch.state.parts import Parts
 from shardwright.core.checkpoint.boxes import Box, Part, Place
 from shardwright.core.checkpoint.folder import Piece
-from shardwright.core.checkpoint.reader import Reader
+from shardwright.core.checkpoint.saved_tensors import SavedState
 from shardwright.core.checkpoint.writers import writers
 from shardwright.core.errors import CheckpointError, MissingCapabilityError
 
@@ -180,7 +180,7 @@ class SavedParts:
 
     # Reading -----------------------------------------------------------------------------------------------------
 
-    def read(self, reader: Reader, label: str, name: str, into: torch.Tensor) -> None:
+    def read(self, reader: SavedState, label: str, name: str, into: torch.Tensor) -> None:
         """Read this rank's part of a tensor that is cut as a parameter is. Raises CheckpointError where its shape is
         another, or a file is damaged."""
         held, saved = self.of[name], reader.tensor(label)
@@ -192,7 +192,7 @@ class SavedParts:
         if flat.data_ptr() != into.data_ptr():
             into.detach().copy_(flat.as_strided(into.shape, _strides_like(into, held.part)))
 
-    def read_states(self, reader: Reader, section: str, optimizer: torch.optim.Optimizer, names: Sequence[str]) -> None:
+    def read_states(self, reader: SavedState, section: str, optimizer: torch.optim.Optimizer, names: Sequence[str]) -> None:
         """Read this rank's part of an optimizer's states. Raises as `read`, and MissingCapabilityError for a state of a
         shape of its own where only a part of its parameter is held."""
         saved: dict[str, list[str]] = {}
@@ -250,7 +250,7 @@ def whole_piece(label: str, tensor: torch.Tensor, place: str = "") -> Piece:
     return Piece(label, name_of(tensor.dtype, place or label), shape, Box.whole(shape), lambda: _as_bytes(tensor))
 
 
-def read_whole(reader: Reader, label: str) -> torch.Tensor:
+def read_whole(reader: SavedState, label: str) -> torch.Tensor:
     """A whole tensor on the CPU. Raises CheckpointError where a file is damaged."""
     record = reader.tensor(label)
     found = torch.empty(record.shape, dtype=dtype_of(record.dtype, label))
@@ -258,7 +258,7 @@ def read_whole(reader: Reader, label: str) -> torch.Tensor:
     return found
 
 
-def fill(reader: Reader, label: str, box: Box, into: torch.Tensor) -> None:
+def fill(reader: SavedState, label: str, box: Box, into: torch.Tensor) -> None:
     """Copy a box of a saved tensor into a tensor of the box's shape, in whatever dtype and place that is."""
     saved = dtype_of(reader.tensor(label).dtype, label)
     width = _AS_NUMBERS[saved.itemsize]
@@ -331,7 +331,7 @@ def _view(flat: torch.Tensor, place: Place) -> torch.Tensor:
 class SavedWeights(Mapping[str, torch.Tensor]):
     """The parameters and buffers of a checkpoint by name, each read when it is asked for."""
 
-    def __init__(self, reader: Reader, aliases: Mapping[str, str]) -> None:
+    def __init__(self, reader: SavedState, aliases: Mapping[str, str]) -> None:
         """``aliases``: other names of some of them."""
         self._reader = reader
         self._labels = {name: f"{MODEL}/{name}" for name in reader.names(MODEL)}
