@@ -22,7 +22,8 @@ from shardwright.backends.torch.state.optimizer_states import (
 from shardwright.backends.torch.state.ownership import is_hollow
 from shardwright.backends.torch.state.parts import Parts
 from shardwright.backends.torch.state.saved_parts import SavedParts
-from shardwright.core.checkpoint.reader import FRESH, Reader, require_names
+from shardwright.core.checkpoint.reader import FRESH, require_names
+from shardwright.core.checkpoint.saved_tensors import SavedState
 from shardwright.core.errors import CheckpointError, MissingCapabilityError, ShardwrightError
 from shardwright.core.model.loss.scaling import LossScale, loss_scale_of
 from shardwright.torch import session as sessions
