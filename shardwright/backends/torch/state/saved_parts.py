@@ -192,7 +192,9 @@ class SavedParts:
         if flat.data_ptr() != into.data_ptr():
             into.detach().copy_(flat.as_strided(into.shape, _strides_like(into, held.part)))
 
-    def read_states(self, reader: SavedState, section: str, optimizer: torch.optim.Optimizer, names: Sequence[str]) -> None:
+    def read_states(
+        self, reader: SavedState, section: str, optimizer: torch.optim.Optimizer, names: Sequence[str]
+    ) -> None:
         """Read this rank's part of an optimizer's states. Raises as `read`, and MissingCapabilityError for a state of a
         shape of its own where only a part of its parameter is held."""
         saved: dict[str, list[str]] = {}
