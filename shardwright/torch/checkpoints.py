@@ -31,8 +31,11 @@ from shardwright.core.checkpoint import folder as folders
 from shardwright.core.checkpoint.boxes import Box
 from shardwright.core.checkpoint.content import encoded
 from shardwright.core.checkpoint.folder import Piece, Save
+from shardwright.core.checkpoint.name_map import NameMap, Side, families
 from shardwright.core.checkpoint.reader import Reader, require_names
+from shardwright.core.checkpoint.saved_tensors import SavedState
 from shardwright.core.checkpoint.tensor_file import digest_of as bytes_digest
+from shardwright.core.checkpoint.translated import COUNTS, OPTIMIZER, SCHEDULE, STEP, Translated
 from shardwright.core.errors import CheckpointError, MissingCapabilityError, ShardwrightError
 from shardwright.core.plan.file import to_document
 from shardwright.torch import session as sessions
@@ -205,6 +208,7 @@ def resume_from_checkpoint(
     optimizer: Optimizers = None,
     strict: bool = True,
     load_optimizer: bool = True,
+    names: NameMap | Mapping[str, str] | str | Path | None = None,
 ) -> Any:
     """Go on from a checkpoint of `save_checkpoint`, under whatever plan it was written: every rank reads what it holds.
     Every rank calls this, once the model and the optimizers are wrapped, before the first step or later.
@@ -215,6 +219,9 @@ def resume_from_checkpoint(
         partial: is taken for SageMaker's sake: both forms are read alike.
         strict: whether a model and a checkpoint of different names are refused; else what fits is loaded.
         load_optimizer: whether the states of optimizers are loaded too.
+        names: for a checkpoint of JAX, how this model's names and layouts become those of its twin: the name of a
+            family, a `NameMap`, its TOML file, or its relations. The states of Adam, AdamW and SGD with momentum come
+            along, and the counts of steps; options of the optimizer, seeds and random states stay as they are.
 
     Returns:
         what was given as ``user_content``.
@@ -228,24 +235,22 @@ def resume_from_checkpoint(
     claims: list[Claim] = []
     content: Any = None
     state: _State | None = None
-    reader: Reader | None = None
+    reader: SavedState | None = None
+    torch_only: tuple[Side, ...] = ()
+    source = ""
     call = f"sw.resume_from_checkpoint({tag=})"
     try:
         wait_for_checkpoints(session)
         state = _State(session, model, optimizer)
-        reader = Reader.open(folders.folder_of(path), tag)
-        if reader.index.framework != "torch":
-            raise CheckpointError(
-                f"{reader} was written by a {reader.index.framework} run, whose names and layouts of weights are others"
-            )
-        claims = [
-            Claim.of(
-                "the checkpoint that is loaded", f"{reader}, {reader.marker.index_digest[:8]}",
-                "Give every rank one folder that they share.",
-            )
-        ]  # fmt: skip
+        found = Reader.open(folders.folder_of(path), tag)
+        source = f"{found}, {found.marker.index_digest[:8]}"
+        claims = [Claim.of("the checkpoint that is loaded", source, "Give every rank one folder that they share.")]
+        if found.framework == "torch":
+            reader, torch_only = found, ()
+        else:
+            reader, torch_only = state.translated(found, names, load_optimizer=load_optimizer)
         content = reader.content(lambda name: read_whole(reader, name))
-        state.require_fits(reader, content, strict=strict, load_optimizer=load_optimizer)
+        state.require_fits(reader, content, torch_only, strict=strict, load_optimizer=load_optimizer)
     except Exception as error:
         failure = error
     session.agreement.meet(call, claims, failure=failure)
@@ -256,7 +261,7 @@ def resume_from_checkpoint(
     except Exception as error:
         failure = error
     session.agreement.meet(f"{call}, loading", failure=failure)
-    session.note_loaded(f"{reader}, {reader.marker.index_digest[:8]}")
+    session.note_loaded(source)
     return content["user"]
 
 
@@ -356,12 +361,35 @@ class _State:
         buffers = [name for name in self.ownership.buffer_names if name in kept]
         return [*sorted(self.ownership.parameter_names), *sorted(buffers)]
 
-    def require_fits(self, reader: Reader, content: Any, *, strict: bool, load_optimizer: bool) -> None:
+    def translated(
+        self, found: Reader, names: NameMap | Mapping[str, str] | str | Path | None, *, load_optimizer: bool
+    ) -> tuple[SavedState, tuple[Side, ...]]:
+        """A checkpoint of JAX as one of this model, and the names that it does not have. Raises CheckpointError where
+        no map of names was given, or it does not fit."""
+        if names is None:
+            raise CheckpointError(
+                f"{found} was written by a {found.framework} run, whose weights have other names and layouts: give "
+                f"names=, a map of them or the name of a family: {', '.join(families())}"
+            )
+        chosen = NameMap.of_any(names)
+        parts = self.split_model.parts
+        shapes = {
+            f"{MODEL}/{name}": tuple(parts.whole_shape(first, self.ownership.tensor(first).shape))
+            for name, first in self.ownership.first_name.items()
+        }
+        reader = Translated(found, chosen, shapes, self.ownership.first_name)
+        if load_optimizer:
+            reader.require_states()
+        return reader, chosen.torch_only
+
+    def require_fits(
+        self, reader: SavedState, content: Any, torch_only: Sequence[Side], *, strict: bool, load_optimizer: bool
+    ) -> None:
         """Raise CheckpointError where the checkpoint is of another model or of other optimizers; nothing is loaded
-        then."""
+        then. ``torch_only``: names that a checkpoint of JAX does not have."""
         weights = SavedWeights(reader, content["ties"])
         firsts = {self.ownership.first_name.get(name, name) for name in weights}
-        own = self._own_names()
+        own = [name for name in self._own_names() if not any(side.match(name) is not None for side in torch_only)]
         if strict:
             require_names(own, sorted(firsts), "the model")
         shapes = {name: self.split_model.parts.whole_shape(name, self.ownership.tensor(name).shape) for name in own}
@@ -372,6 +400,8 @@ class _State:
                     f"{tuple(shapes[name])}: it is of another model"
                 )
         saved = content["optimizers"]
+        if saved is None:  # a JAX run has one
+            saved = [None]
         if load_optimizer and len(saved) != len(self.optimizers):
             raise CheckpointError(
                 f"{reader} has {len(saved)} optimizers, and this run has {len(self.optimizers)}: wrap as many before, "
@@ -381,9 +411,12 @@ class _State:
         if lacking:
             raise CheckpointError(f"{lacking[0]} has no values yet, and {reader} has none for it: give weights= too")
         for one, optimizer in zip(saved, self.optimizers, strict=False) if load_optimizer else ():
-            optimizer.require_like(one, str(reader))
+            if one is None:
+                optimizer.require_across(reader, OPTIMIZER)
+            else:
+                optimizer.require_like(one, str(reader))
 
-    def load(self, reader: Reader, content: Any, *, load_optimizer: bool) -> None:
+    def load(self, reader: SavedState, content: Any, *, load_optimizer: bool) -> None:
         """Load this rank's part. Raises CheckpointError where a file is damaged."""
         weights = SavedWeights(reader, content["ties"])
         awaited = self.split_model.take_values(weights)
@@ -400,14 +433,18 @@ class _State:
             if name in kept and name in weights and self.ownership.holds(name) and not tensor.is_meta:
                 fill(reader, weights.label(name), Box.whole(tuple(tensor.shape)), tensor)
         for number, optimizer in enumerate(self.optimizers if load_optimizer else ()):
-            optimizer.resume(content["optimizers"][number], reader, f"optimizer{number}")
-        self.session.seed = self.split_model.seed = content["seed"]
+            told = content["optimizers"] and content["optimizers"][number]
+            counts = content.get(COUNTS) or {}
+            updates = counts.get(STEP) if counts.get(STEP) is not None else counts.get(SCHEDULE)
+            optimizer.resume(told, reader, f"optimizer{number}", updates)
+        if content["seed"] is not None:
+            self.session.seed = self.split_model.seed = content["seed"]
         self.split_model.steps_run, self.session.steps_begun = content["steps"], content["steps_begun"]
         suffix = f".{self.session.bound.rank}"
         mine = [name for name in reader.names(RANDOM) if name.endswith(suffix)]
         set_generator_states({name.removesuffix(suffix): read_whole(reader, f"{RANDOM}/{name}") for name in mine})
 
-    def _read_masters(self, reader: Reader, labels: Mapping[str, str]) -> None:
+    def _read_masters(self, reader: SavedState, labels: Mapping[str, str]) -> None:
         """Read parameters once more where the first step will keep them in float32, and they are in 16 bits until
         then: all but those that are given other values in between."""
         split_model = self.split_model

@@ -258,17 +258,44 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for number, (before, names) in enumerate(zip(saved, groups, strict=True)):
             require_names(names, before, f"group {number} of the optimizer", FRESH)
 
-    def resume(self, told: Mapping[str, Any], reader: SavedState, section: str) -> None:
-        """Take the options and the states of an optimizer in a checkpoint; those that the first step cuts, after it."""
-        for group, saved in zip(self.param_groups, told["groups"], strict=True):
+    def require_across(self, reader: SavedState, section: str) -> None:
+        """Raise CheckpointError where states that come from a JAX run are not those that this optimizer has, or lack a
+        parameter."""
+        saved: dict[str, list[str]] = {}
+        for label in reader.names(section):
+            key, _, name = label.partition("/")
+            saved.setdefault(key, []).append(name)
+        saved.pop("step", None)
+        own = _states_across(self.optimizer)
+        if own is None or own != set(saved):
+            kind = type(self.optimizer).__name__
+            raise CheckpointError(
+                f"{reader} has the states {', '.join(sorted(saved)) or 'of no parameter'}, and {kind} here keeps "
+                f"{', '.join(sorted(own or ())) or 'others'}: Adam, AdamW and SGD with momentum cross over. {FRESH}"
+            )
+        for key, names in saved.items():
+            wanted = [name for held in self.named_groups() for name in held]
+            require_names(wanted, names, f"the optimizer's {key}", FRESH)
+            for name in names:
+                if (dtype := reader.tensor(f"{section}/{key}/{name}").dtype) not in ("F32", "F64"):
+                    raise CheckpointError(
+                        f"{reader} keeps {key} of {name} in {dtype}, and torch's optimizers keep it in the parameter's "
+                        f"dtype. {FRESH}"
+                    )
+
+    def resume(self, told: Mapping[str, Any] | None, reader: SavedState, section: str, steps: int | None) -> None:
+        """Take the options and the states of an optimizer in a checkpoint; those that the first step cuts, after it.
+        ``told``: None where it comes from a JAX run, whose options nothing tells; ``steps`` is the number of its
+        updates then."""
+        for group, saved in zip(self.param_groups, told["groups"] if told else (), strict=told is not None):
             for key, entry in saved.items():
                 before = group.get(key)
                 if isinstance(entry, torch.Tensor) and isinstance(before, torch.Tensor):
                     entry = entry.to(before.device)
                 if key != "params":
                     group[key] = entry
-        self._steps = told["steps"]
-        if self._scaling is not None and told[LOSS_SCALE] is not None:
+        self._steps = told["steps"] if told else self._steps if steps is None else steps
+        if self._scaling is not None and told and told[LOSS_SCALE] is not None:
             self._scaling = self._split_model.loss_scale = LossScale(**told[LOSS_SCALE])
         names = [name for group in self.named_groups() for name in group]
 
@@ -364,3 +391,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def __repr__(self) -> str:
         return f"DistributedOptimizer({self.optimizer!r})"
+
+
+def _states_across(optimizer: torch.optim.Optimizer) -> set[str] | None:
+    """The states as large as a parameter that an optimizer keeps, of those that other frameworks' have too; None where
+    it is of another class."""
+    groups = optimizer.param_groups
+    if isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
+        found = {"exp_avg", "exp_avg_sq"}
+        return found | {"max_exp_avg_sq"} if any(group["amsgrad"] for group in groups) else found
+    if isinstance(optimizer, torch.optim.SGD):
+        return {"momentum_buffer"} if any(group["momentum"] for group in groups) else set()
+    return None

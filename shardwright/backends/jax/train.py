@@ -42,6 +42,7 @@ from shardwright.backends.jax.training.pipelined import PipelinedTraining
 from shardwright.backends.jax.training.protocol import CompiledStep, Training
 from shardwright.backends.jax.training.spmd import SpmdTraining
 from shardwright.backends.jax.training.step_log import StepLog
+from shardwright.core.checkpoint.name_map import NameMap
 from shardwright.core.errors import MissingCapabilityError, PlanError, ShardwrightError
 from shardwright.core.plan.plan import Plan
 from shardwright.core.values.step_line import require_every
@@ -424,20 +425,31 @@ class TrainStep:
         checkpoints.save(Path(path), tag, state, self.plan, user_content, keep)
 
     def resume_from_checkpoint(
-        self, path: str | Path, state: TrainState, tag: str | None = None, *, load_optimizer: bool = True
+        self,
+        path: str | Path,
+        state: TrainState,
+        tag: str | None = None,
+        *,
+        load_optimizer: bool = True,
+        names: NameMap | Mapping[str, str] | str | Path | None = None,
     ) -> tuple[TrainState, Any]:
         """The state of a checkpoint, whatever plan it was written under, and its ``user_content``. ``state``, of the
         same model and optimizer, as `init` of a function makes it, says where arrays lie; it is used up. Each device
         reads its share.
 
         tag: the name of a checkpoint; None: the newest that is complete.
+        load_optimizer: whether the optimizer's state is loaded too.
+        names: for a checkpoint of PyTorch, how its names and layouts become this model's: the name of a family, a
+            `NameMap`, its TOML file, or its relations. The states of Adam, AdamW and SGD with momentum come along, and
+            the counts of steps; random keys stay as they are.
 
         Raises CheckpointError where there is none, it is not complete, damaged, or of another model or optimizer.
         """
         state.require_alive()
         self._require_saved_apart(state)
+        chosen = None if names is None else NameMap.of_any(names)
         with no_mesh():
-            return checkpoints.resume(Path(path), tag, state, load_optimizer=load_optimizer)
+            return checkpoints.resume(Path(path), tag, state, chosen, load_optimizer=load_optimizer)
 
     def _require_saved_apart(self, state: TrainState) -> None:
         if isinstance(self._training_of(state), SpmdTraining):

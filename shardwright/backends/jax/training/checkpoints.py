@@ -1,6 +1,6 @@
 """Checkpoints of a training state: written by shards, read under any plan."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardwright.backends.jax.pipeline.optimizer_cut import is_stack
+from shardwright.backends.jax.state.optimizer_roles import roles_of
 from shardwright.backends.jax.state.ownership import Stack
 from shardwright.backends.jax.state.train_state import TrainState
 from shardwright.backends.jax.training.saved_state import (
@@ -25,7 +26,10 @@ from shardwright.backends.jax.training.saved_state import (
 from shardwright.core.checkpoint import folder as folders
 from shardwright.core.checkpoint.content import encoded
 from shardwright.core.checkpoint.folder import Piece
-from shardwright.core.checkpoint.reader import Reader, require_names
+from shardwright.core.checkpoint.name_map import NameMap, families
+from shardwright.core.checkpoint.reader import FRESH, Reader, require_names
+from shardwright.core.checkpoint.saved_tensors import SavedState
+from shardwright.core.checkpoint.translated import COUNTS, ROLES, Translated
 from shardwright.core.errors import CheckpointError, MissingCapabilityError
 from shardwright.core.plan.file import to_document
 from shardwright.core.plan.plan import Plan
@@ -56,6 +60,7 @@ def save(path: Path, tag: str, state: TrainState, plan: Plan, user_content: Any,
     content = {
         "user": encoded(user_content, tensor, "user_content"),
         "steps": int(state.step),
+        ROLES: roles_of(state.optimizer),
         "keys": [str(jax.random.key_impl(key)) for key in keys],
     }
     chosen = folders.begin(path, tag)
@@ -69,30 +74,44 @@ def save(path: Path, tag: str, state: TrainState, plan: Plan, user_content: Any,
         raise
 
 
-def resume(path: Path, tag: str | None, state: TrainState, *, load_optimizer: bool) -> tuple[TrainState, Any]:
+def resume(
+    path: Path, tag: str | None, state: TrainState, names: NameMap | None, *, load_optimizer: bool
+) -> tuple[TrainState, Any]:
     """The state with the values of a checkpoint, and what the user added. The given state is used up.
+
+    names: the map through which a checkpoint of PyTorch is read.
 
     Raises CheckpointError where there is no complete checkpoint, or it is damaged, or of something else.
     """
-    reader = Reader.open(path, tag)
-    if reader.index.framework != "jax":
-        raise CheckpointError(
-            f"{reader} was written by a {reader.index.framework} run, whose names and layouts of weights are others"
-        )
-    content = reader.content(lambda name: read_whole(reader, name))
+    found = Reader.open(path, tag)
     leaves = leaves_of(state)
-    _require_fits(reader, leaves, content, state, load_optimizer=load_optimizer)
+    reader: SavedState = found
+    if found.framework != "jax":
+        reader = _translated(found, names, leaves, load_optimizer=load_optimizer)
+    content = reader.content(lambda name: read_whole(reader, name))
+    wanted = [leaf for leaf in leaves if leaf.part != OPTIMIZER or load_optimizer]
+    if COUNTS in content:
+        labels, counts = _labels_across(reader, content[COUNTS], wanted, state)
+    else:
+        labels, counts = {leaf.label: leaf.label for leaf in wanted}, {}
+    _require_fits(reader, wanted, labels, content, state)
     loaded: dict[int, list[jax.Array]] = {}
-    for leaf in leaves:
-        if (leaf.part != OPTIMIZER or load_optimizer) and leaf.label in reader.index.tensors:
+    for leaf in wanted:
+        if leaf.label in counts:
+            (array,) = leaf.arrays
+            count = jax.device_put(jnp.asarray(counts[leaf.label], array.dtype), array.sharding)
+            loaded[id(array)] = [count]
+        elif reader.has(label := labels.get(leaf.label, "")):
             old = [id(array) for array in leaf.arrays]
-            loaded |= {at: [new] for at, new in zip(old, leaf.read(reader), strict=True)}
-    keys = iter(range(len(content["keys"])))
+            loaded |= {at: [new] for at, new in zip(old, leaf.read(reader, label), strict=True)}
+    keys = iter(range(len(content["keys"] or ())))
 
     def new(node: Any) -> Any:
         if is_stack(node):
             return Stack([loaded.get(id(piece), [piece])[0] for piece in node.pieces])
         if jnp.issubdtype(node.dtype, jax.dtypes.prng_key):
+            if content["keys"] is None:
+                return node
             number = next(keys)
             data = read_whole(reader, f"{RANDOM}/{number}")
             return jax.device_put(
@@ -100,25 +119,76 @@ def resume(path: Path, tag: str | None, state: TrainState, *, load_optimizer: bo
             )
         return loaded.get(id(node), [node])[0]
 
-    found: TrainState = jax.tree.map(new, state, is_leaf=is_stack)
+    resumed: TrainState = jax.tree.map(new, state, is_leaf=is_stack)
     step = jax.device_put(jnp.asarray(content["steps"], jnp.int32), state.step.sharding)
-    return replace(found, step=step), content["user"]
+    return replace(resumed, step=step), content["user"]
+
+
+def _translated(
+    found: Reader, names: NameMap | None, leaves: Sequence[SavedLeaf], *, load_optimizer: bool
+) -> Translated:
+    """A checkpoint of PyTorch as one of this state's model."""
+    if names is None:
+        raise CheckpointError(
+            f"{found} was written by a {found.framework} run, whose weights have other names and layouts: give names=, "
+            f"a map of them or the name of a family: {', '.join(families())}"
+        )
+    shapes = {leaf.label: leaf.shape for leaf in leaves if leaf.part in (MODEL, OTHER)}
+    reader = Translated(found, names, shapes)
+    if load_optimizer:
+        reader.require_states()
+    return reader
+
+
+def _labels_across(
+    reader: SavedState, known: Mapping[str, int | None], leaves: Sequence[SavedLeaf], state: TrainState
+) -> tuple[dict[str, str], dict[str, int]]:
+    """The label in a checkpoint that comes from the other framework for each leaf's, and the counts of the optimizer by
+    the leaf's. ``known``: the counts by role. Raises CheckpointError for a leaf of the optimizer that the other
+    framework's has no word for."""
+    roles = roles_of(state.optimizer)
+    labels, counts = {}, {}
+    for leaf in leaves:
+        if leaf.part != OPTIMIZER:
+            labels[leaf.label] = leaf.label
+            continue
+        role = roles.get(leaf.kind)
+        if role is None:
+            raise CheckpointError(
+                f"the optimizer's {leaf.name} has no counterpart in {reader}: the states of Adam, AdamW, AMSGrad and "
+                f"SGD with momentum cross over; load_optimizer=False loads the weights alone"
+            )
+        if leaf.follows is not None:
+            labels[leaf.label] = f"{OPTIMIZER}/{role}/{leaf.follows}"
+            continue
+        count = known.get(role)
+        if count is None:
+            raise CheckpointError(f"{reader} has no count for the optimizer's {leaf.name}: {FRESH}")
+        counts[leaf.label] = count
+    return labels, counts
 
 
 def _require_fits(
-    reader: Reader, leaves: Sequence[SavedLeaf], content: Any, state: TrainState, *, load_optimizer: bool
+    reader: SavedState,
+    leaves: Sequence[SavedLeaf],
+    labels: Mapping[str, str],
+    content: Any,
+    state: TrainState,
 ) -> None:
     for part, what in ((MODEL, "the model"), (OPTIMIZER, "the optimizer"), (OTHER, "the state beside the parameters")):
-        if part != OPTIMIZER or load_optimizer:
-            require_names([leaf.name for leaf in leaves if leaf.part == part], reader.names(part), what)
+        own = [
+            labels[leaf.label].removeprefix(f"{part}/") for leaf in leaves if leaf.part == part and leaf.label in labels
+        ]
+        if own or part != OPTIMIZER:
+            require_names(own, reader.names(part), what)
     for leaf in leaves:
-        record = reader.index.tensors.get(leaf.label)
-        if record is not None and record.shape != leaf.shape and (leaf.part != OPTIMIZER or load_optimizer):
+        label = labels.get(leaf.label, "")
+        if reader.has(label) and reader.tensor(label).shape != leaf.shape:
             raise CheckpointError(
-                f"{reader} has {leaf.label} of shape {record.shape}, and the state of {leaf.shape}: it is of another "
-                f"model or optimizer"
+                f"{reader} has {label} of shape {reader.tensor(label).shape}, and the state {leaf.label} of "
+                f"{leaf.shape}: it is of another model or optimizer"
             )
-    if len(_keys(state)) != len(content["keys"]):
+    if content["keys"] is not None and len(_keys(state)) != len(content["keys"]):
         raise CheckpointError(f"{reader} has {len(content['keys'])} random keys, and the state {len(_keys(state))}")
 
 

@@ -47,6 +47,13 @@ class SavedLeaf:
     """One array; or one for the rows of each stage, in order."""
     tags: Tags
     ways: int
+    follows: str | None = None
+    """The parameter that a state of the optimizer is of; None for others."""
+
+    @property
+    def kind(self) -> str:
+        """The name without the parameter's."""
+        return self.name if self.follows is None else self.name.removesuffix(f"/{self.follows}")
 
     @property
     def label(self) -> str:
@@ -77,22 +84,26 @@ class SavedLeaf:
 
     # Reading -----------------------------------------------------------------------------------------------------
 
-    def read(self, reader: SavedState) -> list[jax.Array]:
-        """The arrays with the values of a checkpoint, each device's share read by itself. The old ones are freed.
-        Raises CheckpointError where a file is damaged."""
+    def read(self, reader: SavedState, label: str) -> list[jax.Array]:
+        """The arrays with the values of a checkpoint, where ``label`` is the leaf's own, each device's share read by
+        itself. The old ones are freed. Raises CheckpointError where a file is damaged."""
         found: list[jax.Array] = []
         for array, first in zip(self.arrays, self.rows_before(), strict=True):
             shape, sharding, dtype = array.shape, array.sharding, np.dtype(array.dtype)
             array.delete()
-            found.append(jax.make_array_from_callback(shape, sharding, _Shares(self, reader, shape, dtype, first)))
+            shares = _Shares(self, reader, label, shape, dtype, first)
+            found.append(jax.make_array_from_callback(shape, sharding, shares))
         return found
 
 
 class _Shares:
     """The shares of an array by their indices, each read once for all devices that have it."""
 
-    def __init__(self, leaf: SavedLeaf, reader: SavedState, shape: tuple[int, ...], dtype: Any, first: int) -> None:
-        self._leaf, self._reader, self._shape, self._dtype, self._first = leaf, reader, shape, dtype, first
+    def __init__(
+        self, leaf: SavedLeaf, reader: SavedState, label: str, shape: tuple[int, ...], dtype: Any, first: int
+    ) -> None:
+        self._leaf, self._reader, self._label = leaf, reader, label
+        self._shape, self._dtype, self._first = shape, dtype, first
         self._last: tuple[Box, NDArray[Any]] | None = None
 
     def __call__(self, index: tuple[slice, ...] | None) -> NDArray[Any]:
@@ -100,10 +111,10 @@ class _Shares:
         if self._last is not None and self._last[0] == held:
             return self._last[1]
         out = np.empty(held.shape, dtype=self._dtype)
-        saved = _OF_NAME[self._reader.tensor(self._leaf.label).dtype]
+        saved = _OF_NAME[self._reader.tensor(self._label).dtype]
         for box, inside in original_boxes(held, self._leaf.tags, self._leaf.ways):
             part: NDArray[Any] = out[_entries(inside.inside(held))]
-            for shared, data in self._reader.boxes(self._leaf.label, box):
+            for shared, data in self._reader.boxes(self._label, box):
                 part[_entries(shared.inside(box))] = np.ascontiguousarray(data).view(saved)[..., 0]
         self._last = held, out
         return out
@@ -128,7 +139,8 @@ def leaves_of(state: TrainState) -> list[SavedLeaf]:
             found.append(SavedLeaf(OPTIMIZER, _keys(path), _arrays(node), {}, ways))
             continue
         own = tags_left(held[at.number], whole[at.number].shape, leaf.shape) if held[at.number] else {}
-        found.append(SavedLeaf(OPTIMIZER, f"{_keys(at.prefix)}/{names[at.number]}", _arrays(node), own, ways))
+        name = names[at.number]
+        found.append(SavedLeaf(OPTIMIZER, f"{_keys(at.prefix)}/{name}", _arrays(node), own, ways, follows=name))
     for part, tree in ((OTHER, state.other), (SCALING, state.scaling)):
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
             if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):

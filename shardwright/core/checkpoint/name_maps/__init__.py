@@ -1,0 +1,1 @@
+"""Maps of names that come with the library, a TOML file for each family of models."""
