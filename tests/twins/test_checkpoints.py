@@ -1,0 +1,144 @@
+"""Runs that cross from PyTorch to JAX and back: the same bits, and losses as if they had stayed."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import shardwright.jax as sw
+from shardwright.core.checkpoint.reader import Reader
+from shardwright.core.errors import CheckpointError
+from tests.comparison import Comparison
+from tests.torch.launch import on_ranks
+from tests.twins import crossing
+from tests.twins.crossing import NAMES, STEPS
+
+pytestmark = pytest.mark.timeout(900)
+DRIFT = 1e-3
+"""By how much losses of a run that crossed may differ from those of one that stayed."""
+DEGREES: dict[str, dict[str, int]] = {
+    "gpt2": {"pp": 2, "tp": 2}, "bert": {"dp": 2, "tp": 2, "shard": 3}, "ncf": {"dp": 2},
+}  # fmt: skip
+"""Under which plan each twin goes on in JAX."""
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[float]]]:
+    """The folder of checkpoints of runs in PyTorch over two stages, and the losses of those that stayed."""
+    folder = tmp_path_factory.mktemp("crossing")
+    return folder, launched(folder, "start", {"pipeline_parallel_degree": 2})
+
+
+def launched(folder: Path, mode: str, degrees: dict[str, int]) -> dict[str, Any]:
+    out = folder / "out.json"
+    outcome = on_ranks("crossing.py", 2, str(folder), str(out), mode, json.dumps(degrees), *NAMES, timeout_s=240)
+    assert outcome.code == 0, outcome.text[-6000:]
+    found: dict[str, Any] = json.loads(out.read_text())
+    return found
+
+
+def optimizer() -> optax.GradientTransformation:
+    b1, b2 = crossing.BETAS
+    return optax.chain(
+        optax.clip_by_global_norm(1e6),
+        optax.adamw(crossing.RATE, b1, b2, crossing.EPSILON, weight_decay=crossing.DECAY),
+    )
+
+
+def step_of(name: str, **pins: Any) -> tuple[sw.TrainStep, sw.TrainState]:
+    create, loss = crossing.flax_model(name)
+    graph = sw.capture(nnx.eval_shape(create), crossing.flax_inputs(name, 0), loss)
+    pins = {"pp": 1, "dp": 1, "tp": 1, "microbatch": 2, "recompute": "none", "precision": "fp32", "shard": 0} | pins
+    ranks = pins["pp"] * pins["dp"] * pins["tp"]
+    plan = sw.plan(graph, sw.Cluster("cpu", devices_per_node=ranks), batch=crossing.SAMPLES, **pins)
+    train = sw.train_step(loss, optimizer(), plan, devices=jax.devices()[:ranks], log_every=0)
+    return train, train.init(create)
+
+
+def test_runs_go_there_and_back(started: tuple[Path, dict[str, list[float]]]) -> None:
+    folder, stayed = started
+    comparison = Comparison("losses of runs that crossed")
+    for name in NAMES:
+        train, state = step_of(name, **DEGREES[name])
+        state, user = train.resume_from_checkpoint(folder, state, f"{name}-torch", names=NAMES[name])
+        train.save_checkpoint(folder, f"{name}-jax", state, user)
+        losses = []
+        for step in range(STEPS, 2 * STEPS):
+            state, loss = train(state, crossing.flax_inputs(name, step))
+            losses.append(float(loss))
+        assert int(state.step) == 2 * STEPS
+        comparison.losses({name: losses}, {name: stayed[name][:STEPS]}, relative=DRIFT, moving=0.1)
+        train.save_checkpoint(folder, f"{name}-away", state, user)
+    back = launched(folder, "back", {"shard": 3})
+    for name in NAMES:
+        Comparison.of_ranks([back[name]["state"]]).require()
+        wanted = {f"{name} back": stayed[name][STEPS:]}
+        comparison.losses({f"{name} back": back[name]["losses"]}, wanted, relative=DRIFT)
+    comparison.require()
+
+
+def test_every_weight_and_moment_is_there_in_the_twins_layout(started: tuple[Path, Any]) -> None:
+    """Each entry of the weights in JAX is the one that Hugging Face's names have, for the fused matrix by hand."""
+    folder, _ = started
+    train, state = step_of("gpt2")
+    state, _ = train.resume_from_checkpoint(folder, state, "gpt2-torch", names="gpt2")
+    kept: dict[str, Any] = _saved(folder / "gpt2.pt")
+    params = train.params(state)
+    comparison = Comparison()
+    comparison.equal(np.asarray(params.h[1].attn.c_attn.kernel), kept["model.transformer.h.1.attn.c_attn.weight"])
+    comparison.equal(np.asarray(params.wte.embedding), kept["model.transformer.wte.weight"])
+    comparison.require()
+
+
+def _saved(path: Path) -> dict[str, Any]:
+    import torch
+
+    return {name: value.numpy() for name, value in torch.load(path, weights_only=True).items()}
+
+
+def test_a_run_of_the_other_framework_is_refused_without_a_map(started: tuple[Path, Any]) -> None:
+    folder, _ = started
+    train, state = step_of("ncf")
+    with pytest.raises(CheckpointError, match=r"written by a torch run.*names=.*gpt2"):
+        train.resume_from_checkpoint(folder, state, "ncf-torch")
+
+
+def test_a_map_of_another_model_is_refused(started: tuple[Path, Any]) -> None:
+    folder, _ = started
+    train, state = step_of("ncf")
+    with pytest.raises(CheckpointError, match="the map of gpt2 has no relation for"):
+        train.resume_from_checkpoint(folder, state, "ncf-torch", names="gpt2")
+
+
+def test_an_optimizer_that_keeps_something_else_is_refused(started: tuple[Path, Any]) -> None:
+    folder, _ = started
+    create, loss = crossing.flax_model("ncf")
+    train, _ = step_of("ncf")
+    other = sw.train_step(loss, optax.rmsprop(1e-3), train.plan, devices=jax.devices()[:1], log_every=0)
+    with pytest.raises(CheckpointError, match=r"optimizer's 0\.nu.* has no counterpart"):
+        other.resume_from_checkpoint(folder, other.init(create), "ncf-torch", names=NAMES["ncf"])
+    state, _ = other.resume_from_checkpoint(
+        folder, other.init(create), "ncf-torch", names=NAMES["ncf"], load_optimizer=False
+    )
+    assert int(state.step) == STEPS
+
+
+def test_a_damaged_file_is_named(started: tuple[Path, Any], tmp_path: Path) -> None:
+    folder, _ = started
+    tag = tmp_path / "ncf-torch"
+    tag.mkdir()
+    for path in (folder / "ncf-torch").iterdir():
+        (tag / path.name).write_bytes(path.read_bytes())
+    victim = next(path for path in tag.iterdir() if path.name.startswith("model"))
+    data = bytearray(victim.read_bytes())
+    data[-3] ^= 1
+    victim.write_bytes(data)
+    train, state = step_of("ncf")
+    assert Reader.open(tmp_path).framework == "torch"
+    with pytest.raises(CheckpointError, match=victim.name):
+        train.resume_from_checkpoint(tmp_path, state, names=NAMES["ncf"])
