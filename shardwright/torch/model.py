@@ -21,6 +21,7 @@ from shardwright.backends.torch.state import checkpoint
 from shardwright.backends.torch.state.deferred_init import DeferredInit, require_built
 from shardwright.backends.torch.state.model_agreement import digest_of_state, model_claims, source_claim, values_digest
 from shardwright.backends.torch.state.parts import Parts
+from shardwright.backends.torch.state.weight_files import opened
 from shardwright.backends.torch.state.weight_transfer import take_values
 from shardwright.backends.torch.state.weights import Weights
 from shardwright.backends.torch.tensor_parallel.registry import replace_registered
@@ -41,15 +42,18 @@ class DistributedModel(nn.Module):
 
     Args:
         module: the model; split in place. It may be on the meta device.
-        weights: data for a model on the meta device: a ``.safetensors`` file, a file of ``torch.save(state_dict)``, a
-            state dict, or a function called with every module that owns parameters, as by ``nn.Module.apply``. Each
-            rank makes only the tensors that it holds.
+        weights: data for a model on the meta device: a Hugging Face folder (safetensors in one file, or in several and
+            an index), a checkpoint of `sw.save_checkpoint` (its folder, or that with the newest), a folder of
+            `torch.distributed.checkpoint`, a ``.safetensors`` file, a file of ``torch.save(state_dict)``, a state dict,
+            or a function called with every module that owns parameters, as by ``nn.Module.apply``. Each rank makes only
+            the tensors that it holds, and reads of files no more than its part of them.
         backward_passes_per_step: the number of training steps after which gradients are summed over the replicas;
             those of the others add up on every replica by itself, as under `no_sync`.
 
     Raises:
         ShardwrightError: ``backward_passes_per_step`` is not a whole number of 1 or more.
         PlanError: the plan is for another model; names the parameters that differ.
+        CheckpointError: the folder of weights is damaged, or is none of those.
     """
 
     def __init__(self, module: nn.Module, weights: Weights | None = None, *, backward_passes_per_step: int = 1) -> None:
@@ -115,8 +119,10 @@ class DistributedModel(nn.Module):
             if session.plan is not None:
                 names = tuple(name for name, _ in module.named_parameters())
                 session.plan.require_model("torch", names, type(module).__name__)
+            split_model = self.runtime.split_model
+            split_model.weights = opened(split_model.weights)
             if session.bound.mesh.size > 1:
-                claims = [*model_claims(module), source_claim(self.runtime.split_model.weights)]
+                claims = [*model_claims(module), source_claim(split_model.weights)]
                 values = values_digest(module)
         except Exception as error:
             failure = error

@@ -30,6 +30,8 @@ CHUNK_BYTES = 1 << 20
 """The bytes that a digest is of: a reader of a few rows reads as much, and no more, to check them."""
 MOST_HEADER_BYTES = 100 << 20
 """The most bytes of a header, the limit of the safetensors library."""
+METADATA = "__metadata__"
+"""The key of the header that names no tensor, and has texts."""
 Bytes = NDArray[np.uint8]
 
 
@@ -83,10 +85,10 @@ class _Digested:
         self._hash, self._filled = xxhash.xxh3_64(), 0
 
 
-def write(file: BinaryIO, tensors: Sequence[ToWrite]) -> Written:
-    """Write tensors to an open file, one after the other; no more than one of them is asked for at a time. Raises
-    CheckpointError for two of one key."""
-    header: dict[str, Any] = {}
+def write(file: BinaryIO, tensors: Sequence[ToWrite], metadata: Mapping[str, str] | None = None) -> Written:
+    """Write tensors to an open file, one after the other; no more than one of them is asked for at a time.
+    ``metadata``: texts of the header's own. Raises CheckpointError for two of one key."""
+    header: dict[str, Any] = {} if metadata is None else {METADATA: dict(metadata)}
     at = 0
     for tensor in tensors:
         if tensor.key in header:
@@ -110,10 +112,10 @@ def write(file: BinaryIO, tensors: Sequence[ToWrite]) -> Written:
     return out.end()
 
 
-def write_path(path: Path, tensors: Sequence[ToWrite]) -> Written:
+def write_path(path: Path, tensors: Sequence[ToWrite], metadata: Mapping[str, str] | None = None) -> Written:
     """Write tensors to a new file, which outlives a loss of power afterwards. Raises OSError as files do."""
     with path.open("wb") as file:
-        told = write(file, tensors)
+        told = write(file, tensors, metadata)
         file.flush()
         os.fsync(file.fileno())
     return told
@@ -158,9 +160,7 @@ class TensorFile:
         self._check(8, 8 + length)
         try:
             header = json.loads(self._bytes[8 : 8 + length].tobytes())
-            found = {
-                key: self._place(entry, 8 + length, size) for key, entry in header.items() if key != "__metadata__"
-            }
+            found = {key: self._place(entry, 8 + length, size) for key, entry in header.items() if key != METADATA}
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as failed:
             raise CheckpointError(f"{self.path}: the header of the safetensors file is damaged: {failed}") from failed
         return found

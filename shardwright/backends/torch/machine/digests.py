@@ -65,13 +65,14 @@ def _on_host(data: torch.Tensor) -> bytes:
     return data.cpu().numpy().tobytes()
 
 
-def digest_of_file(path: Path) -> int:
-    """A digest of the size of a file and of blocks spread over it. Raises OSError when it cannot be read."""
+def digest_of_file(path: Path, blocks: int = BLOCKS) -> int:
+    """A digest of the size of a file and of blocks spread over it, two at least. Raises OSError when it cannot be
+    read."""
     size = path.stat().st_size
     found = hashlib.blake2b(str(size).encode(), digest_size=8)
     with path.open("rb") as file:
-        for number in range(BLOCKS):
-            file.seek(max(0, size - BLOCK_BYTES) * number // (BLOCKS - 1))
+        for number in range(blocks):
+            file.seek(max(0, size - BLOCK_BYTES) * number // (blocks - 1))
             found.update(file.read(BLOCK_BYTES))
             if size <= BLOCK_BYTES:
                 break

@@ -36,8 +36,18 @@ GRADIENTS, PARAMETERS = 2, 3
 """The stages of ZeRO from which on gradients, and parameters, are sharded in the step too."""
 
 
-Values = Callable[[str, torch.Tensor], torch.Tensor]
-"""A function of a name and of the parameter, which gives the whole of it."""
+Values = Callable[[str, torch.Tensor, tuple[int, ...], tuple[int, int], torch.Tensor], None]
+"""A function that copies entries of a parameter, given by name and itself: from the first to before the last of a span,
+in the order of memory that strides say, to a tensor of that order."""
+
+
+def copy_span(_: str, whole: torch.Tensor, strides: tuple[int, ...], span: tuple[int, int], into: torch.Tensor) -> None:
+    """Copy entries of a parameter that has its memory, as `Values`."""
+    begin, end = span
+    if end - begin == whole.numel():
+        into.copy_(whole.detach())
+    else:
+        into.copy_(entries_of(whole, strides)[begin:end])
 
 
 class FlatGroup:
@@ -49,7 +59,7 @@ class FlatGroup:
         compute: the dtype of the gathered buffer, in which steps compute.
         dtype: the dtype of the shard.
         number: the number of the group on this rank, which is that of every rank that shares it.
-        values: gives the whole of a parameter by name, where it has no memory yet.
+        values: copies entries of a parameter, which may have no memory yet, to this rank's piece.
         is_tied: whether several calls of this rank use its parameter.
         store: the host, where the shard lies; None: on the device.
 
@@ -87,11 +97,7 @@ class FlatGroup:
             piece = self._pieces[index]
             if begin == end:
                 continue
-            whole = values(name, parameter)
-            if end - begin == parameter.numel():
-                piece.copy_(whole.detach())
-            else:
-                piece.copy_(entries_of(whole, self.places[index][1])[begin:end])
+            values(name, parameter, self.places[index][1], (begin, end), piece)
         self.is_whole = False
         self._gathering: Callable[[], None] | None = None
         self._versions: list[int] = []
@@ -293,7 +299,7 @@ class FlatShards:
         compute: the dtype in which steps compute with parameters of floating point; None: their own.
         whole_below_bytes: at level 3, the size of a group below which it stays whole all through a step, as do its
             gradients.
-        values: gives the whole of a parameter, which may have no memory yet.
+        values: copies entries of a parameter, which may have no memory yet.
         most_entries: the most entries of a group, but for a larger parameter by itself; None: those of a call.
         store: the host, where the shards of what is trained lie, and at level 3 all shards; None: on the device.
     """
@@ -301,7 +307,7 @@ class FlatShards:
     def __init__(
         self, ownership: Ownership, groups: DataGroups, watchdog: Watchdog, level: int,
         calls: Sequence[Sequence[str]], apart: frozenset[str], whole: bool, compute: torch.dtype | None,
-        values: Values = lambda _, parameter: parameter, whole_below_bytes: int = 0,
+        values: Values = copy_span, whole_below_bytes: int = 0,
         most_entries: int | None = None, store: HostStore | None = None,
     ) -> None:  # fmt: skip
         self.ownership, self.data, self.watchdog, self.level = ownership, groups, watchdog, level

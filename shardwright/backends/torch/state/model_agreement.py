@@ -1,16 +1,16 @@
 """The comparison of everything that must be the same on all ranks of a model: before it is split, and in every step."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from shardwright.backends.torch.machine.agreement import Claim
-from shardwright.backends.torch.machine.digests import code_of, digest_of, digest_of_file, fingerprint
+from shardwright.backends.torch.machine.digests import code_of, digest_of, fingerprint
 from shardwright.backends.torch.state.deferred_init import DeferredValues
 from shardwright.backends.torch.state.ownership import buffer_names, parameter_names
+from shardwright.backends.torch.state.weight_files import FileWeights
 
 _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype)
 _OF_A_RANK = ("rank", "device")
@@ -82,8 +82,8 @@ def source_claim(weights: Any) -> Claim:
     if isinstance(weights, DeferredValues):
         said = f"an initialisation that draws {_short(weights.digest())}"
         fix = "Call torch.manual_seed with the same number on every rank before the model is built."
-    elif isinstance(weights, (str, Path)):
-        said = f"a file of content {_short(digest_of_file(Path(weights)))}"
+    elif isinstance(weights, FileWeights):
+        said = f"files of content {_short(weights.digest())}"
     elif isinstance(weights, Mapping):
         said = f"a state dict of content {digest_of_state(weights)}"
     elif callable(weights):

@@ -1,6 +1,6 @@
 """Sharded parameters: cut from whole weights once, put together again for whole state dicts."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -48,6 +48,14 @@ class Shards:
         self.places[name] = place
         piece = piece_of(whole, place, self.axis.size, self.axis.coordinate)
         return piece.clone(memory_format=torch.contiguous_format)
+
+    def keep_read(self, name: str, read: Callable[[Split | None, int, int], torch.Tensor]) -> torch.Tensor:
+        """The part that this rank keeps of a weight that all ranks can read: the planned shard, and no more is read."""
+        place = self.planned.get(name)
+        if not isinstance(place, Split):
+            return read(None, 1, 0)
+        self.places[name] = place
+        return read(place, self.axis.size, self.axis.coordinate)
 
     def anywhere(self, here: bool) -> bool:
         """Whether ``here`` is true on any rank of the axis; every rank of it calls this."""

@@ -335,12 +335,12 @@ class SavedWeights(Mapping[str, torch.Tensor]):
 
     def __init__(self, reader: SavedState, aliases: Mapping[str, str]) -> None:
         """``aliases``: other names of some of them."""
-        self._reader = reader
+        self.reader = reader
         self._labels = {name: f"{MODEL}/{name}" for name in reader.names(MODEL)}
         self._labels |= {alias: self._labels[name] for alias, name in aliases.items() if name in self._labels}
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        return read_whole(self._reader, self._labels[name])
+        return read_whole(self.reader, self._labels[name])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._labels)

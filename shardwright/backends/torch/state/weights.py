@@ -1,7 +1,8 @@
 """Initial weights for a model on the meta device: each rank makes only the tensors that it holds."""
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -9,58 +10,13 @@ import torch
 from torch import nn
 
 from shardwright.backends.torch.state.ownership import Ownership, buffer_names, parameter_names
+from shardwright.backends.torch.state.saved_parts import SavedWeights
+from shardwright.backends.torch.state.weight_files import FileWeights, opened, read_part, shape_in
+from shardwright.core.checkpoint.boxes import Part
 from shardwright.core.errors import PlanError, ShardwrightError, nearest
+from shardwright.core.layout.placements import Split
 
 Weights = str | Path | Mapping[str, torch.Tensor] | Callable[[nn.Module], Any]
-
-
-class _Source(Protocol):
-    def names(self) -> Sequence[str]: ...
-    def read(self, name: str) -> torch.Tensor: ...
-
-
-class _FromMapping:
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._tensors = tensors
-
-    def names(self) -> Sequence[str]:
-        return list(self._tensors)
-
-    def read(self, name: str) -> torch.Tensor:
-        return self._tensors[name]
-
-
-class _FromSafetensors:
-    """A source that reads one tensor at a time; the file is mapped, not loaded."""
-
-    def __init__(self, path: Path) -> None:
-        try:
-            from safetensors import safe_open
-        except ImportError:
-            raise ShardwrightError(f"reading {path.name} needs safetensors: pip install safetensors") from None
-        self._file = safe_open(str(path), framework="pt")
-
-    def names(self) -> Sequence[str]:
-        return list(self._file.keys())  # type: ignore[no-untyped-call]
-
-    def read(self, name: str) -> torch.Tensor:
-        tensor: torch.Tensor = self._file.get_tensor(name)  # type: ignore[no-untyped-call]
-        return tensor
-
-
-def _open(weights: str | Path | Mapping[str, torch.Tensor]) -> _Source:
-    if isinstance(weights, Mapping):
-        return _FromMapping(weights)
-    path = Path(weights)
-    if not path.exists():
-        raise ShardwrightError(f"weights={str(path)!r}: there is no such file")
-    if path.suffix == ".safetensors":
-        return _FromSafetensors(path)
-    # Mapped, and restricted to tensors: a checkpoint is data and is not executed.
-    loaded = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    if not isinstance(loaded, Mapping) or not all(isinstance(t, torch.Tensor) for t in loaded.values()):
-        raise ShardwrightError(f"{path} does not hold a state dict (names and tensors): save model.state_dict()")
-    return _FromMapping(loaded)
 
 
 class Cutter(Protocol):
@@ -69,8 +25,15 @@ class Cutter(Protocol):
     def keep(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         """The part that this rank keeps of a whole tensor, given by name."""
 
+    def keep_read(self, name: str, read: "ReadShard") -> torch.Tensor:
+        """The part that this rank keeps of a tensor, given by name, of which every rank can read its own."""
+
     def anywhere(self, here: bool) -> bool:
         """Whether ``here`` is true on any rank."""
+
+
+ReadShard = Callable[[Split | None, int, int], torch.Tensor]
+"""A function that reads a shard of a tensor: how it is split, into how many shards, and the number of the shard."""
 
 
 def materialize(
@@ -85,9 +48,10 @@ def materialize(
 
     Args:
         wanting: first names of parameters and buffers that have none.
-        weights: a ``.safetensors`` file, a file of ``torch.save(state_dict)``, a state dict, or a function that is
-            called with every module that owns such tensors, children first, as by ``nn.Module.apply``; random numbers
-            that it draws depend on the seed and the module's name, not on the split.
+        weights: a file or folder as `weight_files.opened` takes them, of which each rank reads its part; a state dict;
+            or a function that is called with every module that owns such tensors, children first, as by
+            ``nn.Module.apply``; random numbers that it draws depend on the seed and the module's name, not on the
+            split.
         cutter: cuts each tensor as soon as it has its data, so that no more than one is there whole.
 
     Raises:
@@ -99,7 +63,7 @@ def materialize(
     if weights is None:
         raise ShardwrightError(
             f"the model is on the meta device ({len(wanting)} tensors without data, {wanting[0]} first): pass "
-            f"sw.DistributedModel(model, weights=...) a file, a state dict or an init function"
+            f"sw.DistributedModel(model, weights=...) a file or folder, a state dict or an init function"
         )
     if callable(weights) and not isinstance(weights, Mapping):
         if cutter is not None and _initialize(ownership, wanting, weights, device, seed, cutter):
@@ -116,39 +80,90 @@ def materialize(
         if name in ownership.buffer_names and name not in persistent and name not in source:
             left.append(name)
             continue
-        tensor, expected = source.read(name), ownership.tensor(name)
+        expected = ownership.tensor(name)
+        if cutter is not None and source.is_in_files:
+            ownership.put(name, cutter.keep_read(name, partial(source.shard, name, expected, device)))
+            continue
         # A copy: the tensor may be a view of a mapped file or belong to the caller.
-        copied = tensor.detach().to(device=device, dtype=expected.dtype, copy=True)
+        copied = source.shard(name, expected, device, None, 1, 0)
         ownership.put(name, copied if cutter is None else cutter.keep(name, copied))
     _rebuild_buffers(ownership, left, device)
 
 
 class NamedWeights:
-    """Weights that can be read one by one: those of a file, of a state dict, or of a deferred initialisation."""
+    """Weights that can be read one by one: those of files, of a state dict, or of a deferred initialisation."""
 
     def __init__(self, ownership: Ownership, weights: str | Path | Mapping[str, torch.Tensor]) -> None:
-        self._source = _open(weights)
-        self._known = set(self._source.names())
+        self._weights: Mapping[str, torch.Tensor] = opened(weights)
+        self._known = set(self._weights)
         self._aliases = parameter_names(ownership.model) | buffer_names(ownership.model)
         self._shapes = {name: ownership.tensor(name).shape for name in self._aliases}
+        self._prefix = _base_prefix(ownership.model)
+        self.is_in_files = isinstance(self._weights, FileWeights | SavedWeights)
+        """Whether every rank can read its own part of each."""
 
     def __contains__(self, name: str) -> bool:
-        return any(alias in self._known for alias in self._aliases[name])
+        return any(alias in self._known for alias in self._names(name))
+
+    def _names(self, name: str) -> Iterator[str]:
+        """The names under which a tensor may be there: those that the model has for it, and those of a model with or
+        without a head, in the files of a Hugging Face model of the other kind."""
+        yield from self._aliases[name]
+        for alias in self._aliases[name] if self._prefix else ():
+            yield alias.removeprefix(self._prefix) if alias.startswith(self._prefix) else self._prefix + alias
 
     def require(self, name: str) -> str:
-        """The weights' own name for a first name. Raises PlanError where they lack it; the nearest is named."""
-        given = next((alias for alias in self._aliases[name] if alias in self._known), None)
+        """The weights' own name for a first name. Raises PlanError where they lack it, the nearest is named; and where
+        its shape differs."""
+        given = next((alias for alias in self._names(name) if alias in self._known), None)
         if given is None:
             raise PlanError(f"the weights have no {name!r}: {_few(nearest(name, self._known))}")
+        expected = self._shapes[name]
+        if isinstance(self._weights, FileWeights | SavedWeights) and shape_in(self._weights, given) != expected:
+            raise _other_shape(given, shape_in(self._weights, given), expected)
         return given
 
     def read(self, name: str) -> torch.Tensor:
         """The tensor of a first name. Raises PlanError as `require`, and where its shape differs."""
         given = self.require(name)
-        tensor, expected = self._source.read(given), self._shapes[name]
+        tensor, expected = self._weights[given], self._shapes[name]
         if tensor.shape != expected:
-            raise PlanError(f"the weights have {given!r} of shape {tuple(tensor.shape)}: expected {tuple(expected)}")
+            raise _other_shape(given, tensor.shape, expected)
         return tensor
+
+    def shard(
+        self, name: str, like: torch.Tensor, device: torch.device, split: Split | None, ways: int, coordinate: int
+    ) -> torch.Tensor:
+        """A shard of the tensor of a first name, in memory of its own, in the dtype of ``like`` and, where it is whole,
+        the order of its memory. Raises as `read`."""
+        if not self.is_in_files and split is None:
+            return self.read(name).detach().to(device=device, dtype=like.dtype, copy=True)
+        given, shape = self.require(name), list(self._shapes[name])
+        if split is not None:
+            shape[split.dim] //= ways
+        made = torch.empty_like(like, device=device) if split is None else None
+        into = torch.empty(shape, dtype=like.dtype, device=device) if made is None else made
+        part = Part(tuple(self._shapes[name]), split, ways, coordinate, tuple(into.stride()))
+        read_part(self._weights, given, part, into.detach())
+        return into.detach()
+
+    def read_part(self, name: str, part: Part, into: torch.Tensor) -> None:
+        """Copy a part of the tensor of a first name to where it belongs; see `weight_files.read_part`. Raises as
+        `read`."""
+        if not self.is_in_files:
+            self.read(name)
+        read_part(self._weights, self.require(name), part, into)
+
+
+def _other_shape(name: str, given: torch.Size, expected: torch.Size) -> PlanError:
+    return PlanError(f"the weights have {name!r} of shape {tuple(given)}: expected {tuple(expected)}")
+
+
+def _base_prefix(model: nn.Module) -> str:
+    """The prefix that the names of a Hugging Face model with a head have, and those of one without do not; empty for
+    other models."""
+    prefix = getattr(model, "base_model_prefix", "")
+    return f"{prefix}." if isinstance(prefix, str) and prefix else ""
 
 
 def _initialize(

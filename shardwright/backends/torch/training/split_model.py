@@ -28,7 +28,7 @@ from shardwright.backends.torch.program.stages import Division
 from shardwright.backends.torch.state.awaited_weights import AwaitedWeights
 from shardwright.backends.torch.state.deferred_init import DeferredValues
 from shardwright.backends.torch.state.elementwise import is_elementwise, require_no_hooks
-from shardwright.backends.torch.state.flat_shards import PARAMETERS, FlatShards
+from shardwright.backends.torch.state.flat_shards import PARAMETERS, FlatShards, copy_span
 from shardwright.backends.torch.state.model_agreement import LiveFlags, module_claim, parameters_claim
 from shardwright.backends.torch.state.ownership import Ownership, Placement, place
 from shardwright.backends.torch.state.parameter_shards import Shards
@@ -292,7 +292,7 @@ class SplitModel:
                 for path, module in self.model.named_modules()
             ]
         apart = frozenset(name for name, _ in self.ownership.ties)
-        values = (lambda _, parameter: parameter) if self.awaited is None else self.awaited.value
+        values = copy_span if self.awaited is None else self.awaited.copy_span
         plan = self.stage_map.plan
         flat = FlatShards(
             self.ownership, data, self.watchdog, level, calls, apart, any(asked), self.parts.compute, values,
