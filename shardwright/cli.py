@@ -1,5 +1,5 @@
-"""The command line: `shardwright plan | partition | show | compare | rescore | simulate | explain | schedule |
-profile | hardware | doctor`.
+"""The command line: `shardwright plan | partition | show | compare | rescore | convert | simulate | explain |
+schedule | profile | hardware | doctor`.
 
 Neither framework is imported before a model file asks for one.
 """
@@ -11,6 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 from shardwright.commands.compare import compare_command
+from shardwright.commands.convert import convert_command
 from shardwright.commands.doctor import doctor_command
 from shardwright.commands.explain import explain_command
 from shardwright.commands.hardware import hardware_command
@@ -80,6 +81,7 @@ app.command("partition")(partition_command)
 app.command("show")(show_command)
 app.command("compare")(compare_command)
 app.command("rescore")(rescore_command)
+app.command("convert")(convert_command)
 app.command("simulate")(simulate_command)
 app.command("explain")(explain_command)
 app.command("schedule")(schedule_command)

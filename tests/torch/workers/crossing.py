@@ -3,8 +3,8 @@
 Usage: crossing.py FOLDER OUT.json start DEGREES MODEL...
        crossing.py FOLDER OUT.json back DEGREES MODEL...
 
-``start`` trains `STEPS` steps, writes a checkpoint MODEL-torch, and trains twice as many more. ``back`` compares MODEL-jax
-with the state that MODEL-torch was written from, and goes on from MODEL-away. DEGREES is JSON for `sw.init`.
+``start`` trains `STEPS` steps, writes a checkpoint MODEL-torch, and trains twice as many more. ``back`` compares
+MODEL-jax with the state that MODEL-torch was written from, and goes on from MODEL-away. DEGREES is JSON for `sw.init`.
 """
 
 import json
