@@ -15,10 +15,18 @@ def compare_command(
     first: Annotated[Path, typer.Argument(metavar="A.json", help="A plan file.", show_default=False)],
     second: Annotated[Path, typer.Argument(metavar="B.json", help="Another one.", show_default=False)],
     exit_code: Annotated[bool, typer.Option("--exit-code", help="Exit with 1 when the decisions differ.")] = False,
+    names: Annotated[
+        str | None,
+        typer.Option(
+            help="Of twins in two frameworks, the map of names by which checkpoints cross (as in convert): is it the "
+            "alignment that the plans have?",
+            show_default=False,
+        ),
+    ] = None,
     json: JsonOption = False,
 ) -> None:
     """Show two plans side by side: what was decided differently, and what was predicted."""
-    comparison = compare(Plan.load(first), Plan.load(second))
+    comparison = compare(Plan.load(first), Plan.load(second), names)
     if json:
         print_json(
             {

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -79,14 +79,14 @@ def convert_command(
         raise CheckpointError(f"--names: {state} has the names of {wanted} already: leave it out")
     if weights_only:
         state = _WeightsAlone(state)
-    said = _write(state, target, cast(Target, to), opened)
+    said = _write(state, target, to, opened)
     if json:
         print_json({"source": opened.kind, "framework": state.framework, "step": state.step, "written": said})
         return
     print_view(
         f"{opened.kind} {source}, step {state.step}",
         *(f"  {line}" for line in _lines(said)),
-        f"as {TARGETS[cast(Target, to)]}: {target}",
+        f"as {TARGETS[to]}: {target}",
     )
 
 

@@ -1,9 +1,13 @@
 """Two plans side by side."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
+from shardwright.core.checkpoint.name_map import NameMap
 from shardwright.core.errors import PlanError
 from shardwright.core.layout.placements import Layout
+from shardwright.core.plan.name_alignment import unaligned_names
 from shardwright.core.plan.plan import Plan, stale_note
 from shardwright.core.plan.prediction_error import lead_error
 
@@ -87,9 +91,15 @@ class Comparison:
         return "\n".join([*(f"note: {note}" for note in self.notes), *(lines or ["no difference"])])
 
 
-def compare(plan_a: Plan, plan_b: Plan) -> Comparison:
-    """The differences between two plans: degrees, cuts, layouts, policies, structure, predictions. Raises PlanError for
-    an argument that is no plan."""
+def compare(plan_a: Plan, plan_b: Plan, names: NameMap | Mapping[str, str] | str | Path | None = None) -> Comparison:
+    """The differences between two plans: degrees, cuts, layouts, policies, structure, predictions.
+
+    names: of twins in two frameworks, the map of their names by which checkpoints cross; where it relates other
+        parameters than the plans have in the same place, that is a difference.
+
+    Raises PlanError for an argument that is no plan, and with ``names`` for plans that are not of twins;
+    CheckpointError where there is no such map.
+    """
     for plan in (plan_a, plan_b):
         if not isinstance(plan, Plan):
             raise PlanError(f"compare takes two Plans, not a {type(plan).__name__}: Plan.load reads one")
@@ -110,6 +120,8 @@ def compare(plan_a: Plan, plan_b: Plan) -> Comparison:
     note("model", "name", plan_a.model_name, plan_b.model_name)
     note("model", "structure", "", plan_a.model.difference(plan_b.model) or "")
     note("model", "parameter_count", plan_a.model.parameter_count, plan_b.model.parameter_count)
+    for place, torch, jax in () if names is None else unaligned_names(plan_a, plan_b, NameMap.of_any(names)):
+        found.append(Difference("names", place, torch, jax))
     note("bindings", "frameworks", [n for n, _ in plan_a.bindings], [n for n, _ in plan_b.bindings])
     programs, others = dict(plan_a.programs), dict(plan_b.programs)
     for name in sorted(programs.keys() | others.keys()):
