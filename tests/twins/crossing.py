@@ -8,13 +8,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from shardwright.core.checkpoint.name_map import NameMap
+
 STEPS, SAMPLES = 20, 8
 RATE, DECAY, EPSILON = 1e-3, 0.1, 1e-6
 BETAS = 0.9, 0.99
-VOCABULARY, LENGTH, WIDTH, HEADS, LAYERS = 64, 12, 32, 4, 3
-USERS, ITEMS, FACTORS, DEPTH = 24, 40, 8, 3
+VOCABULARY, LENGTH, WIDTH, HEADS, LAYERS = 64, 12, 32, 4, 2
+USERS, ITEMS, FACTORS, DEPTH = 24, 40, 8, 2
 LINEAR = "weight[out, in]", "kernel[in, out]"
 _LAYER, _TWIN = "bert.encoder.layer.{layer}", "layers.{layer}"
+PARTS = ("query", "key", "value")
 BERT = {
     "bert.embeddings.word_embeddings.weight": "word.embedding",
     "bert.embeddings.position_embeddings.weight": "position.embedding",
@@ -46,7 +49,7 @@ NCF = {
     f"head.{LINEAR[0]}": f"head.{LINEAR[1]}",
     "head.bias": "head.bias",
 }
-NAMES: dict[str, Any] = {"gpt2": "gpt2", "bert": BERT, "ncf": NCF}
+NAMES: dict[str, Any] = {"gpt2": "gpt2", "bert": NameMap.of(BERT, values={"part": PARTS}), "ncf": NCF}
 
 
 def batch(name: str, step: int) -> dict[str, NDArray[Any]]:

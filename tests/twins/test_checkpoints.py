@@ -18,7 +18,7 @@ from tests.torch.launch import on_ranks
 from tests.twins import crossing
 from tests.twins.crossing import NAMES, STEPS
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("quick_compilation")]
 DRIFT = 1e-3
 """By how much losses of a run that crossed may differ from those of one that stayed."""
 DEGREES: dict[str, dict[str, int]] = {

@@ -87,3 +87,32 @@ def reader_on(file: Any, devices: Sequence[jax.Device], others: Sequence[jax.Dev
     reader: Any = Moving(file, others[0].client, others)  # type: ignore[no-untyped-call]
     reader.devices_by_id = {old.id: new for old, new in zip(devices, others, strict=True)}
     return reader
+
+
+class _KeyValueService:
+    """The key-value service of a run of several processes."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+
+    def set(self, key: str, value: str) -> None:
+        self._client.key_value_set(key, value)
+
+    def get(self, key: str, wait_s: float) -> str | None:
+        """The value, as soon as a process has set it; None where none has within the time."""
+        try:
+            found: str = self._client.blocking_key_value_get(key, int(1000 * wait_s))
+            return found
+        except RuntimeError as failed:  # JAX's own errors
+            if "DEADLINE_EXCEEDED" in str(failed):
+                return None
+            raise
+
+
+def key_value_service() -> _KeyValueService | None:
+    """The service of the run's coordinator. None before `jax.distributed.initialize`, or where JAX has none."""
+    try:
+        client = import_module("jax._src.distributed").global_state.client
+        return None if client is None else _KeyValueService(client)
+    except (ImportError, AttributeError):
+        return None

@@ -416,8 +416,10 @@ class TrainStep:
         user_content: numbers, texts, lists, tuples, dicts and arrays. Nothing is pickled.
         keep: so many of the newest checkpoints of the folder are kept; None: all.
 
-        Raises CheckpointError where it cannot be written, MissingCapabilityError over several processes and for stages
-        that run as one program.
+        Over several processes all call this, and each writes what its devices have; the folder is one that they share.
+
+        Raises CheckpointError where it cannot be written, DisagreementError on the other processes then, and
+        MissingCapabilityError for stages that run as one program.
         """
         state.require_alive()
         self.settle()

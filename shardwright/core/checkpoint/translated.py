@@ -187,6 +187,12 @@ class Translated:
         for index in product(*(range(axes[axis]) for axis in split)):
             values = {axis: self._names.value(axis, place) for axis, place in zip(split, index, strict=True)}
             name = target.filled(shared | values)
+            back = self._names.relation(name, self.framework)
+            if back is None or back[0] is not relation:
+                raise CheckpointError(
+                    f"{relation}: {sources[0][1]} becomes {name!r}, which {self._names.source} relates by "
+                    f"{back[0] if back else 'nothing'}: put the more special relation first"
+                )
             label = _label(self._first_names.get(name, name))
             fixed = {axis: (place, 1) for axis, place in zip(split, index, strict=True)}
             if label in self._targets:

@@ -226,7 +226,10 @@ BAD = {
         {"h.{n}.w[d]": "w[n, d]"}, {"h.0.w": array(3), "h.1.w": array(4)}, {}, "different shapes",
     ),
     "two become one": (
-        {"a.w": "w", "b.w": "w"}, {"a.w": array(3), "b.w": array(3)}, {}, "another tensor is already",
+        {"a.w": "w", "b.w": "w"}, {"a.w": array(3), "b.w": array(3)}, {}, "relates by a.w = w",
+    ),
+    "a way back to another": (
+        {"a.{m...}.w": "{m...}.w", "b.{m...}.w": "b.{m...}.w"}, {"b.x.w": array(3)}, {}, "the more special relation first",
     ),
     "an unknown part": (
         {"{n}.w[d]": "w[n, d]"}, {"x.w": array(3)}, {}, "expected a number, or values",

@@ -1,5 +1,6 @@
 """Checkpoints of a training state: written by shards, read under any plan."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,10 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from shardwright.backends.jax.machine.meeting import meetings
 from shardwright.backends.jax.pipeline.optimizer_cut import is_stack
 from shardwright.backends.jax.state.optimizer_roles import roles_of
 from shardwright.backends.jax.state.ownership import Stack
-from shardwright.backends.jax.state.train_state import TrainState
+from shardwright.backends.jax.state.train_state import TrainState, own_copy
 from shardwright.backends.jax.training.saved_state import (
     MODEL,
     OPTIMIZER,
@@ -25,53 +27,110 @@ from shardwright.backends.jax.training.saved_state import (
 )
 from shardwright.core.checkpoint import folder as folders
 from shardwright.core.checkpoint.content import encoded
-from shardwright.core.checkpoint.folder import Piece
+from shardwright.core.checkpoint.folder import Piece, Save
 from shardwright.core.checkpoint.name_map import NameMap, families
 from shardwright.core.checkpoint.reader import FRESH, Reader, require_names
 from shardwright.core.checkpoint.saved_tensors import SavedState
+from shardwright.core.checkpoint.tensor_file import digest_of
 from shardwright.core.checkpoint.translated import COUNTS, ROLES, Translated
-from shardwright.core.errors import CheckpointError, MissingCapabilityError
+from shardwright.core.errors import CheckpointError
 from shardwright.core.plan.file import to_document
 from shardwright.core.plan.plan import Plan
 
 USER = "user"
+WRITTEN_S = 60.0
+"""The seconds within which what other processes have written is to be seen by the one that publishes."""
 
 
 def save(path: Path, tag: str, state: TrainState, plan: Plan, user_content: Any, keep: int | None) -> None:
-    """Write a state, and what the user adds. Raises CheckpointError where that fails: what was there before stays."""
-    if jax.process_count() > 1:
-        raise MissingCapabilityError(
-            "checkpoints of a JAX run over several processes are not written yet: save train.params(state), which "
-            "every process has whole"
-        )
+    """Write a state, each process what its devices have, and what the user adds. All processes call this.
+
+    Raises CheckpointError where that fails, DisagreementError on the other processes: what was there before stays.
+    """
+    call, process = f"train.save_checkpoint(…, {tag!r})", jax.process_index()
     pieces: dict[str, list[Piece]] = {}
+    content: dict[str, Any] = {}
+    begun: Save | None = None
+    failure: Exception | None = None
+    told, same = None, ""
+    try:
+        folders.require_keep(keep)
+        pieces, content = _gathered(state, user_content)
+        same = _said(content, pieces[USER])
+        if process == 0:
+            begun = folders.begin(path, tag)
+            told = [begun.name, begun.sequence]
+        else:
+            folders.require_tag(tag)
+            pieces[USER] = []  # process 0 writes them
+    except Exception as error:
+        failure = error
+    try:
+        (name, sequence), *_ = meetings.meet(call, failure=failure, told=told, same=same)
+    except Exception:
+        if begun is not None:
+            folders.abandon(begun)
+        raise
+    chosen = Save(path / tag, name, sequence)
+
+    def write() -> None:
+        folders.write_rank(chosen, process, pieces)
+
+    def publish() -> None:
+        folders.publish(
+            chosen, jax.process_count(), WRITTEN_S, step=content["steps"], framework="jax", content=content,
+            plan=to_document(plan), keep=keep,
+        )  # fmt: skip
+
+    for work, is_mine in ((write, True), (publish, process == 0)):
+        failure = None
+        try:
+            if is_mine:
+                work()
+        except Exception as error:
+            failure = error
+        try:
+            meetings.meet(f"{call}, {work.__name__}", failure=failure)
+        except Exception:
+            if process == 0:
+                folders.abandon(chosen)
+            raise
+
+
+def _gathered(state: TrainState, user_content: Any) -> tuple[dict[str, list[Piece]], dict[str, Any]]:
+    """The pieces that this process writes, by part, and the values that are no tensors."""
+    pieces: dict[str, list[Piece]] = {RANDOM: [], USER: []}
     for leaf in leaves_of(state):
         pieces.setdefault(leaf.part, []).extend(leaf.pieces())
     keys = _keys(state)
-    pieces[RANDOM] = [whole_piece(str(n), jax.random.key_data(key), "a random key") for n, key in enumerate(keys)]
-    user = pieces.setdefault(USER, [])
+    for number, key in enumerate(keys):
+        if any(shard.replica_id == 0 for shard in key.addressable_shards):
+            data = jax.random.key_data(key.addressable_data(0))
+            pieces[RANDOM].append(whole_piece(str(number), data, "a random key"))
+    user = pieces[USER]
 
     def tensor(value: Any, place: str) -> str | None:
         if not isinstance(value, jax.Array | np.ndarray):
             return None
+        if isinstance(value, jax.Array) and not value.is_fully_addressable:
+            raise CheckpointError(f"{place} lies on devices of several processes: give what this process has of it")
         user.append(whole_piece(str(len(user)), value, place))
         return f"{USER}/{len(user) - 1}"
 
     content = {
         "user": encoded(user_content, tensor, "user_content"),
-        "steps": int(state.step),
+        "steps": int(np.asarray(state.step.addressable_data(0))),
         ROLES: roles_of(state.optimizer),
         "keys": [str(jax.random.key_impl(key)) for key in keys],
     }
-    chosen = folders.begin(path, tag)
-    try:
-        folders.write_rank(chosen, 0, pieces)
-        folders.publish(
-            chosen, 1, 0.0, step=int(state.step), framework="jax", content=content, plan=to_document(plan), keep=keep
-        )
-    except CheckpointError:
-        folders.abandon(chosen)
-        raise
+    return pieces, content
+
+
+def _said(content: Mapping[str, Any], user: Sequence[Piece]) -> str:
+    """A text that says what all processes must give alike."""
+    tensors = " ".join(digest_of(bytes(piece.bytes())) for piece in user)
+    text = digest_of(f"{json.dumps(content['user'], sort_keys=True)} {tensors}".encode())[:12]
+    return f"step {content['steps']}, user_content of digest {text}"
 
 
 def resume(
@@ -79,49 +138,79 @@ def resume(
 ) -> tuple[TrainState, Any]:
     """The state with the values of a checkpoint, and what the user added. The given state is used up.
 
-    names: the map through which a checkpoint of PyTorch is read.
+    names: the map through which a checkpoint of PyTorch is read. All processes call this.
 
     Raises CheckpointError where there is no complete checkpoint, or it is damaged, or of something else.
     """
-    found = Reader.open(path, tag)
-    leaves = leaves_of(state)
-    reader: SavedState = found
-    if found.framework != "jax":
-        reader = _translated(found, names, leaves, load_optimizer=load_optimizer)
-    content = reader.content(lambda name: read_whole(reader, name))
-    wanted = [leaf for leaf in leaves if leaf.part != OPTIMIZER or load_optimizer]
-    if COUNTS in content:
-        labels, counts = _labels_across(reader, content[COUNTS], wanted, state)
-    else:
-        labels, counts = {leaf.label: leaf.label for leaf in wanted}, {}
-    _require_fits(reader, wanted, labels, content, state)
-    loaded: dict[int, list[jax.Array]] = {}
-    for leaf in wanted:
-        if leaf.label in counts:
-            (array,) = leaf.arrays
-            count = jax.device_put(jnp.asarray(counts[leaf.label], array.dtype), array.sharding)
-            loaded[id(array)] = [count]
-        elif reader.has(label := labels.get(leaf.label, "")):
-            old = [id(array) for array in leaf.arrays]
-            loaded |= {at: [new] for at, new in zip(old, leaf.read(reader, label), strict=True)}
-    keys = iter(range(len(content["keys"] or ())))
+    call = f"train.resume_from_checkpoint({tag=})"
+    failure: Exception | None = None
+    loading: _Loading | None = None
+    resumed: TrainState | None = None
+    try:
+        loading = _Loading(path, tag, state, names, load_optimizer=load_optimizer)
+    except Exception as error:
+        failure = error
+    meetings.meet(call, failure=failure, same="" if loading is None else loading.source)
+    assert loading is not None
+    try:
+        resumed = loading.load()
+    except Exception as error:
+        failure = error
+    meetings.meet(f"{call}, loading", failure=failure)
+    assert resumed is not None
+    return resumed, loading.content["user"]
 
-    def new(node: Any) -> Any:
-        if is_stack(node):
-            return Stack([loaded.get(id(piece), [piece])[0] for piece in node.pieces])
-        if jnp.issubdtype(node.dtype, jax.dtypes.prng_key):
-            if content["keys"] is None:
-                return node
-            number = next(keys)
-            data = read_whole(reader, f"{RANDOM}/{number}")
-            return jax.device_put(
-                jax.random.wrap_key_data(jnp.asarray(data), impl=content["keys"][number]), node.sharding
-            )
-        return loaded.get(id(node), [node])[0]
 
-    resumed: TrainState = jax.tree.map(new, state, is_leaf=is_stack)
-    step = jax.device_put(jnp.asarray(content["steps"], jnp.int32), state.step.sharding)
-    return replace(resumed, step=step), content["user"]
+class _Loading:
+    """A checkpoint that fits a state, before the state is used up."""
+
+    def __init__(
+        self, path: Path, tag: str | None, state: TrainState, names: NameMap | None, *, load_optimizer: bool
+    ) -> None:
+        """Raises CheckpointError where there is none, or it does not fit."""
+        found = Reader.open(path, tag)
+        self.source = f"{found}, {found.marker.index_digest[:8]}"
+        self._state, leaves = state, leaves_of(state)
+        self._reader: SavedState = found
+        if found.framework != "jax":
+            self._reader = _translated(found, names, leaves, load_optimizer=load_optimizer)
+        self.content = self._reader.content(lambda name: read_whole(self._reader, name))
+        self._leaves = [leaf for leaf in leaves if leaf.part != OPTIMIZER or load_optimizer]
+        self._counts: dict[str, int] = {}
+        self._labels = {leaf.label: leaf.label for leaf in self._leaves}
+        if COUNTS in self.content:
+            known = self.content[COUNTS]
+            self._labels, self._counts = _labels_across(self._reader, known, self._leaves, state)
+        _require_fits(self._reader, self._leaves, self._labels, self.content, state)
+
+    def load(self) -> TrainState:
+        """The state with the checkpoint's values, read share by share. Raises CheckpointError where a file is
+        damaged."""
+        loaded: dict[int, jax.Array] = {}
+        for leaf in self._leaves:
+            if leaf.label in self._counts:
+                (array,) = leaf.arrays
+                loaded[id(array)] = own_copy(np.asarray(self._counts[leaf.label], array.dtype), array.sharding)
+            elif self._reader.has(label := self._labels.get(leaf.label, "")):
+                old = [id(array) for array in leaf.arrays]
+                loaded |= dict(zip(old, leaf.read(self._reader, label), strict=True))
+        keys = iter(range(len(self.content["keys"] or ())))
+
+        def new(node: Any) -> Any:
+            if is_stack(node):
+                return Stack([loaded.get(id(piece), piece) for piece in node.pieces])
+            if jnp.issubdtype(node.dtype, jax.dtypes.prng_key):
+                return node if self.content["keys"] is None else self._key(next(keys), node)
+            return loaded.get(id(node), node)
+
+        resumed: TrainState = jax.tree.map(new, self._state, is_leaf=is_stack)
+        step = own_copy(np.asarray(self.content["steps"], np.int32), self._state.step.sharding)
+        return replace(resumed, step=step)
+
+    def _key(self, number: int, node: jax.Array) -> jax.Array:
+        """A random key of the checkpoint, where one lies now."""
+        data = jnp.asarray(read_whole(self._reader, f"{RANDOM}/{number}"))
+        return own_copy(jax.random.wrap_key_data(data, impl=self.content["keys"][number]), node.sharding)
 
 
 def _translated(
