@@ -2,10 +2,6 @@
 model does."""
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,12 +12,11 @@ import pytest
 
 from tests.comparison import Comparison
 from tests.jax import chains
+from tests.jax.launch import on_processes
 from tests.jax.process_training import MODELS, Case, Result, optimizer, run
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
-ROOT = Path(__file__).parents[2]
-LIMIT_S = 500.0
 TWO = [
     Case("dropout", 2, 2, schedule="interleaved-1f1b", virtual_stages=2),
     Case("infinite", 2, 2, nonfinite="error", steps=2),  # several processes look at a step one call later than one
@@ -87,29 +82,9 @@ def of_processes(
     """What each process of a run found, by the name of the case. begun_by: "sw" or "jax"."""
     given = folder / "cases.json"
     given.write_text(json.dumps([asdict(case) for case in cases]), encoding="utf-8")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-        "XLA_FLAGS": os.environ["XLA_FLAGS"] + f" --xla_force_host_platform_device_count={devices}",
-        "NPROC": str(devices + 2 if begun_by == "sw" else devices),  # stages of several processes ask for more
-    }
-    workers = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.jax.process_training", str(given), str(rank), str(processes), str(port),
-             str(folder), begun_by],
-            cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for rank in range(processes)
-    ]  # fmt: skip
-    try:
-        said = [worker.communicate(timeout=LIMIT_S)[0] for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-    for worker, text in zip(workers, said, strict=True):
-        assert worker.returncode == 0, text[-4000:]
+    threads = devices + 2 if begun_by == "sw" else devices  # stages of several processes ask for more
+    after = [str(folder), begun_by]
+    on_processes("tests.jax.process_training", processes, devices, [str(given)], after, threads)
     return {case.name: [_read(folder / f"{case.name}.{rank}.npz") for rank in range(processes)] for case in cases}
 
 

@@ -229,7 +229,7 @@ BAD = {
         {"a.w": "w", "b.w": "w"}, {"a.w": array(3), "b.w": array(3)}, {}, "relates by a.w = w",
     ),
     "a way back to another": (
-        {"a.{m...}.w": "{m...}.w", "b.{m...}.w": "b.{m...}.w"}, {"b.x.w": array(3)}, {}, "the more special relation first",
+        {"a.{m...}.w": "{m...}.w", "b.{m...}.w": "b.{m...}.w"}, {"b.x.w": array(3)}, {}, "the more special relation",
     ),
     "an unknown part": (
         {"{n}.w[d]": "w[n, d]"}, {"x.w": array(3)}, {}, "expected a number, or values",

@@ -92,7 +92,7 @@ class SavedLeaf:
             shape, sharding, dtype = array.shape, array.sharding, np.dtype(array.dtype)
             array.delete()
             shares = _Shares(self, reader, label, shape, dtype, first)
-            found.append(jax.make_array_from_callback(shape, sharding, shares))
+            found.append(jax.make_array_from_callback(shape, sharding, shares, dtype=dtype))
         return found
 
 
@@ -124,7 +124,8 @@ def leaves_of(state: TrainState) -> list[SavedLeaf]:
     """The leaves of a state in the order of its tree, stacks in one, but for the count of steps and for random keys,
     which a checkpoint holds apart."""
     shapes: Any = jax.tree.map(_shape, state, is_leaf=is_stack)
-    names = parts_of(shapes).names
+    parts = parts_of(shapes)
+    names = parts.names
     ways, *tags = state.order or (1, *[()] * len(names))
     held = [dict(one) for one in tags]
     found = [
@@ -141,10 +142,11 @@ def leaves_of(state: TrainState) -> list[SavedLeaf]:
         own = tags_left(held[at.number], whole[at.number].shape, leaf.shape) if held[at.number] else {}
         name = names[at.number]
         found.append(SavedLeaf(OPTIMIZER, f"{_keys(at.prefix)}/{name}", _arrays(node), own, ways, follows=name))
-    for part, tree in ((OTHER, state.other), (SCALING, state.scaling)):
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-            if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-                found.append(SavedLeaf(part, _keys(path), (leaf,), {}, ways))
+    beside = [(OTHER, name, leaf) for name, leaf in zip(parts.other_names, jax.tree.leaves(state.other), strict=True)]
+    beside += [(SCALING, _keys(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(state.scaling)]
+    for part, name, leaf in beside:
+        if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            found.append(SavedLeaf(part, name, (leaf,), {}, ways))
     return found
 
 
