@@ -338,6 +338,7 @@ class _State:
             "user": encoded(user_content, tensor, "user_content"),
             "ties": {k: v for k, v in self.ownership.first_name.items() if k != v},
             "seed": self.session.seed, "steps": self.steps, "steps_begun": self.session.steps_begun,
+            "samples": self.session.samples_before + self.session.samples_trained,
         }  # fmt: skip
         pieces[USER] = user
         states = generator_states()
@@ -440,6 +441,7 @@ class _State:
         if content["seed"] is not None:
             self.session.seed = self.split_model.seed = content["seed"]
         self.split_model.steps_run, self.session.steps_begun = content["steps"], content["steps_begun"]
+        self.session.samples_before = content["samples"] - self.session.samples_trained
         suffix = f".{self.session.bound.rank}"
         mine = [name for name in reader.names(RANDOM) if name.endswith(suffix)]
         set_generator_states({name.removesuffix(suffix): read_whole(reader, f"{RANDOM}/{name}") for name in mine})

@@ -1,6 +1,6 @@
 """The share of the data that a rank takes."""
 
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator, Mapping, Sized
 from typing import Any
 
 import torch
@@ -13,6 +13,10 @@ from shardwright.torch import session as sessions
 class DistributedSampler(Sampler[int]):
     """A sampler that gives each dp coordinate its share of a dataset; pipeline peers get the same samples in the same
     order.
+
+    Its place in the data is kept by `state_dict` in samples of all replicas, those that training steps took: what a
+    loader has fetched ahead does not count, and `load_state_dict` goes on there under any number of replicas and any
+    ``batch_size``.
 
     With ``batch_size``, that of one replica's loader, the replicas' k-th batches laid end to end are the k-th batch of
     the unsplit run, in its order, so that losses compare step by step. Without it samples are dealt out in turn.
@@ -42,16 +46,44 @@ class DistributedSampler(Sampler[int]):
         self.samples = len(dataset)
         self.block = batch_size or 1
         self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
-        self.epoch = 0
+        self.epoch, self._first = 0, 0
+        self._trained_before = sessions.current().samples_trained
 
     @property
     def _rounds(self) -> int:
-        per_round = self.block * self.replicas
-        return self.samples // per_round if self.drop_last else -(-self.samples // per_round)
+        per_round, left = self.block * self.replicas, self.samples - self._first
+        return left // per_round if self.drop_last else -(-left // per_round)
 
     def set_epoch(self, epoch: int) -> None:
-        """Shuffle differently from now on; call it before every epoch, on all ranks."""
-        self.epoch = epoch
+        """Shuffle differently from now on, and begin with the first sample; call it before every epoch, on all ranks.
+        The epoch that `load_state_dict` goes on with is not begun anew."""
+        if epoch != self.epoch or not self._first:
+            self._begin(epoch, 0)
+
+    def _begin(self, epoch: int, first: int) -> None:
+        self.epoch, self._first = epoch, first
+        self._trained_before = sessions.current().samples_trained
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place in the data: the epoch, and the samples of it that training steps of all replicas have taken, for
+        the ``user_content`` of a checkpoint. It counts all training steps since the epoch was set."""
+        taken = self._first + sessions.current().samples_trained - self._trained_before
+        order = {"samples_in_dataset": self.samples, "shuffle": self.shuffle, "seed": self.seed}
+        return {"epoch": self.epoch, "samples": min(taken, self.samples)} | order
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on in the order and at the place of a `state_dict`: the next iteration begins there, and the epoch after
+        it with the first sample. Raises ShardwrightError for the state of another dataset or order."""
+        own = self.state_dict()
+        if not isinstance(state, Mapping) or state.keys() != own.keys():
+            raise ShardwrightError(f"expected the state of a sampler, with {', '.join(own)}; given {state!r:.200}")
+        for key in ("samples_in_dataset", "shuffle", "seed"):
+            if state[key] != own[key]:
+                raise ShardwrightError(
+                    f"the state is of a sampler with {key}={state[key]!r}, and this one has {own[key]!r}: its place in "
+                    f"the data means nothing here"
+                )
+        self._begin(int(state["epoch"]), int(state["samples"]))
 
     def __iter__(self) -> Iterator[int]:
         order = list(range(self.samples))
@@ -61,9 +93,10 @@ class DistributedSampler(Sampler[int]):
             ).tolist()
         per_round = self.block * self.replicas
         for number in range(self._rounds):
-            first = number * per_round + self.replica * self.block
+            first = self._first + number * per_round + self.replica * self.block
             for position in range(first, first + self.block):
                 yield order[position % self.samples]
+        self._first, self._trained_before = 0, self._trained_before - self._first
 
     def __len__(self) -> int:
         return self._rounds * self.block

@@ -74,6 +74,11 @@ class Session:
         """The runtime of the model that was wrapped."""
         self.steps_begun = 0
         """The number of steps that were called, evaluation among them."""
+        self.samples_trained = 0
+        """The samples that training steps of all replicas have taken since the session began."""
+        self.samples_before = 0
+        """Those that steps had taken in the run that a checkpoint is of, less those of this session before it was
+        read."""
         self.scalers: weakref.WeakSet[Any] = weakref.WeakSet()
         """The gradient scalers that scaled the loss of the last training step."""
         self.loaded = "nothing"

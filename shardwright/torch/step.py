@@ -219,6 +219,7 @@ class _Step:
             tree, returned, trained = runtime.run(StepCall(key, body, microbatches, shares, axes))
         if trained is not None:
             session.scalers = self._scalers
+            session.samples_trained += sum(shares.flat)
         if session.log is not None and trained is not None:
             session.log.worked(trained, sum(batch.samples), call.sized)
         if own and batch.whole_axis:

@@ -69,7 +69,9 @@ def main(rank: int, processes: int, port: int, folder: str) -> None:
     refused(kind, "class builtins.object", lambda: again.save_checkpoint(folder, "bad", state, given))
     refused(DisagreementError, "process 1 has", lambda: again.save_checkpoint(folder, "bad", state, {"mine": rank}))
     chosen = ("stages", "replicas")[rank]
-    refused(DisagreementError, "checkpoint 'replicas'", lambda: again.resume_from_checkpoint(folder, state, chosen))
+    refused(
+        DisagreementError, "resume_from_checkpoint(tag=", lambda: again.resume_from_checkpoint(folder, state, chosen)
+    )
     assert not (Path(folder) / "bad").exists(), "nothing is left of what was refused"
     state, _ = again.resume_from_checkpoint(folder, state, "stages")
     if rank == 0:

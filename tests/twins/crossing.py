@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from shardwright.core.checkpoint.name_map import NameMap
 
-STEPS, SAMPLES = 20, 8
+SAMPLES = 8
 RATE, DECAY, EPSILON = 1e-3, 0.1, 1e-6
 BETAS = 0.9, 0.99
 VOCABULARY, LENGTH, WIDTH, HEADS, LAYERS = 64, 12, 32, 4, 2

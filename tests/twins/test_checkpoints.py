@@ -1,6 +1,7 @@
 """Runs that cross from PyTorch to JAX and back: the same bits, and losses as if they had stayed."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from shardwright.core.errors import CheckpointError
 from tests.comparison import Comparison
 from tests.torch.launch import on_ranks
 from tests.twins import crossing
-from tests.twins.crossing import NAMES, STEPS
+from tests.twins.crossing import NAMES
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("quick_compilation")]
 DRIFT = 1e-3
@@ -27,16 +28,26 @@ DEGREES: dict[str, dict[str, int]] = {
 """Under which plan each twin goes on in JAX."""
 
 
+STEPS, MODELS = 4, ("gpt2", "ncf")
+"""The steps on each side, and the models, of the tests that are not slow."""
+
+
 @pytest.fixture(scope="module")
 def started(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[float]]]:
-    """The folder of checkpoints of runs in PyTorch over two stages, and the losses of those that stayed."""
+    """The folder of checkpoints of runs in PyTorch, and the losses of those that stayed."""
     folder = tmp_path_factory.mktemp("crossing")
-    return folder, launched(folder, "start", {"pipeline_parallel_degree": 2})
+    return folder, start(folder, MODELS, STEPS)
 
 
-def launched(folder: Path, mode: str, degrees: dict[str, int]) -> dict[str, Any]:
+def start(folder: Path, models: Sequence[str], steps: int) -> dict[str, list[float]]:
+    """Train in PyTorch over two stages: the losses after a checkpoint of each model."""
+    return launched(folder, "start", steps, {"pipeline_parallel_degree": 2}, models)
+
+
+def launched(folder: Path, mode: str, steps: int, degrees: dict[str, int], models: Sequence[str]) -> dict[str, Any]:
     out = folder / "out.json"
-    outcome = on_ranks("crossing.py", 2, str(folder), str(out), mode, json.dumps(degrees), *NAMES, timeout_s=240)
+    asked = (str(folder), str(out), mode, str(steps), json.dumps(degrees), *models)
+    outcome = on_ranks("crossing.py", 2, *asked, timeout_s=240)
     assert outcome.code == 0, outcome.text[-6000:]
     found: dict[str, Any] = json.loads(out.read_text())
     return found
@@ -60,26 +71,36 @@ def step_of(name: str, **pins: Any) -> tuple[sw.TrainStep, sw.TrainState]:
     return train, train.init(create)
 
 
-def test_runs_go_there_and_back(started: tuple[Path, dict[str, list[float]]]) -> None:
-    folder, stayed = started
+def require_crossing(folder: Path, stayed: dict[str, list[float]], models: Sequence[str], steps: int) -> None:
+    """Require that runs which go on in JAX, and from there back in PyTorch, have the state and the losses of those that
+    stayed."""
     comparison = Comparison("losses of runs that crossed")
-    for name in NAMES:
+    for name in models:
         train, state = step_of(name, **DEGREES[name])
         state, user = train.resume_from_checkpoint(folder, state, f"{name}-torch", names=NAMES[name])
         train.save_checkpoint(folder, f"{name}-jax", state, user)
         losses = []
-        for step in range(STEPS, 2 * STEPS):
+        for step in range(steps, 2 * steps):
             state, loss = train(state, crossing.flax_inputs(name, step))
             losses.append(float(loss))
-        assert int(state.step) == 2 * STEPS
-        comparison.losses({name: losses}, {name: stayed[name][:STEPS]}, relative=DRIFT, moving=0.1)
+        assert int(state.step) == 2 * steps
+        comparison.losses({name: losses}, {name: stayed[name][:steps]}, relative=DRIFT, moving=5e-3)
         train.save_checkpoint(folder, f"{name}-away", state, user)
-    back = launched(folder, "back", {"shard": 3})
-    for name in NAMES:
+    back = launched(folder, "back", steps, {"shard": 3}, models)
+    for name in models:
         Comparison.of_ranks([back[name]["state"]]).require()
-        wanted = {f"{name} back": stayed[name][STEPS:]}
+        wanted = {f"{name} back": stayed[name][steps:]}
         comparison.losses({f"{name} back": back[name]["losses"]}, wanted, relative=DRIFT)
     comparison.require()
+
+
+def test_runs_go_there_and_back(started: tuple[Path, dict[str, list[float]]]) -> None:
+    require_crossing(*started, MODELS, STEPS)
+
+
+@pytest.mark.slow
+def test_twenty_steps_on_each_side(tmp_path: Path) -> None:
+    require_crossing(tmp_path, start(tmp_path, tuple(NAMES), 20), tuple(NAMES), 20)
 
 
 def test_every_weight_and_moment_is_there_in_the_twins_layout(started: tuple[Path, Any]) -> None:

@@ -102,7 +102,10 @@ class SafetensorsModel:
 
     def content(self, tensors: Callable[[str], Any]) -> Any:
         """The values that are no tensors: none."""
-        return {"optimizers": [], "user": None, "ties": {}, "seed": 0, "steps": 0, "steps_begun": 0, "extra": {}}
+        return {
+            "optimizers": [], "user": None, "ties": {}, "seed": 0, "steps": 0, "steps_begun": 0, "samples": 0,
+            "extra": {},
+        }  # fmt: skip
 
     def _place(self, name: str) -> tuple[TensorFile, str]:
         key = name.removeprefix(f"{MODEL}/")

@@ -357,7 +357,7 @@ class Translated:
         shared = {"user": told["user"], "steps": told["steps"], COUNTS: counts}
         if self.framework == "jax":
             return shared | {"keys": None}
-        return shared | {"optimizers": None, "ties": {}, "seed": None, "steps_begun": told["steps"]}
+        return shared | {"optimizers": None, "ties": {}, "seed": None, "steps_begun": told["steps"], "samples": 0}
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,9 @@
 """Trains twins of JAX models, and goes on from checkpoints of JAX runs.
 
-Usage: crossing.py FOLDER OUT.json start DEGREES MODEL...
-       crossing.py FOLDER OUT.json back DEGREES MODEL...
+Usage: crossing.py FOLDER OUT.json start STEPS DEGREES MODEL...
+       crossing.py FOLDER OUT.json back STEPS DEGREES MODEL...
 
-``start`` trains `STEPS` steps, writes a checkpoint MODEL-torch, and trains twice as many more. ``back`` compares
+``start`` trains STEPS steps, writes a checkpoint MODEL-torch, and trains twice as many more. ``back`` compares
 MODEL-jax with the state that MODEL-torch was written from, and goes on from MODEL-away. DEGREES is JSON for `sw.init`.
 """
 
@@ -19,7 +19,7 @@ from launched import leave
 import shardwright.torch as sw
 from tests.comparison import Comparison
 from tests.twins import crossing
-from tests.twins.crossing import NAMES, STEPS
+from tests.twins.crossing import NAMES
 
 
 @sw.step
@@ -58,17 +58,18 @@ class Run:
 
 
 dist.init_process_group("gloo")
-folder, out, mode, degrees, *models = sys.argv[1:]
+folder, out, mode, given, degrees, *models = sys.argv[1:]
+steps = int(given)
 results: dict[str, Any] = {}
 for name in models:
     run = Run(name, json.loads(degrees))
     if mode == "start":
-        run.steps(0, STEPS)
+        run.steps(0, steps)
         kept = run.state()
         sw.save_checkpoint(folder, f"{name}-torch", user_content={"data": torch.arange(3)})
         if sw.rank() == 0:
             torch.save(kept, Path(folder) / f"{name}.pt")
-        results[name] = run.steps(STEPS, 3 * STEPS)
+        results[name] = run.steps(steps, 3 * steps)
     else:
         user = sw.resume_from_checkpoint(folder, f"{name}-jax", names=NAMES[name])
         found, kept = run.state(), torch.load(Path(folder) / f"{name}.pt", weights_only=True)
@@ -76,6 +77,6 @@ for name in models:
         comparison = Comparison(f"{name}, there and back").equal(found, kept)
         assert user["data"].tolist() == [0, 1, 2]
         sw.resume_from_checkpoint(folder, f"{name}-away", names=NAMES[name])
-        results[name] = {"losses": run.steps(2 * STEPS, 3 * STEPS), "state": comparison.report()}
+        results[name] = {"losses": run.steps(2 * steps, 3 * steps), "state": comparison.report()}
     sw.shutdown()
 leave(results, out)

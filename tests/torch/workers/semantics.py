@@ -318,6 +318,58 @@ def wrong_inputs() -> None:
     sw.shutdown()
 
 
+def data_goes_on_where_it_was() -> None:
+    """Under other replicas and another batch size each sample of an epoch is trained on once, in the same order."""
+
+    @sw.step
+    def train(model: Any, x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).mean()
+        model.backward(loss)
+        return loss
+
+    @sw.step
+    def look(model: Any, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = model(x).mean()
+        return found
+
+    def run(config: dict[str, Any], batch_size: int, steps: int, state: Any = None) -> tuple[list[int], Any]:
+        sw.init(config)
+        model = sw.DistributedModel(torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)))
+        own = sw.sampler(range(24), batch_size=batch_size, seed=3)
+        if state is not None:
+            own.load_state_dict(state)
+        own.set_epoch(own.epoch or 1)
+        loader = torch.utils.data.DataLoader(range(24), batch_size=batch_size, sampler=own)
+        taken, left = [], len(own) // batch_size - steps
+        batches = iter(loader)
+        for _ in range(steps):
+            batch = next(batches)
+            every = [torch.empty_like(batch) for _ in range(2)]
+            dist.all_gather(every, batch)
+            taken += torch.cat(every[: sw.rdp_size()]).tolist()
+            train(model, batch[:, None].float())
+        assert len(list(batches)) == left, "the rest of the epoch"
+        with torch.no_grad():
+            look(model, torch.ones(4, 1))  # takes no samples
+        state = own.state_dict()
+        own.set_epoch(own.epoch + 1)
+        assert len(list(own)) == 24 // sw.rdp_size(), "the next epoch is whole"
+        sw.shutdown()
+        return taken, state
+
+    first, state = run({"microbatches": 1, "ddp": True}, 2, 3)
+    assert (state["epoch"], state["samples"]) == (1, 12)
+    second, _ = run(CONFIG, 4, 3, state)
+    order = torch.randperm(24, generator=torch.Generator().manual_seed(4)).tolist()
+    assert first + second == order
+    sw.init(CONFIG)
+    with pytest.raises(sw.ShardwrightError, match="samples_in_dataset=24, and this one has 10"):
+        sw.sampler(range(10), seed=3).load_state_dict(state)
+    with pytest.raises(sw.ShardwrightError, match="expected the state of a sampler"):
+        sw.sampler(range(24), seed=3).load_state_dict({"epoch": 1})
+    sw.shutdown()
+
+
 def data_is_shared_out() -> None:
     sw.init({"microbatches": 1, "ddp": True})
     mine = torch.tensor(list(sw.sampler(range(10), shuffle=False)))
@@ -356,6 +408,7 @@ CHECKS = (
     a_backend_compiles_a_plan,
     wrong_inputs,
     data_is_shared_out,
+    data_goes_on_where_it_was,
 )
 
 

@@ -40,7 +40,7 @@ def content_of(optimizers: Sequence[Mapping[str, Any]], steps: int, user: Any = 
     """The values beside the tensors of a checkpoint, for a state that has no more of them."""
     return {
         "optimizers": list(optimizers), "user": user, "ties": {}, "seed": 0, "steps": steps, "steps_begun": steps,
-        "extra": {},
+        "samples": 0, "extra": {},
     }  # fmt: skip
 
 
