@@ -209,6 +209,7 @@ def resume_from_checkpoint(
     strict: bool = True,
     load_optimizer: bool = True,
     names: NameMap | Mapping[str, str] | str | Path | None = None,
+    missing_ok: bool = False,
 ) -> Any:
     """Go on from a checkpoint of `save_checkpoint`, under whatever plan it was written: every rank reads what it holds.
     Every rank calls this, once the model and the optimizers are wrapped, before the first step or later.
@@ -222,9 +223,10 @@ def resume_from_checkpoint(
         names: for a checkpoint of JAX, how this model's names and layouts become those of its twin: the name of a
             family, a `NameMap`, its TOML file, or its relations. The states of Adam, AdamW and SGD with momentum come
             along, and the counts of steps; options of the optimizer, seeds and random states stay as they are.
+        missing_ok: whether a folder without a complete checkpoint, or none, is a first start: then nothing is loaded.
 
     Returns:
-        what was given as ``user_content``.
+        what was given as ``user_content``; None where nothing was loaded.
 
     Raises:
         CheckpointError: there is none, it is not complete, damaged, or of another model or optimizer.
@@ -242,20 +244,24 @@ def resume_from_checkpoint(
     try:
         wait_for_checkpoints(session)
         state = _State(session, model, optimizer)
-        found = Reader.open(folders.folder_of(path), tag)
-        source = f"{found}, {found.marker.index_digest[:8]}"
+        folder = folders.folder_of(path)
+        is_missing = missing_ok and tag is None and not folders.complete(folder)
+        found = None if is_missing else Reader.open(folder, tag)
+        source = "none" if found is None else f"{found}, {found.marker.index_digest[:8]}"
         claims = [Claim.of("the checkpoint that is loaded", source, "Give every rank one folder that they share.")]
-        if found.framework == "torch":
+        if found is None or found.framework == "torch":
             reader, torch_only = found, ()
         else:
             reader, torch_only = state.translated(found, names, load_optimizer=load_optimizer)
-        content = reader.content(lambda name: read_whole(reader, name))
-        state.require_fits(reader, content, torch_only, strict=strict, load_optimizer=load_optimizer)
+        if reader is not None:
+            content = _content_of(reader)
+            state.require_fits(reader, content, torch_only, strict=strict, load_optimizer=load_optimizer)
     except Exception as error:
         failure = error
     session.agreement.meet(call, claims, failure=failure)
+    if reader is None:
+        return None
     assert state is not None
-    assert reader is not None
     try:
         state.load(reader, content, load_optimizer=load_optimizer)
     except Exception as error:
@@ -263,6 +269,10 @@ def resume_from_checkpoint(
     session.agreement.meet(f"{call}, loading", failure=failure)
     session.note_loaded(source)
     return content["user"]
+
+
+def _content_of(reader: SavedState) -> Any:
+    return reader.content(lambda name: read_whole(reader, name))
 
 
 def wait_for_checkpoints(session: "sessions.Session") -> None:

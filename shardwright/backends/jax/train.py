@@ -434,6 +434,7 @@ class TrainStep:
         *,
         load_optimizer: bool = True,
         names: NameMap | Mapping[str, str] | str | Path | None = None,
+        missing_ok: bool = False,
     ) -> tuple[TrainState, Any]:
         """The state of a checkpoint, whatever plan it was written under, and its ``user_content``. ``state``, of the
         same model and optimizer, as `init` of a function makes it, says where arrays lie; it is used up. Each device
@@ -444,6 +445,8 @@ class TrainStep:
         names: for a checkpoint of PyTorch, how its names and layouts become this model's: the name of a family, a
             `NameMap`, its TOML file, or its relations. The states of Adam, AdamW and SGD with momentum come along, and
             the counts of steps; random keys stay as they are.
+        missing_ok: whether a folder without a complete checkpoint, or none, is a first start: then the given state and
+            None come back.
 
         Raises CheckpointError where there is none, it is not complete, damaged, or of another model or optimizer.
         """
@@ -451,7 +454,10 @@ class TrainStep:
         self._require_saved_apart(state)
         chosen = None if names is None else NameMap.of_any(names)
         with no_mesh():
-            return checkpoints.resume(Path(path), tag, state, chosen, load_optimizer=load_optimizer)
+            found = checkpoints.resume(
+                Path(path), tag, state, chosen, load_optimizer=load_optimizer, missing_ok=missing_ok
+            )
+        return (state, None) if found is None else found
 
     def _require_saved_apart(self, state: TrainState) -> None:
         if isinstance(self._training_of(state), SpmdTraining):

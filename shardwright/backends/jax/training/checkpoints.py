@@ -134,9 +134,16 @@ def _said(content: Mapping[str, Any], user: Sequence[Piece]) -> str:
 
 
 def resume(
-    path: Path, tag: str | None, state: TrainState, names: NameMap | None, *, load_optimizer: bool
-) -> tuple[TrainState, Any]:
-    """The state with the values of a checkpoint, and what the user added. The given state is used up.
+    path: Path,
+    tag: str | None,
+    state: TrainState,
+    names: NameMap | None,
+    *,
+    load_optimizer: bool,
+    missing_ok: bool = False,
+) -> tuple[TrainState, Any] | None:
+    """The state with the values of a checkpoint, and what the user added. The given state is used up. None where the
+    folder has none and ``missing_ok``.
 
     names: the map through which a checkpoint of PyTorch is read. All processes call this.
 
@@ -147,11 +154,13 @@ def resume(
     loading: _Loading | None = None
     resumed: TrainState | None = None
     try:
-        loading = _Loading(path, tag, state, names, load_optimizer=load_optimizer)
+        if not missing_ok or tag is not None or folders.complete(path):
+            loading = _Loading(path, tag, state, names, load_optimizer=load_optimizer)
     except Exception as error:
         failure = error
-    meetings.meet(call, failure=failure, same="" if loading is None else loading.source)
-    assert loading is not None
+    meetings.meet(call, failure=failure, same="no checkpoint" if loading is None else loading.source)
+    if loading is None:
+        return None
     try:
         resumed = loading.load()
     except Exception as error:
