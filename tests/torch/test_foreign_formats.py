@@ -1,6 +1,5 @@
 """Weights and states of optimizers that other programs wrote, under plans of two ranks."""
 
-
 import pytest
 
 from tests.torch.launch import Outcome, checks_in, on_ranks
