@@ -134,13 +134,14 @@ def rank_of_share(plan: str, folder: str, layers: int, out: str) -> None:
             names = {id(p): name for name, p in model.named_parameters()}
             split_model.shard_state([[names[id(p)] for p in block.parameters()] for block in blocks])
     held = {name: p for name, p in model.named_parameters() if not p.is_meta}
-    wrong = [
-        name for name, p in held.items() if p.dim() and p.numel() and not set(p.unique().tolist()) <= {0, *marks(name)}
-    ]
+    wrong = []
     sums = torch.zeros(2)
     for name, p in held.items():
         first, last = marks(name)
-        sums += torch.tensor([float((p == first).sum()), float((p == last).sum())])
+        counts = [int((p == value).sum()) for value in (first, last, 0.0)]
+        sums += torch.tensor(counts[:2], dtype=torch.float32)
+        if sum(counts) != p.numel():
+            wrong.append(name)
     dist.all_reduce(sums)
     share = sum(p.nbytes for p in held.values())
     told: list[Any] = [None] * swt.size()
