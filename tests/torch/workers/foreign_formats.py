@@ -151,6 +151,13 @@ def folders_that_differ() -> None:
     with pytest.raises((DisagreementError, ValueError), match="no such file or folder"):
         sw.DistributedModel(empty, weights=FOLDER / ("hub" if dist.get_rank() else "nowhere"))
     sw.shutdown()
+    start("pp2")  # on every rank, whichever would hold it
+    with torch.device("meta"):
+        other = models.build("gpt2")
+        other.transformer.ln_f = torch.nn.LayerNorm(7)
+    with pytest.raises(PlanError, match=r"'transformer.ln_f.bias' of shape \(32,\): expected \(7,\)"):
+        sw.DistributedModel(other, weights=FOLDER / "hub")
+    sw.shutdown()
 
 
 def by_name(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -122,11 +122,9 @@ def opened(weights: Any) -> Any:
 
 def _of_folder(path: Path) -> FileWeights:
     """The weights in a folder, by what lies there."""
-    for index in (path / INDEX, *sorted(path.glob(f"*{SUFFIX}.index.json"))):
-        if index.is_file():
-            return _saved(path, SafetensorsModel.of_index(index))
-    if (path / ONE_FILE).is_file():
-        return _saved(path, SafetensorsModel.of_file(path / ONE_FILE))
+    model = SafetensorsModel.of_folder(path)
+    if model is not None:
+        return _saved(path, model)
     if (path / METADATA).is_file():
         folder = open_dcp(path)
         return FileWeights(path, SavedWeights(folder, {}), folder.files)
