@@ -18,7 +18,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
-from shardwright.backends.torch.state.dcp_folder import open_dcp, write_dcp
+from shardwright.backends.torch.state.dcp_folder import open_dcp
+from shardwright.backends.torch.state.dcp_writer import write_dcp
 from shardwright.backends.torch.state.plain_states import plain_optimizer_state, saved_state
 from shardwright.backends.torch.state.saved_parts import read_whole
 from shardwright.core.errors import CheckpointError, PlanWarning
@@ -143,7 +144,7 @@ def test_what_is_written_torch_reads(tmp_path: Path, make: Make) -> None:
 def test_no_more_than_one_tensor_is_held_while_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import weakref
 
-    from shardwright.backends.torch.state import dcp_folder
+    from shardwright.backends.torch.state import dcp_writer
 
     model, optimizer = trained()
     alive: list[weakref.ref[torch.Tensor]] = []
@@ -156,7 +157,7 @@ def test_no_more_than_one_tensor_is_held_while_writing(tmp_path: Path, monkeypat
         most = max(most, sum(one() is not None for one in alive))
         return found
 
-    monkeypatch.setattr(dcp_folder, "read_whole", watching)
+    monkeypatch.setattr(dcp_writer, "read_whole", watching)
     write_dcp(saved_state(model.state_dict(), optimizer.state_dict(), names_of(model, optimizer)), tmp_path)
     assert len(alive) > 20
     assert most <= 2, "the last one is let go of when the next is there"
@@ -178,6 +179,42 @@ def test_numbers_without_names_are_refused_and_weights_are_read(tmp_path: Path) 
     dcp.save(numbered(plain, alone), checkpoint_id=tmp_path / "plain", no_dist=True)
     found = plain_optimizer_state(open_dcp(tmp_path / "plain"))
     Comparison().equal(found["state"], alone.state_dict()["state"]).require()
+
+
+@pytest.mark.parametrize(
+    ("tree", "names", "user"),
+    [
+        ({"net": {"w": 1.0, "b": 2.0}, "epoch": 3}, {"b", "w"}, {"epoch"}),
+        ({"state_dict": {"model.w": 1.0}, "seen": 2.0}, {"model.w"}, {"seen"}),
+        ({"model.w": 1.0, "model.b": 2.0, "head": 3.0}, {"head", "model.b", "model.w"}, set()),
+        ({"model.w": 1.0, "lr_scheduler": {"last": 4}}, {"model.w"}, {"lr_scheduler.last"}),
+        ({"one": {"w": 1.0}, "two": {"w": 2.0}}, set(), {"one.w", "two.w"}),
+    ],
+)
+def test_what_keys_mean_follows_from_their_paths(
+    tmp_path: Path, tree: dict[str, Any], names: set[str], user: set[str]
+) -> None:
+    def made(held: Any) -> Any:
+        if isinstance(held, dict):
+            return {key: made(value) for key, value in held.items()}
+        return torch.full((2,), held) if isinstance(held, float) else held
+
+    dcp.save(made(tree), checkpoint_id=tmp_path, no_dist=True)
+    state = open_dcp(tmp_path)
+    assert set(state.names("model")) == names
+    assert set(state.content(lambda name: read_whole(state, name))["user"] or ()) == user
+
+
+@pytest.mark.parametrize(("prefix", "names"), [("model.", {"a", "b.c"}), ("net.", {"net.a", "net.b.c"})])
+def test_keys_without_paths_are_told_by_their_dots(tmp_path: Path, prefix: str, names: set[str]) -> None:
+    keys = {f"{prefix}{name}": torch.ones(2) for name in ("a", "b.c")} | {
+        "optim.state.a.momentum_buffer": torch.ones(2)
+    }
+    planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
+    dcp.save(keys, checkpoint_id=tmp_path, planner=planner, no_dist=True)
+    state = open_dcp(tmp_path)
+    assert set(state.names("model")) == names
+    assert state.names("optimizer0") == ["momentum_buffer/a"]
 
 
 class Harm:

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from shardwright.backends.torch.state.dcp_folder import write_dcp
+from shardwright.backends.torch.state.dcp_writer import write_dcp
 from shardwright.backends.torch.state.ownership import Ownership, Placement
 from shardwright.backends.torch.state.plain_states import saved_state
 from shardwright.backends.torch.state.saved_parts import read_whole
@@ -146,6 +146,7 @@ def test_weights_of_every_kind_are_taken(tmp_path: Path, write: Callable[[Path, 
     assert isinstance(found, FileWeights)
     assert found.digest() == opened(path).digest()
     assert found.shape("table.weight") == (10, 4)
+    Comparison().equal(read_whole(found.state, "model/table.weight"), weights["table.weight"]).require()
 
 
 @pytest.mark.parametrize("write", EVERY)
