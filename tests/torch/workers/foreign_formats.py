@@ -19,8 +19,10 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import shardwright.torch as sw
 from shardwright.backends.torch.state import weight_files
-from shardwright.backends.torch.state.plain_states import saved_state
+from shardwright.backends.torch.state.dcp_writer import write_dcp
+from shardwright.backends.torch.state.plain_states import plain_optimizer_state, saved_state
 from shardwright.core.checkpoint.boxes import Box
+from shardwright.core.checkpoint.reader import Reader
 from shardwright.core.checkpoint.safetensors_folder import SafetensorsModel, write_safetensors_folder
 from shardwright.core.errors import DisagreementError, PlanError
 from tests.comparison import Comparison
@@ -234,12 +236,46 @@ def states_of_dcp_under_a_plan() -> None:
     sw.shutdown()
 
 
+def exports_of_a_checkpoint() -> None:
+    """A checkpoint of a pipeline as a DCP folder, a Hugging Face folder and a plain optimizer's state dict."""
+    reference, plain = trained()
+    start("pp2")
+    model = sw.DistributedModel(models.build("gpt2"))
+    optimizer = sw.DistributedOptimizer(adamw(model))
+    model.load_state_dict(reference.state_dict())
+    optimizer.load_state_dict(plain.state_dict())
+    a_step(model, optimizer)
+    optimizer.step()
+    sw.save_checkpoint(FOLDER / "pipeline", "last")
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    states = optimizer.state_dict()
+    sw.shutdown()
+    if dist.get_rank() == 0:
+        reader, expected = Reader.open(FOLDER / "pipeline"), "as it was saved"
+        write_dcp(reader, FOLDER / "exported")
+        other, fresh = trained()
+        held = {"model": other.state_dict(), "optim": get_optimizer_state_dict(other, fresh)}
+        dcp.load(held, checkpoint_id=FOLDER / "exported", no_dist=True)
+        Comparison(expected).equal(held["model"], weights).equal(held["optim"]["state"], states["state"]).require()
+        names = names_of(other, fresh)
+        fresh.load_state_dict(plain_optimizer_state(reader, names))
+        numbers = {names[at]: state for at, state in fresh.state_dict()["state"].items()}
+        Comparison(expected).equal(numbers, states["state"]).require()
+        assert [group["lr"] for group in fresh.param_groups] == [3e-4, 3e-4]
+        write_safetensors_folder(reader, FOLDER / "exported for others")
+        found = dict(weight_files.opened(FOLDER / "exported for others"))
+        Comparison(expected).equal(found, {name: weights[name] for name in found}).require()
+        assert set(weights) - set(found) == {"lm_head.weight"}, "which is tied"
+    dist.barrier()
+
+
 CHECKS = (
     weights_of_folders,
     folders_that_differ,
     states_of_plain_optimizers,
     states_that_do_not_fit,
     states_of_dcp_under_a_plan,
+    exports_of_a_checkpoint,
 )
 
 
