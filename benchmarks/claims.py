@@ -393,6 +393,18 @@ def host_states(alone: Mapping[str, float], ranks: Mapping[str, tuple[float, flo
     return claims
 
 
+def loading(shares: Mapping[str, tuple[float, bool]], ratio: float | None) -> Claims:
+    """By plan, the most that a rank held above its share while it loaded, in tensors of the largest size, and whether
+    what it loaded is right; and the time of a load over that of DCP (None where that was left out)."""
+    claims = Claims()
+    for plan, (above, is_right) in shares.items():
+        claims.at_most(f"{plan}: held above the share, in largest tensors", above, 1.0)
+        claims.holds(f"{plan}: what was loaded is what the files hold", is_right)
+    if ratio is not None:
+        claims.at_most("time over that of DCP", ratio, 1.3)
+    return claims
+
+
 def twins(alike: Mapping[str, bool], is_whole: bool) -> Claims:
     """By model and cluster, whether both frameworks' graphs get one plan: 28 of all 30."""
     claims = Claims()

@@ -45,6 +45,7 @@ LONGEST = (
     "torch/test_tensor_parallel.py",
     "torch/test_accepted.py",
     "torch/test_failure.py",
+    "torch/test_foreign_formats.py",
 )
 """The files that take longest, the longest first: where processes share the files, they end together then."""
 

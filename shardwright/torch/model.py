@@ -23,7 +23,7 @@ from shardwright.backends.torch.state.model_agreement import digest_of_state, mo
 from shardwright.backends.torch.state.parts import Parts
 from shardwright.backends.torch.state.weight_files import opened
 from shardwright.backends.torch.state.weight_transfer import take_values
-from shardwright.backends.torch.state.weights import Weights
+from shardwright.backends.torch.state.weights import Weights, require_named
 from shardwright.backends.torch.tensor_parallel.registry import replace_registered
 from shardwright.core.errors import ShardwrightError
 from shardwright.core.schedule import Schedule, StageCosts
@@ -121,6 +121,8 @@ class DistributedModel(nn.Module):
                 session.plan.require_model("torch", names, type(module).__name__)
             split_model = self.runtime.split_model
             split_model.weights = opened(split_model.weights)
+            if isinstance(split_model.weights, Mapping):
+                require_named(split_model.ownership, split_model.weights)
             if session.bound.mesh.size > 1:
                 claims = [*model_claims(module), source_claim(split_model.weights)]
                 values = values_digest(module)

@@ -310,6 +310,16 @@ JUDGED: dict[str, tuple[Callable[[], Claims], list[Callable[[], Claims]]]] = {
             lambda: claims.sharding_levels({}),
         ],
     ),
+    "loading": (
+        lambda: claims.loading({"pp 4": (0.9, True), "tp 4": (0.1, True)}, 1.29),
+        [
+            lambda: claims.loading({"pp 4": (1.01, True)}, None),
+            lambda: claims.loading({"pp 4": (NAN, True)}, 1.0),
+            lambda: claims.loading({"pp 4": (0.5, False)}, 1.0),
+            lambda: claims.loading({}, 1.31),
+            lambda: claims.loading({}, None),
+        ],
+    ),
     "host_states": (
         lambda: claims.host_states(ALONE, {"dp 2, on the host": (0.5, 1e-7), "pp 2": (2.0, 1e-6)}),
         [

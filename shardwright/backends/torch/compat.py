@@ -46,9 +46,32 @@ FAKE_TENSOR_LOGGER = "torch._subclasses.fake_tensor"
 COMPILER = "torch._dynamo"
 """The module of torch.compile: it is loaded when it is first used."""
 
+DCP_RECORDS = frozenset({
+    ("torch.distributed.checkpoint.metadata", "Metadata"),
+    ("torch.distributed.checkpoint.metadata", "TensorStorageMetadata"),
+    ("torch.distributed.checkpoint.metadata", "BytesStorageMetadata"),
+    ("torch.distributed.checkpoint.metadata", "ChunkStorageMetadata"),
+    ("torch.distributed.checkpoint.metadata", "TensorProperties"),
+    ("torch.distributed.checkpoint.metadata", "MetadataIndex"),
+    ("torch.distributed.checkpoint.metadata", "StorageMeta"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.distributed._shard.sharded_tensor.metadata", "TensorProperties"),  # of torch before 2.3
+})  # fmt: skip
+"""The classes of the records in the metadata of `torch.distributed.checkpoint`, by module and name."""
+DCP_ENCODINGS = (
+    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
+    ("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"),
+)
+"""The numbers that stand for the formats of memory there."""
+DCP_LAYOUT = ("torch.serialization", "_get_layout")
+"""The function that finds a layout by its name there."""
+
 __all__ = [
     "CHECKPOINTS",
     "COMPILER",
+    "DCP_ENCODINGS",
+    "DCP_LAYOUT",
+    "DCP_RECORDS",
     "EXTRA_STATE_KEY",
     "FAKE_TENSOR_LOGGER",
     "BatchNorm",

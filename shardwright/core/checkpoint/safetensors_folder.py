@@ -78,6 +78,15 @@ class SafetensorsModel:
             )
         return cls(path.parent, path, files)
 
+    @classmethod
+    def of_folder(cls, path: Path) -> "SafetensorsModel | None":
+        """The model in a folder, by its index or its one file; None where it has neither."""
+        indexes = [path / INDEX, *sorted(path.glob(f"*{SUFFIX}.index.json"))]
+        index = next((held for held in indexes if held.is_file()), None)
+        if index is not None:
+            return cls.of_index(index)
+        return cls.of_file(path / ONE_FILE) if (path / ONE_FILE).is_file() else None
+
     def __str__(self) -> str:
         return self._said
 

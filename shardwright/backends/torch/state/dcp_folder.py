@@ -1,55 +1,37 @@
-"""Folders of `torch.distributed.checkpoint` (DCP): read in place as a saved state, and written by torch's own writer.
-
-A folder's keys are those of the state dict that was given to ``dcp.save``: ``{"model": …, "optim": …}`` as of
-`torch.distributed.checkpoint.state_dict.get_state_dict` (also inside of another dict), of ``state_dict()`` by position,
-or the flat names of parameters that TorchTitan writes.
-"""
+"""Folders of `torch.distributed.checkpoint` (DCP), read in place as a saved state."""
 
 import io
 import math
 import pickle
-import re
 import struct
 import warnings
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.state_dict_saver import save
 
-from shardwright.backends.torch.compat import EXTRA_STATE_KEY
+from shardwright.backends.torch.state.dcp_keys import USER, placed
 from shardwright.backends.torch.state.dcp_metadata import METADATA, DcpTensor, Entry, read_metadata
 from shardwright.backends.torch.state.plain_states import (
     PARAMS,
     content_of,
     named_by_position,
-    optimizer_states,
     state_value,
     told_of,
 )
-from shardwright.backends.torch.state.saved_parts import MODEL, NUMBER, dtype_of, name_of, read_whole
+from shardwright.backends.torch.state.saved_parts import MODEL, NUMBER, dtype_of, name_of
 from shardwright.core.checkpoint.boxes import Box
-from shardwright.core.checkpoint.saved_tensors import SavedState
 from shardwright.core.checkpoint.tensor_file import ITEM_BYTES, Bytes
 from shardwright.core.errors import CheckpointError, PlanWarning, nearest
 
-MODELS = ("model", "module", "state_dict", "model_state_dict", "model_state")
-"""The keys under which scripts put a model's state dict."""
-OPTIMIZER = re.compile(r"optim(izer)?s?\d*(_state(_dict)?)?")
-"""A pattern for those of an optimizer's."""
-USER = "user"
 _DAMAGED = (
     RuntimeError, pickle.UnpicklingError, zipfile.BadZipFile, EOFError, KeyError, ValueError, TypeError, struct.error,
     NotImplementedError,
 )  # fmt: skip
 """What reading a value may raise that is damaged, or was not written by ``torch.save`` with such values alone."""
-Path_ = tuple[str | int, ...]
 
 
 class DcpFolder:
@@ -71,73 +53,29 @@ class DcpFolder:
             raise CheckpointError(f"{path}: {METADATA} names {missing[0]}, which is not in the folder")
         self._maps: dict[str, Bytes] = {}
         self._chunks: dict[Entry, Bytes] = {}
-        self._tensors: dict[str, DcpTensor] = {}
-        self._numbers: dict[str, torch.Tensor] = {}
-        self._groups: dict[int, dict[Path_, Entry]] = {}
         self._positions: dict[int, Sequence[str]] = {}
-        self._extra: dict[str, Entry] = {}
-        self._user: dict[str, Entry] = {}
-        self._sort()
+        self._places = placed(self._metadata)
+        self._tensors = self._places.tensors
+        self._numbers = dict(self._read_numbers())
         self._name_states()
 
     def __str__(self) -> str:
         return f"the DCP folder {self._path}"
 
-    # What the keys mean ------------------------------------------------------------------------------------------
+    # Names -------------------------------------------------------------------------------------------------------
 
-    def _sort(self) -> None:
-        """Give every key its place: in the model, in an optimizer, or among other values."""
-        metadata = self._metadata
-        paths = {key: self._path_of(key) for key in (*metadata.tensors, *metadata.values)}
-        begun = [str(path[0]) for key, path in paths.items() if key in metadata.tensors]
-        has_model = any(_model_name(path) is not None or len(path) == 1 for path in paths.values())
-        lone = begun[0] if not has_model and len(set(begun)) == 1 else None
-        optimizers: dict[Path_, int] = {}
-        for key, path in paths.items():
-            entry = metadata.values.get(key)
-            prefix = _optimizer_prefix(path)
-            if prefix is not None:
-                number = optimizers.setdefault(prefix, len(optimizers))
-                self._place_state(number, _split(path[len(prefix) :]), metadata.tensors.get(key), entry)
-                continue
-            name = _model_name(path)
-            if name is None and (len(path) == 1 or path[0] == lone):
-                name = ".".join(map(str, path[-1:] if len(path) == 1 else path[1:]))
-            if entry is not None:
-                is_extra = name is not None and name.rpartition(".")[2] == EXTRA_STATE_KEY
-                (self._extra if is_extra else self._user)[name or key if is_extra else key] = entry
-            else:
-                self._tensors[f"{USER}/{key}" if name is None else f"{MODEL}/{name}"] = metadata.tensors[key]
-
-    def _path_of(self, key: str) -> Path_:
-        known = self._metadata.paths.get(key)
-        if known is not None:
-            return known
-        first, _, rest = key.partition(".")
-        if OPTIMIZER.fullmatch(first) and rest.startswith(("state.", "param_groups.")):
-            return first, rest
-        tensors = [other for other in self._metadata.tensors if not OPTIMIZER.fullmatch(other.partition(".")[0])]
-        if not self._metadata.paths and first in MODELS and all(one.startswith(f"{first}.") for one in tensors):
-            return first, rest
-        return (key,)
-
-    def _place_state(self, number: int, path: Path_, tensor: DcpTensor | None, entry: Entry | None) -> None:
-        self._groups.setdefault(number, {})
-        if path[:1] == ("param_groups",) and entry is not None:
-            self._groups[number][path[1:]] = entry
-        elif path[:1] == ("state",) and len(path) == 3:
-            label = f"optimizer{number}/{path[2]}/{path[1]}"
-            if tensor is not None:
-                self._tensors[label] = tensor
-            elif entry is not None:
-                value = self._value(entry)
+    def _read_numbers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The states that are numbers of Python's, as a checkpoint has them."""
+        for label, entry in self._places.states.items():
+            value = self._value(entry)
+            if isinstance(value, bool | int | float):
+                part, key, name = label.split("/", 2)
                 dtype = torch.float64 if isinstance(value, float) else None
-                if isinstance(value, bool | int | float):
-                    self._numbers[f"optimizer{number}/{path[2]}{NUMBER}/{path[1]}"] = torch.tensor(value, dtype=dtype)
+                yield f"{part}/{key}{NUMBER}/{name}", torch.tensor(value, dtype=dtype)
 
     def _name_states(self) -> None:
         """Give states that are numbered the names of their parameters, where these are given or the shapes tell."""
-        for number in self._groups:
+        for number in self._places.groups:
             part = f"optimizer{number}"
             numbered = [label for label in self.names(part) if label.partition("/")[2].isdigit()]
             names = self._names or self._names_by_shapes(part, numbered)
@@ -213,11 +151,12 @@ class DcpFolder:
         Raises CheckpointError: the states of an optimizer are numbered, and no names are known for them.
         """
         optimizers = [
-            told_of(self._named_groups(number), self._steps(number), self._class) for number in sorted(self._groups)
+            told_of(self._named_groups(number), self._steps(number), self._class)
+            for number in sorted(self._places.groups)
         ]
         user: dict[str, Any] = {}
         refused: list[str] = []
-        for key, entry in self._user.items():
+        for key, entry in self._places.user.items():
             try:
                 user[key] = self._value(entry)
             except CheckpointError:
@@ -229,13 +168,13 @@ class DcpFolder:
                 PlanWarning, stacklevel=2,
             )  # fmt: skip
         user |= {name: tensors(f"{USER}/{name}") for name in self.names(USER)}
-        extra = {name: self._value(entry) for name, entry in self._extra.items()}
+        extra = {name: self._value(entry) for name, entry in self._places.extra.items()}
         return content_of(optimizers, self.step, user or None) | {"extra": extra}
 
     def _named_groups(self, number: int) -> list[dict[str, Any]]:
         """The groups of an optimizer: options, and the names of parameters."""
         options: dict[str | int, dict[str, Any]] = {}
-        for path, entry in self._groups[number].items():
+        for path, entry in self._places.groups[number].items():
             where, key = path[0], ".".join(map(str, path[1:]))
             options.setdefault(where, {})[key] = self._value(entry)
         if all(isinstance(where, int) for where in options):
@@ -325,38 +264,6 @@ def open_dcp(path: Path, names: Sequence[str] | None = None, optimizer_class: st
     return DcpFolder(path, names, optimizer_class)
 
 
-def _optimizer_prefix(path: Path_) -> Path_ | None:
-    """The part of a path that leads to an optimizer's state dict; None where it leads to none."""
-    for at, part in enumerate(path[:-1]):
-        if not (isinstance(part, str) and OPTIMIZER.fullmatch(part)):
-            continue
-        end = at + 1
-        while end < len(path) - 1 and isinstance(path[end], int):
-            end += 1
-        if str(path[end]).partition(".")[0] in ("state", "param_groups"):
-            return path[:end]
-    return None
-
-
-def _split(path: Path_) -> Path_:
-    """The path inside of an optimizer's state dict: (``state``, parameter, state) or (``param_groups``, group, option);
-    flattened state dicts have it in one text."""
-    if len(path) > 1:
-        first, second, *rest = path
-        return (first, second, ".".join(map(str, rest))) if rest else path
-    kind, _, rest_text = str(path[0]).partition(".")
-    name, _, last = rest_text.rpartition(".")
-    return (kind, int(name) if kind == "param_groups" and name.isdigit() else name, last)
-
-
-def _model_name(path: Path_) -> str | None:
-    """The name in the model's state dict that a path leads to; None where it leads to none."""
-    for at, part in enumerate(path[:-1]):
-        if part in MODELS:
-            return ".".join(map(str, path[at + 1 :]))
-    return None
-
-
 class _Slice(io.RawIOBase):
     """Bytes in memory as a file, not copied."""
 
@@ -404,69 +311,3 @@ def _entries_in(data: Bytes) -> Bytes:
     of_name, of_extra = struct.unpack("<HH", data[header + 26 : header + _LOCAL_HEADER].tobytes())
     first = header + _LOCAL_HEADER + of_name + of_extra
     return data[first : first + held[0].file_size]
-
-
-# Writing ---------------------------------------------------------------------------------------------------------
-
-
-def write_dcp(state: SavedState, path: Path) -> None:
-    """Write a saved state as a DCP folder, by torch's own writer, in the layout of
-    `torch.distributed.checkpoint.state_dict.get_state_dict`: ``{"model": …, "optim": …}``, further optimizers as
-    ``optim1`` and so on. No more than one tensor is in memory at a time.
-
-    Raises CheckpointError where the state has the names of another framework, the folder holds a checkpoint already, or
-    cannot be written.
-    """
-    if state.framework != "torch":
-        raise CheckpointError(
-            f"{state} has the names of a {state.framework} run, and DCP those of a torch model: translate it first, by "
-            f"a map of names"
-        )
-    if (path / METADATA).exists():
-        raise CheckpointError(f"{path} holds a DCP checkpoint already: name another folder")
-    labels: dict[str, str] = {}
-    content = state.content(lambda name: read_whole(state, name))
-    labelled = {name: f"{MODEL}/{name}" for name in state.names(MODEL)}
-    ties = content.get("ties", {})
-    labelled |= {alias: labelled[name] for alias, name in ties.items() if name in labelled}
-    model: dict[str, Any] = {name: _stand_in(state, label) for name, label in labelled.items()}
-    labels |= {f"model.{name}": label for name, label in labelled.items()}
-    model |= content.get("extra") or {}
-    tree: dict[str, Any] = {"model": model}
-    for number, told in enumerate(content["optimizers"]):
-        key = f"optim{number or ''}"
-        states: dict[str, dict[str, Any]] = {}
-        for name, held in optimizer_states(state, number).items():
-            for kind, label in held.items():
-                if kind.endswith(NUMBER):
-                    states.setdefault(name, {})[kind.removesuffix(NUMBER)] = state_value(state, label)
-                else:
-                    states.setdefault(name, {})[kind] = _stand_in(state, label)
-                    labels[f"{key}.state.{name}.{kind}"] = label
-        tree[key] = {"state": states, "param_groups": [dict(group) for group in told["groups"]]}
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")
-            # A file for each value: of one file the writer keeps all tensors until it ends.
-            writer = FileSystemWriter(path, single_file_per_rank=False, overwrite=False)
-            save(tree, storage_writer=writer, planner=_Streamed(state, labels), no_dist=True)
-    except (OSError, RuntimeError, CheckpointException) as failed:
-        raise CheckpointError(f"{path}: the DCP folder cannot be written: {failed}") from failed
-
-
-class _Streamed(DefaultSavePlanner):
-    """A planner that reads each tensor when it is its turn to be written."""
-
-    def __init__(self, state: SavedState, labels: Mapping[str, str]) -> None:
-        super().__init__()
-        self._state, self._labels = state, labels
-
-    def lookup_object(self, index: Any) -> Any:
-        label = self._labels.get(index.fqn)
-        return super().lookup_object(index) if label is None else read_whole(self._state, label)
-
-
-def _stand_in(state: SavedState, label: str) -> torch.Tensor:
-    """A tensor without memory, of a saved one's dtype and shape."""
-    told = state.tensor(label)
-    return torch.empty(told.shape, dtype=dtype_of(told.dtype, label), device="meta")

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from shardwright.backends.torch.compat import DCP_ENCODINGS, DCP_LAYOUT, DCP_RECORDS
 from shardwright.backends.torch.state.saved_parts import DTYPES
 from shardwright.core.checkpoint.boxes import Box
 from shardwright.core.checkpoint.index import fault_of_pieces
@@ -21,23 +22,10 @@ from shardwright.core.errors import CheckpointError
 METADATA = ".metadata"
 MOST_BYTES = 1 << 30
 """The most bytes of the file: that of a run of a thousand ranks has tens of millions."""
-_RECORDS = {
-    ("torch.distributed.checkpoint.metadata", "Metadata"),
-    ("torch.distributed.checkpoint.metadata", "TensorStorageMetadata"),
-    ("torch.distributed.checkpoint.metadata", "BytesStorageMetadata"),
-    ("torch.distributed.checkpoint.metadata", "ChunkStorageMetadata"),
-    ("torch.distributed.checkpoint.metadata", "TensorProperties"),
-    ("torch.distributed.checkpoint.metadata", "MetadataIndex"),
-    ("torch.distributed.checkpoint.metadata", "StorageMeta"),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch.distributed._shard.sharded_tensor.metadata", "TensorProperties"),  # of torch before 2.3
-}
-"""The classes of DCP's records, by module and name."""
 _PLAIN: Mapping[tuple[str, str], Callable[..., Any]] = {
     ("torch", "Size"): tuple,
-    ("torch.serialization", "_get_layout"): str,
-    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"): int,
-    ("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"): int,
+    DCP_LAYOUT: str,
+    **dict.fromkeys(DCP_ENCODINGS, int),
     ("collections", "OrderedDict"): dict,
     **{
         (module, f"{kind}{system}Path"): PureWindowsPath if system == "Windows" else PurePosixPath
@@ -107,7 +95,7 @@ class _Restricted(pickle.Unpickler):
         self._made: dict[str, type] = {}
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _RECORDS:  # a class of this reading alone, since pickles may set attributes of classes
+        if (module, name) in DCP_RECORDS:  # a class of this reading alone, since pickles may set attributes of classes
             return self._made.setdefault(name, type(name, (_Record,), {}))
         if (module, name) in _PLAIN:
             return _PLAIN[module, name]

@@ -224,8 +224,14 @@ def load_states(
 def _named(given: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> Mapping[str, Any]:
     """A state dict of torch's own, with names in place of numbers."""
     saved = given["param_groups"]
+    without = next((number for number, group in enumerate(saved) if "params" not in group), None)
+    if without is not None:
+        raise PlanError(f"group {without} was saved without the parameters that it has: expected them under 'params'")
     numbers = [number for group in saved for number in group["params"]]
-    if not numbers or not all(isinstance(number, int) for number in numbers):
+    by_number = [isinstance(number, int) for number in numbers]
+    if any(by_number) and not all(by_number):
+        raise PlanError("the state dict has some parameters by number and some by name: expected one kind")
+    if not any(by_number):
         return given
     sizes, own = [len(group["params"]) for group in saved], [len(names) for names in groups]
     if sizes != own:

@@ -16,11 +16,13 @@ from shardwright.backends.torch.machine.digests import BLOCKS, digest_of, digest
 from shardwright.backends.torch.state.dcp_folder import open_dcp
 from shardwright.backends.torch.state.dcp_metadata import METADATA
 from shardwright.backends.torch.state.flat_shards import entries_of
+from shardwright.backends.torch.state.plain_states import saved_state
 from shardwright.backends.torch.state.saved_parts import SavedWeights, fill
 from shardwright.core.checkpoint.boxes import Box, Part, Place
 from shardwright.core.checkpoint.folder import MARKER, complete, folder_of
 from shardwright.core.checkpoint.reader import Reader
 from shardwright.core.checkpoint.safetensors_folder import INDEX, ONE_FILE, SUFFIX, SafetensorsModel, weight_map
+from shardwright.core.checkpoint.saved_tensors import SavedState
 from shardwright.core.errors import CheckpointError, ShardwrightError
 
 BIN_INDEX, BIN_FILE = "pytorch_model.bin.index.json", "pytorch_model.bin"
@@ -57,6 +59,13 @@ class FileWeights(Mapping[str, torch.Tensor]):
 
     def __len__(self) -> int:
         return len(self._tensors)
+
+    @property
+    def state(self) -> SavedState:
+        """What was opened, as a saved state. Raises CheckpointError where it holds what no state dict does."""
+        if isinstance(self._tensors, SavedWeights):
+            return self._tensors.reader
+        return saved_state(self._tensors, said=str(self.path))
 
     def digest(self) -> int:
         """A number that two ranks share where their files have the same contents, as far as blocks spread over them
@@ -122,11 +131,9 @@ def opened(weights: Any) -> Any:
 
 def _of_folder(path: Path) -> FileWeights:
     """The weights in a folder, by what lies there."""
-    for index in (path / INDEX, *sorted(path.glob(f"*{SUFFIX}.index.json"))):
-        if index.is_file():
-            return _saved(path, SafetensorsModel.of_index(index))
-    if (path / ONE_FILE).is_file():
-        return _saved(path, SafetensorsModel.of_file(path / ONE_FILE))
+    model = SafetensorsModel.of_folder(path)
+    if model is not None:
+        return _saved(path, model)
     if (path / METADATA).is_file():
         folder = open_dcp(path)
         return FileWeights(path, SavedWeights(folder, {}), folder.files)

@@ -155,6 +155,16 @@ class NamedWeights:
         read_part(self._weights, self.require(name), part, into)
 
 
+def require_named(ownership: Ownership, weights: Mapping[str, torch.Tensor]) -> None:
+    """Raise PlanError where weights lack a tensor that the model has no data for, or one in files has another shape,
+    whichever rank will hold it."""
+    source = NamedWeights(ownership, weights)
+    persistent = set(ownership.model.state_dict(keep_vars=True))
+    for name in (*sorted(ownership.parameter_names), *sorted(ownership.buffer_names)):
+        if ownership.tensor(name).is_meta and (name in ownership.parameter_names or name in persistent):
+            source.require(name)
+
+
 def _other_shape(name: str, given: torch.Size, expected: torch.Size) -> PlanError:
     return PlanError(f"the weights have {name!r} of shape {tuple(given)}: expected {tuple(expected)}")
 
