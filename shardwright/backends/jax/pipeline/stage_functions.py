@@ -33,6 +33,7 @@ from shardwright.backends.jax.program.equations import (
 from shardwright.backends.jax.program.flattening import flatten
 from shardwright.backends.jax.program.host_operands import evaluate_from_host
 from shardwright.backends.jax.program.in_turn import evaluate_in_turn
+from shardwright.backends.jax.program.random_draws import evaluate_draws_in_turn, masks_of
 from shardwright.backends.jax.program.saved_activations import CHEAP, Residuals, residuals
 
 Kind = Literal[
@@ -375,7 +376,7 @@ class FunctionsOfStage:
             made = list(zip(makes, outputs, strict=True))
             if in_turn:
                 results = [(atom, partial(finished, key)) for key, atom in made if isinstance(atom, int)]
-                soon = iter(evaluate_in_turn(equations, values, CHEAP, results))
+                soon = iter(evaluate_in_turn(equations, values, CHEAP, results, masks=masks_of(program)))
                 found = [
                     next(soon) if isinstance(atom, int) else finished(key, value_of(program, atom, values))
                     for key, atom in made
@@ -384,6 +385,8 @@ class FunctionsOfStage:
                 if on_host:
                     waiting = {value: at[operands[value]] for value in on_host}
                     evaluate_from_host(equations, values, waiting, of_unit, CHEAP)
+                elif self.operands.in_turn:
+                    evaluate_draws_in_turn(program, values, {atom for atom in outputs if isinstance(atom, int)})
                 else:
                     evaluate(equations, values)
                 found = [finished(key, value_of(program, atom, values)) for key, atom in made]
