@@ -130,7 +130,8 @@ def footprints(
 def _footprint(at_2: "_Counted", at_3: "_Counted") -> Footprint:
     (kept, passing, _, between, looped), again, (held, beside, working), called = at_2
     (kept_3, passing_3, wide, between_3, looped_3), again_3, (held_3, beside_3, working_3), called_3 = at_3
-    both = [tuple(zip(*each, strict=True)) for each in zip(called or (), called_3 or (), strict=True)]
+    again_at_2_and_3 = list(zip(called or (), called_3 or (), strict=True))
+    kept_again = [_line(one[0], other[0]) for one, other in again_at_2_and_3]
     return Footprint(
         kept=_line(kept, kept_3),
         kept_selective=_line(again, again_3),
@@ -141,8 +142,8 @@ def _footprint(at_2: "_Counted", at_3: "_Counted") -> Footprint:
         merged_passing=_fullest(beside, beside_3),
         merged_working=_fullest(working, working_3),
         gathered_in_loops=_line(looped, looped_3),
-        kept_by_calls=None if not both else (_line(*both[0][0]), _line(*both[1][0])),
-        working_again=tuple(_fullest(*moments) for _, moments in both),
+        kept_by_calls=(kept_again[0], kept_again[1]) if kept_again else None,
+        working_again=tuple(_fullest(one[1], other[1]) for one, other in again_at_2_and_3),
     )
 
 
@@ -217,7 +218,9 @@ class _Stages:
             )
             parts[stage] = replace(parts[stage], equations=equations)
             alone = replace(self.cut, parts=tuple(parts))
-            self.traced[key] = FunctionsOfStage(alone, stage, Operands({}, {}, -1, {}, in_turn=True), recompute)
+            self.traced[key] = FunctionsOfStage(
+                alone, stage, Operands({}, {}, -1, {}, in_turn=True, draws_in_turn=True), recompute
+            )
         return self.traced[key].build(least=least)
 
 

@@ -110,6 +110,9 @@ class Operands:
     """The units that keep on the host what they keep."""
     in_turn: bool = False
     """Whether backwards run their equations in turn (`program.in_turn`)."""
+    draws_in_turn: bool = False
+    """Whether forwards make their random draws in turn, as a program of the whole step does. A stage's forward
+    makes draws in the memory of results that are not there yet, and takes no less in turn."""
 
     def key(self, value: int) -> Key:
         if value == self.m:
@@ -385,7 +388,7 @@ class FunctionsOfStage:
                 if on_host:
                     waiting = {value: at[operands[value]] for value in on_host}
                     evaluate_from_host(equations, values, waiting, of_unit, CHEAP)
-                elif self.operands.in_turn:
+                elif self.operands.draws_in_turn:
                     evaluate_draws_in_turn(program, values, {atom for atom in outputs if isinstance(atom, int)})
                 else:
                     evaluate(equations, values)
