@@ -78,6 +78,7 @@ class UnitCost:
     """Bytes as in `UnitWork`."""
     looped_bytes: int = 0
     kept_by_calls_bytes: tuple[int, int] | None = None
+    working_again_bytes: tuple[int, int] | None = None
     merged_bytes: tuple[int, int, int] | None = None
     adding_bytes: int | None = None
     """Bytes as in `UnitWork`."""
@@ -221,6 +222,7 @@ def unit_cost(
         between_bytes=work.between_bytes,
         looped_bytes=work.looped_bytes,
         kept_by_calls_bytes=work.kept_by_calls_bytes,
+        working_again_bytes=work.working_again_bytes,
         merged_bytes=work.merged_bytes,
         adding_bytes=work.adding_bytes,
         forward_beside_bytes=work.forward_beside_bytes,

@@ -114,6 +114,8 @@ class UnitWork:
     """Bytes as in `Footprint.gathered_in_loops`. They are whole on every rank that shares the unit."""
     kept_by_calls_bytes: tuple[int, int] | None = None
     """What is kept under full and selective recompute on one stage, as in `Footprint.kept_by_calls`."""
+    working_again_bytes: tuple[int, int] | None = None
+    """What is held beside that, as in `Footprint.working_again`; None: not known."""
     merged_bytes: tuple[int, int, int] | None = None
     """Where the whole step is one compiled program, the bytes saved, those passing, and the latter with the gradients
     that wait to be added to their sums; None: not known."""

@@ -246,6 +246,9 @@ class Footprint:
     kept_by_calls: tuple[tuple[int, int], tuple[int, int]] | None = None
     """What is kept under full and under selective recompute where a plan has one stage and the runtime computes calls
     of modules again, but not what stands beside them in the unit; None: as in a unit that is computed again whole."""
+    working_again: tuple[tuple[tuple[int, int], ...], ...] = ()
+    """What a program of the whole step holds beside what is kept where it computes the unit again, under full and under
+    selective recompute, with gradients as in ``merged_working``. Empty: all that it makes again, and ``passing``."""
     of_shards: tuple[tuple[tuple[int, int], ...], ...] = ()
     """``passing``, ``adding``, ``merged_passing`` and ``merged_working`` of a unit that is divided over ranks, added up
     over these: scatters are made by themselves there. Empty: the same as of one rank."""

@@ -201,6 +201,7 @@ class CostTables(LayoutTables):
             operands_stay=place.in_stages and traits.stages_are_programs,
             looked_up=self._looked_up(tp) if traits.stages_are_programs else (),
             working_bytes=self._working(units, twice if tp == 1 else ()) if is_merged else (),
+            is_one_program=not (place.in_stages or is_whole) and traits.stages_are_programs,
             calls=self._calls(tp) if traits.gathers_units else (),
         )
 

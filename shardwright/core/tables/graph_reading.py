@@ -75,6 +75,7 @@ class Reading:
             if footprint.of_shards and layouts is not None
             else (footprint.passing, footprint.adding, footprint.merged_passing, footprint.merged_working)
         )
+        again = [held(lines, counted.passing_bytes, whole.passing_bytes) for lines in footprint.working_again]
         return replace(
             counted,
             saved_bytes=(saved := held([footprint.kept], counted.saved_bytes, whole.saved_bytes)),
@@ -88,6 +89,7 @@ class Reading:
                 held(footprint.kept_by_calls[:1], counted.saved_bytes, whole.saved_bytes),
                 held(footprint.kept_by_calls[1:], counted.saved_bytes, whole.saved_bytes),
             ),
+            working_again_bytes=(again[0], again[1]) if again else None,
             merged_bytes=None
             if footprint.merged_kept is None
             else (

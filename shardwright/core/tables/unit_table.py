@@ -108,6 +108,9 @@ class UnitTable:
     """The bytes that each unit's passes hold beside kept activations with the gradients that wait. Empty: they wait
     beside the fullest moment."""
 
+    is_one_program: bool = False
+    """Whether one compiled program computes units again in a whole step."""
+
     calls: tuple[tuple[CallEntries, ...], ...] = ()
     """The calls of each unit that use parameters. Empty: each unit is one call."""
 
@@ -320,14 +323,33 @@ class UnitTable:
             left = unit.left_bytes[0] if mode == "full" else unit.left_bytes[1] if goes_by_op(mode) else 0
             return max(0, unit.saved_bytes - kept_bytes(unit, mode) + left) if mode != "none" else 0
 
-        made_again = [again(unit, mode) for unit, mode in zip(self.units, self.modes, strict=True)]
-        beside = np.array([u.passing_bytes for u in self.units], dtype=np.float64) + made_again
+        beside = np.array(
+            [
+                unit.passing_bytes + again(unit, mode) if known is None else known
+                for unit, mode, known in zip(self.units, self.modes, self._working_again, strict=True)
+            ],
+            dtype=np.float64,
+        )
         beside += np.array(self.waiting_bytes or 0)
         for value, size in self.shared if self.offloaded else ():
             # On the way to a unit far behind, as over the bottom of a U-Net, where no unit between keeps it.
             if value.maker >= 0 and value.enterers and not self._holders(value):
                 beside[value.maker + 2 : max(value.enterers) + 1] += size
         return beside
+
+    @cached_property
+    def _working_again(self) -> list[int | None]:
+        """The bytes that one program holds beside kept activations where it computes a unit again, with the gradients
+        that wait; None for each unit of which that is not known."""
+        if not self.is_one_program or self.offloaded:
+            return [None] * len(self.units)
+        known = zip(self.units, self.modes, strict=True)
+        return [
+            unit.working_again_bytes[mode == "selective"]
+            if unit.working_again_bytes is not None and mode in ("full", "selective")
+            else None
+            for unit, mode in known
+        ]
 
     @cached_property
     def leaving_bytes(self) -> Matrix:
@@ -367,7 +389,8 @@ class UnitTable:
     def range_working(self) -> Matrix:
         """The bytes that the passes of one microbatch hold beside the kept activations. The backward of a unit finds
         the units after it finished."""
-        waiting = self.found_bytes * np.array([u.trained_elements for u in self.units])
+        known = np.array([size is not None for size in self._working_again])
+        waiting = self.found_bytes * np.where(known, 0, [u.trained_elements for u in self.units])
         if self.working_bytes:
             passing = np.array([u.passing_bytes for u in self.units])
             waiting = np.maximum(0, np.array(self.working_bytes) - passing)
@@ -486,7 +509,8 @@ class UnitTable:
         """The same of the one stage of a step that is one program."""
         units = len(self.units)
         trained = self.range_trained[0, units]
-        twice = self.found_bytes * min(trained, self.largest_parameter) if summed and self.working_bytes else 0
+        adds_at_once = self.working_bytes or None not in self._working_again
+        twice = self.found_bytes * min(trained, self.largest_parameter) if summed and adds_at_once else 0
         return int(self.range_working[0, units] + twice)
 
     @cached_property

@@ -14,11 +14,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shardwright.backends.jax.capture.inner_programs import CHECKPOINTS, OWN_DERIVATIVES, inner_program
-from shardwright.backends.jax.program.equations import FlatProgram, evaluate, value_of
+from shardwright.backends.jax.capture.inner_programs import OWN_DERIVATIVES
+from shardwright.backends.jax.program.equations import evaluate, value_of
 from shardwright.backends.jax.program.flattening import flatten
 from shardwright.backends.jax.program.in_turn import SHAPES, Finish, evaluate_in_turn
-from shardwright.backends.jax.program.random_draws import evaluate_draws_in_turn
+from shardwright.backends.jax.program.random_draws import evaluate_draws_in_turn, masks_of
 from shardwright.backends.jax.program.saved_activations import CHEAP, residuals
 
 GATHERS = frozenset({"sharding_constraint", "broadcast_in_dim"})
@@ -89,38 +89,25 @@ def gradients_in_turn(
     value, beside, kept = jax.lax.optimization_barrier((value, beside, made[returned:]))
     one = jnp.ones_like(value)
     traced = jax.make_jaxpr(back)(list(held), others, kept, one)
-    backward = flatten(traced)
-    if not _runs_again(backward):
-        backward = flatten(traced, opens_checkpoints=True)
-        backward.equations = [replace(equation, region=None) for equation in backward.equations]
+    # What is computed again waits for the product before it too, equation by equation.
+    backward = flatten(traced, opens_checkpoints=True)
+    backward.equations = [replace(equation, region=None) for equation in backward.equations]
     operands = [*held, *others, *kept, one]
     values = {**backward.constants, **dict(zip(backward.arguments, operands, strict=True))}
     results = [(atom, add) for atom, add in zip(backward.outputs, added, strict=True) if isinstance(atom, int)]
     free = backward.arguments[: len(held)] if donated and apart is None else ()
     soon = iter(
-        evaluate_in_turn(backward.equations, values, CHEAP | GATHERS | OWN_DERIVATIVES, results, free=free, after=value)
+        evaluate_in_turn(
+            backward.equations,
+            values,
+            CHEAP | GATHERS | OWN_DERIVATIVES,
+            results,
+            free=free,
+            after=value,
+            masks=masks_of(backward),
+        )
     )
     return beside, [
         next(soon) if isinstance(atom, int) else add(value_of(backward, atom, values))
         for atom, add in zip(backward.outputs, added, strict=True)
     ]
-
-
-def _runs_again(backward: FlatProgram) -> bool:
-    """Whether a checkpoint in a backward computes again what is no cheap arithmetic. One whose policy keeps everything
-    does not: its backward needs no barrier before it, and runs in turn as that of a plain model. The last argument is
-    the gradient of the loss; what does not follow from it was computed in the forward."""
-    gradients = {backward.arguments[-1]}
-    for equation in backward.equations:
-        inner = inner_program(equation.params) if equation.primitive.name in CHECKPOINTS else None
-        if inner is not None:
-            body = flatten(inner, opens_checkpoints=True)
-            inside = {mine for mine, given in zip(body.arguments, equation.inputs, strict=True) if given in gradients}
-            for each in body.equations:
-                if not inside.isdisjoint(each.values):
-                    inside.update(each.outputs)
-                elif each.primitive.name not in CHEAP:
-                    return True
-        if not gradients.isdisjoint(equation.values):
-            gradients.update(equation.outputs)
-    return False

@@ -7,7 +7,7 @@ each for itself. The memory that the backward holds beside them follows from its
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from itertools import pairwise
 from typing import Any
 
@@ -20,6 +20,7 @@ from shardwright.backends.jax.capture.precision import COMPUTE
 from shardwright.backends.jax.capture.steps import Program
 from shardwright.backends.jax.capture.trace import TracedCall
 from shardwright.backends.jax.memory.liveness import Liveness, makes_zeros
+from shardwright.backends.jax.memory.step_constants import constants_bytes
 from shardwright.backends.jax.pipeline.stage_functions import (
     FunctionsOfStage,
     Key,
@@ -30,7 +31,6 @@ from shardwright.backends.jax.pipeline.stage_functions import (
 from shardwright.backends.jax.program.cut import cut
 from shardwright.backends.jax.program.equations import FlatProgram
 from shardwright.backends.jax.program.flattening import Home, flatten
-from shardwright.backends.jax.program.random_draws import counters_bytes
 from shardwright.backends.jax.state.ownership import held_by
 from shardwright.core.errors import ShardwrightError
 from shardwright.core.model.fold import fold
@@ -38,9 +38,10 @@ from shardwright.core.model.graph import Footprint, Graph, KeptTwice, UnitMemory
 from shardwright.core.model.structure import UnitBinding, structure_of
 
 _Merged = tuple[int, list[int], list[int]]
-_Counted = tuple[tuple[int, list[int], int, int, int], int, _Merged, tuple[int, int] | None]
+_Again = tuple[int, list[int]]
+_Counted = tuple[tuple[int, list[int], int, int, int], int, _Merged, tuple[_Again, _Again] | None]
 """The bytes of a unit at one batch: as `_bytes` has them, under selective recompute, as `_merged` has them, as
-`_kept_by_calls` has them."""
+`_again` has them."""
 
 
 def with_footprints(captured: Captured) -> Graph:
@@ -88,17 +89,17 @@ def footprints(
                 again = _Stages(graph, of_plain, program.traced, names, binding.units, range(len(classes)))
             plain = [stages.functions(unit) for unit in firsts]
             found.append([_bytes(functions) for functions in plain])
-            counters = counters_bytes(closed.jaxpr)
-            merged.append([_merged(stages.functions(unit, least=True), counters) for unit in firsts])
+            constants = constants_bytes(closed)
+            merged.append([_merged(stages.functions(unit, least=True), constants) for unit in firsts])
             selective.append([_kept_bytes(again.functions(unit, "selective")) for unit in firsts])
             adding.append([held_bytes(functions.backward, with_gradients=True) for functions in plain])
             shards.append(
                 [
-                    _of_shards(one, stages.functions(unit, least=True), counters)
+                    _of_shards(one, stages.functions(unit, least=True), constants)
                     for one, unit in zip(plain, firsts, strict=True)
                 ]
             )
-            called.append([_kept_by_calls(again, unit) if by_calls else None for unit in firsts])
+            called.append([_again(again, unit, constants) if by_calls else None for unit in firsts])
             halves = [whole([(unit + odd) // 2 for unit in range(len(classes))]) for odd in (0, 1)]
             both = [(halves[first % 2], (first + 1) // 2) for first in pairs.values()]
             together.append(
@@ -129,6 +130,8 @@ def footprints(
 def _footprint(at_2: "_Counted", at_3: "_Counted") -> Footprint:
     (kept, passing, _, between, looped), again, (held, beside, working), called = at_2
     (kept_3, passing_3, wide, between_3, looped_3), again_3, (held_3, beside_3, working_3), called_3 = at_3
+    again_at_2_and_3 = list(zip(called or (), called_3 or (), strict=True))
+    kept_again = [_line(one[0], other[0]) for one, other in again_at_2_and_3]
     return Footprint(
         kept=_line(kept, kept_3),
         kept_selective=_line(again, again_3),
@@ -139,9 +142,8 @@ def _footprint(at_2: "_Counted", at_3: "_Counted") -> Footprint:
         merged_passing=_fullest(beside, beside_3),
         merged_working=_fullest(working, working_3),
         gathered_in_loops=_line(looped, looped_3),
-        kept_by_calls=None
-        if called is None or called_3 is None
-        else (_line(called[0], called_3[0]), _line(called[1], called_3[1])),
+        kept_by_calls=(kept_again[0], kept_again[1]) if kept_again else None,
+        working_again=tuple(_fullest(one[1], other[1]) for one, other in again_at_2_and_3),
     )
 
 
@@ -216,7 +218,9 @@ class _Stages:
             )
             parts[stage] = replace(parts[stage], equations=equations)
             alone = replace(self.cut, parts=tuple(parts))
-            self.traced[key] = FunctionsOfStage(alone, stage, Operands({}, {}, -1, {}, in_turn=True), recompute)
+            self.traced[key] = FunctionsOfStage(
+                alone, stage, Operands({}, {}, -1, {}, in_turn=True, draws_in_turn=True), recompute
+            )
         return self.traced[key].build(least=least)
 
 
@@ -261,16 +265,18 @@ def _bytes(functions: StageFunctions) -> tuple[int, list[int], int, int, int]:
     return _kept_bytes(functions), held_bytes(functions.backward), sum(map(_size, wide)), between, looped
 
 
-def _kept_by_calls(stages: _Stages, unit: int) -> tuple[int, int] | None:
-    """The bytes that a unit keeps where calls of its modules alone are computed again, in full and selectively; None
-    where all of it is in such calls."""
+def _again(stages: _Stages, unit: int, constants: int) -> tuple[_Again, _Again]:
+    """The bytes of a unit of a program that computes calls of its modules alone again, in full and selectively: those
+    kept, and those held beside them at every moment, with gradients of parameters on their way to their sums.
+    ``constants``: as in `_merged`."""
     beside = stages.beside_calls(unit)
-    if not beside:
-        return None
-    full, selective = (
-        _kept_bytes(stages.functions(unit, policy, beside, least=True)) for policy in ("full", "selective")
-    )
-    return full, selective
+    full, selective = (stages.functions(unit, policy, beside, least=True) for policy in ("full", "selective"))
+    return _kept_and_held(full, constants), _kept_and_held(selective, constants)
+
+
+def _kept_and_held(functions: StageFunctions, constants: int) -> _Again:
+    held = held_bytes(functions.backward, with_gradients=True, is_part=True) + drawing_bytes(functions)
+    return _kept_bytes(functions), [constants + each for each in held]
 
 
 def _kept_bytes(functions: StageFunctions) -> int:
@@ -292,7 +298,7 @@ def held_bytes(
     """The bytes alive at every moment while a compiled function runs. Left out are its operands, results in their
     memory, and, unless ``with_gradients``, gradients of parameters that wait to be added to their sums. ``is_part``
     and ``of_shards``: as `Liveness` has them. What is kept ends where a part of a longer program has read it."""
-    program = flatten(jax.make_jaxpr(function.function)(*function.avals))
+    program = _program_of(function)
     sums, gradients = _added(program, function.makes)
     read = zip(program.arguments, function.reads, strict=True)
     # Shards keep more beside it than is counted of the whole, as their layouts stand between ops.
@@ -301,10 +307,28 @@ def held_bytes(
     return Liveness(program, sums, waiting, is_part=is_part, ending=ending, of_shards=of_shards).moments()
 
 
+def drawing_bytes(functions: StageFunctions) -> list[int]:
+    """The bytes alive at every random draw of a forward that is part of a longer program, beside what it keeps."""
+    program = _program_of(functions.forward)
+    sums, _ = _added(program, functions.forward.makes)
+    liveness = Liveness(program, sums, is_part=True)
+    liveness.moments()
+    made = zip(functions.forward.makes, program.outputs, strict=True)
+    # What arrives is kept too, but as an argument it is not among the bytes of moments.
+    kept = sum(program.size_bytes(atom) for key, atom in made if key[0] == "kept" and isinstance(atom, int))
+    return [max(0, size - kept) for size in liveness.draws]
+
+
+@lru_cache(maxsize=8)
+def _program_of(function: StageFunction) -> FlatProgram:
+    """The program of a function, traced once for all that is counted of it."""
+    return flatten(jax.make_jaxpr(function.function)(*function.avals))
+
+
 def looped_bytes(function: StageFunction) -> int:
     """The bytes in which loops of a compiled function add gradients up, which begin as zeros. XLA makes these when the
     program begins, and keeps them beside what becomes of them."""
-    program = flatten(jax.make_jaxpr(function.function)(*function.avals))
+    program = _program_of(function)
     zeros = {value for e in program.equations if makes_zeros(e) for value in e.outputs}
     found = 0
     for equation in program.equations:
@@ -322,21 +346,22 @@ def _added(program: FlatProgram, makes: Sequence[Key]) -> tuple[set[int], set[in
     return sums, {value for e in program.equations if not sums.isdisjoint(e.outputs) for value in e.values}
 
 
-def _merged(least: StageFunctions, counters: int) -> _Merged:
+def _merged(least: StageFunctions, constants: int) -> _Merged:
     """The bytes of a unit whose forward and backward are one program that runs in turn (`loss.gradients_in_turn`):
     those kept from one to the other, and those held beside them at every moment, without and with one gradient on its
-    way to its sum. ``least``: the functions that keep the fewest bytes, as XLA does that sees both. ``counters``: the
-    bytes of the counters of random draws, which stay all the while."""
+    way to its sum. ``least``: the functions that keep the fewest bytes, as XLA does that sees both. ``constants``:
+    the bytes of `constants_bytes`, which stay all the while."""
     without, adding = (held_bytes(least.backward, with_gradients=added, is_part=True) for added in (False, True))
-    return _kept_bytes(least), [counters + each for each in without], [counters + each for each in adding]
+    kept, drawing = _kept_bytes(least), drawing_bytes(least)
+    return kept, [constants + each for each in (*without, *drawing)], [constants + each for each in (*adding, *drawing)]
 
 
-def _of_shards(functions: StageFunctions, least: StageFunctions, counters: int) -> tuple[list[int], ...]:
+def _of_shards(functions: StageFunctions, least: StageFunctions, constants: int) -> tuple[list[int], ...]:
     """The bytes at every moment of a unit of which each device runs a shard: of its backward, without and with
-    gradients, and the same where forward and backward are one program, with the ``counters`` of its random draws."""
+    gradients, and the same where forward and backward are one program, with the ``constants`` of the step."""
     return tuple(
         [
-            is_part * counters + each
+            is_part * constants + each
             for each in held_bytes(one.backward, with_gradients=added, is_part=is_part, of_shards=True)
         ]
         for one, is_part in ((functions, False), (least, True))

@@ -6,6 +6,8 @@ from collections.abc import Collection
 from functools import cached_property
 
 from shardwright.backends.jax.program.equations import Equation, FlatProgram
+from shardwright.backends.jax.program.in_turn import PRODUCTS
+from shardwright.backends.jax.program.random_draws import DRAW, THREEFRY
 
 FUSED = frozenset(
     {"abs", "add", "add_any", "and", "argmax", "argmin", "atan2", "broadcast_in_dim", "ceil", "clamp"}
@@ -80,8 +82,24 @@ class Liveness:
         self.results = {self._memory(atom) for atom in program.outputs if isinstance(atom, int)}
         self.sums = {self._memory(value) for value in sums}
         self.waiting = {self._memory(value) for value in waiting}
+        self.draws: list[int] = []
+        """The bytes alive at every random draw, once `moments` has run."""
         self._known: dict[int, bool] = {}
         self._read_for: dict[int, frozenset[int]] = {}
+
+    def _may_wait(self, value: int, index: int) -> bool:
+        """Whether a value that fused ops have made before an equation can be made behind it, of what is still there."""
+        sources = set().union(*map(self._sources, self.maker[value][1]))
+        waits = self._last_reads.get(value, -1) > index
+        return waits and all(self._last_reads.get(source, index + 1) > index for source in sources)
+
+    def _drawing_bytes(self, equation: Equation) -> int:
+        """The bytes that a draw takes beside its bits: Threefry's loop has two arrays of 32 bits an entry before each
+        round, and two after it."""
+        if equation.primitive.name != DRAW or str(self.program.avals[next(equation.values)].dtype) != THREEFRY:
+            return 0
+        (made,) = equation.outputs
+        return 4 * 4 * int(self.program.avals[made].size) - self.program.size_bytes(made)
 
     def moments(self) -> list[int]:
         """The bytes alive at every equation beside the arguments, less those of arguments that have ended."""
@@ -92,13 +110,23 @@ class Liveness:
         of_results = (v for v in self.results - self.sums - self.waiting - last.keys() if v in self.maker)
         alive = sum(map(self.program.size_bytes, of_results))
         found, known = [alive], {value for values in early.values() for value in values}
-        for index, (_, _, made) in enumerate(self.equations):
+        late: list[int] = []
+        for index, (equation, _, made) in enumerate(self.equations):
             alive += sum(map(self.program.size_bytes, early.get(index, ())))
             new, twice = [v for v in made if v in last and v not in known], [v for v in made if v in relaid]
-            behind = twice if any(map(self._is_scattered_sum, twice)) else []
+            behind = twice if any(map(self._is_copied_from, twice)) else []
             alive += sum(map(self.program.size_bytes, new if behind else (*new, *twice)))
             shared = self._shared_bytes(new[0], index) if len(new) == 1 and twice == behind else 0
+            if equation.primitive.name in PRODUCTS:
+                late = []
+            elif equation.primitive.name in FUSED:
+                late += [value for value in made if value in last]
+            if equation.primitive.name == DRAW:
+                shared += sum(self.program.size_bytes(value) for value in late if self._may_wait(value, index))
+                shared -= self._drawing_bytes(equation)
             found.append(alive - shared + sum(map(self.program.size_bytes, copied.get(index, ()))))
+            if equation.primitive.name == DRAW:
+                self.draws.append(found[-1])
             alive -= sum(map(self.program.size_bytes, dying.get(index, ())))
             if behind:
                 alive += sum(map(self.program.size_bytes, behind))
@@ -266,6 +294,20 @@ class Liveness:
             return False
         equation, read = self.maker[value]
         return equation.primitive.name in ADDS and any(map(self._is_scattered_into_other, read))
+
+    def _is_copied_from(self, value: int) -> bool:
+        """Whether a copy of a value in another order is read from it, and not made beside it of what it is made of: XLA
+        computes twice only what reads at most one array as large."""
+        if self._is_scattered_sum(value):
+            return True
+        _, read = self.maker[value]
+        makers = [self.maker.get(source) for source in read]
+        large = (
+            self.program.size_bytes(source) >= self.program.size_bytes(value)
+            for source, maker in zip(read, makers, strict=True)
+            if maker is None or maker[0].primitive.name not in REPEATED
+        )
+        return sum(large) > 1
 
     def _is_summed(self, equation: Equation, made: tuple[int, ...]) -> bool:
         """Whether nothing but sums reads what an equation makes, entry by entry."""

@@ -33,6 +33,7 @@ from shardwright.backends.jax.program.equations import (
 from shardwright.backends.jax.program.flattening import flatten
 from shardwright.backends.jax.program.host_operands import evaluate_from_host
 from shardwright.backends.jax.program.in_turn import evaluate_in_turn
+from shardwright.backends.jax.program.random_draws import evaluate_draws_in_turn, masks_of
 from shardwright.backends.jax.program.saved_activations import CHEAP, Residuals, residuals
 
 Kind = Literal[
@@ -109,6 +110,9 @@ class Operands:
     """The units that keep on the host what they keep."""
     in_turn: bool = False
     """Whether backwards run their equations in turn (`program.in_turn`)."""
+    draws_in_turn: bool = False
+    """Whether forwards make their random draws in turn, as a program of the whole step does. A stage's forward
+    makes draws in the memory of results that are not there yet, and takes no less in turn."""
 
     def key(self, value: int) -> Key:
         if value == self.m:
@@ -375,7 +379,7 @@ class FunctionsOfStage:
             made = list(zip(makes, outputs, strict=True))
             if in_turn:
                 results = [(atom, partial(finished, key)) for key, atom in made if isinstance(atom, int)]
-                soon = iter(evaluate_in_turn(equations, values, CHEAP, results))
+                soon = iter(evaluate_in_turn(equations, values, CHEAP, results, masks=masks_of(program)))
                 found = [
                     next(soon) if isinstance(atom, int) else finished(key, value_of(program, atom, values))
                     for key, atom in made
@@ -384,6 +388,8 @@ class FunctionsOfStage:
                 if on_host:
                     waiting = {value: at[operands[value]] for value in on_host}
                     evaluate_from_host(equations, values, waiting, of_unit, CHEAP)
+                elif self.operands.draws_in_turn:
+                    evaluate_draws_in_turn(program, values, {atom for atom in outputs if isinstance(atom, int)})
                 else:
                     evaluate(equations, values)
                 found = [finished(key, value_of(program, atom, values)) for key, atom in made]

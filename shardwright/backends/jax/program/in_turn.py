@@ -29,10 +29,12 @@ def evaluate_in_turn(
     results: Sequence[tuple[int, Finish]] = (),
     after: jax.Array | None = None,
     free: Collection[int] = (),
+    masks: Collection[int] = (),
 ) -> list[jax.Array]:
     """Run equations as `evaluate` does, in their turn. ``cheap``: the primitives that, read from operands alone, run
     when another equation first reads their result. ``after``: a value that is known before anything runs. ``free``:
-    operands that may be read at any time.
+    operands that may be read at any time. ``masks``: values made of random bits (`random_draws.masks_of`), each of
+    which is there before anything reads it, so that the bits do not wait for the last reader.
 
     ``results``: values, each with a function of it, whose results are returned. Each is there before the next stretch
     begins, so that nothing waits in memory for it.
@@ -50,20 +52,35 @@ def evaluate_in_turn(
     ordered = _results_soon(when_read(equations, known, cheap), known)
     for stretch, last in _stretches(ordered):
         of_stretch = dict.fromkeys(v for e in stretch for v in e.values)
-        reads = [v for v in of_stretch if is_array(operands.get(v))]
+        reads = [v for v in of_stretch if is_array(operands.get(v)) or is_key(operands.get(v))]
         if not reads and fresh:  # a result that nothing waits for could be left for the end, with all that it reads
             reads = [v for v in of_stretch if v not in free and is_array(known.get(v))]
         if before is not None and (reads or fresh):
             tied = known[before], [operands.get(v, known[v]) for v in reads], [found[number] for number in fresh]
-            known[before], again, there = jax.lax.optimization_barrier(tied)
+            known[before], again, there = barrier(tied)
             known.update(zip(reads, again, strict=True))
             found.update(zip(fresh, there, strict=True))
-        evaluate(stretch, known)
+        _evaluate_masks_at_once(stretch, known, masks, before)
         made = [number for e in stretch for value in e.outputs for number in wanted.get(value, ())]
         found.update((number, results[number][1](known[results[number][0]])) for number in made)
         fresh = [number for number in made if is_array(found[number])]
         before = last
     return [found[n] if n in found else finish(known[value]) for n, (value, finish) in enumerate(results)]
+
+
+def _evaluate_masks_at_once(
+    equations: Sequence[Equation], known: dict[int, Any], masks: Collection[int], product: int | None
+) -> None:
+    """Run equations. Masks pass through a barrier together with the product before them."""
+    waiting: list[Equation] = []
+    for equation in equations:
+        waiting.append(equation)
+        made = [value for value in equation.outputs if value in masks]
+        if made and product is not None:
+            evaluate(waiting, known)
+            waiting = []
+            tie(product, made, known)
+    evaluate(waiting, known)
 
 
 def _results_soon(equations: Sequence[Equation], known: Collection[int]) -> list[Equation]:
@@ -99,6 +116,30 @@ def _results_soon(equations: Sequence[Equation], known: Collection[int]) -> list
 def is_array(value: Any) -> bool:
     """Whether an operand is an array of numbers: no random key, no token."""
     return isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jnp.number)
+
+
+def is_key(value: Any) -> bool:
+    """Whether an operand is a random key."""
+    return isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+
+
+def barrier(values: Any) -> Any:
+    """The same values, none of which is read before all are there. Random keys pass as the numbers that they are."""
+    leaves, structure = jax.tree.flatten(values)
+    plain = jax.lax.optimization_barrier([jax.random.key_data(leaf) if is_key(leaf) else leaf for leaf in leaves])
+    again = [
+        jax.random.wrap_key_data(array, impl=jax.random.key_impl(leaf)) if is_key(leaf) else array
+        for leaf, array in zip(leaves, plain, strict=True)
+    ]
+    return jax.tree.unflatten(structure, again)
+
+
+def tie(product: int, others: Sequence[int], known: dict[int, Any]) -> None:
+    """Pass a product and other values through one barrier. Whatever reads any of them later waits for all. (XLA drops
+    from a barrier what nothing reads behind it.)"""
+    if others and is_array(known[product]):
+        known[product], found = barrier((known[product], [known[value] for value in others]))
+        known.update(zip(others, found, strict=True))
 
 
 def when_read(equations: Sequence[Equation], known: Collection[int], cheap: Collection[str]) -> list[Equation]:

@@ -3,11 +3,12 @@
 The bits of a draw follow from its key alone, so XLA's CPU compiler draws for all layers of a model first, and for each
 it holds two arrays of bits in 32 bits an entry. It also makes a mask that the backward pass reads when the forward pass
 ends, and until then holds the bits. So the key of a draw, and a mask that is kept, pass through optimization barriers
-together with the last product of the program before them. Every value is what it would be; only the order is given.
+together with the last product of the program before them. The same holds where the backward pass draws again
+(`in_turn`). Every value is what it would be; only the order is given.
 """
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ from jax.extend.core import Jaxpr
 
 from shardwright.backends.jax.capture.inner_programs import CHECKPOINTS, aval, equations_in
 from shardwright.backends.jax.program.equations import Equation, FlatProgram, evaluate
-from shardwright.backends.jax.program.in_turn import PRODUCTS, is_array
+from shardwright.backends.jax.program.in_turn import PRODUCTS, tie
 
 DRAW = "random_bits"
 THREEFRY = "key<fry>"
@@ -34,14 +35,14 @@ def evaluate_draws_in_turn(program: FlatProgram, known: dict[int, Any], kept: Co
         if product is not None and (name == DRAW or name in CHECKPOINTS):
             keys = [value for value in equation.values if _is_key(program, value)]
             _run(waiting, known)
-            _tie(product, keys, known)
+            tie(product, keys, known)
         waiting.append(equation)
         if name in PRODUCTS or name in CHECKPOINTS:
             product = equation.outputs[0]
         masks = [value for value in equation.outputs if value in drawn and value in kept]
         if product is not None and masks:
             _run(waiting, known)
-            _tie(product, masks, known)
+            tie(product, masks, known)
     _run(waiting, known)
 
 
@@ -51,6 +52,17 @@ def counters_bytes(jaxpr: Jaxpr) -> int:
     draws = (equation for equation in equations_in(jaxpr) if equation.primitive.name == DRAW)
     shapes = {tuple(draw.params["shape"]) for draw in draws if str(aval(draw.invars[0]).dtype) == THREEFRY}
     return sum(2 * 4 * math.prod(shape) for shape in shapes)
+
+
+def masks_of(program: FlatProgram) -> set[int]:
+    """The values that are made of bits of draws alone, and are read together with others."""
+    drawn = _made_of_bits(program)
+    return {
+        value
+        for equation in program.equations
+        for value in equation.values
+        if value in drawn and drawn.isdisjoint(equation.outputs)
+    }
 
 
 def _run(waiting: list[Equation], known: dict[int, Any]) -> None:
@@ -74,16 +86,3 @@ def _made_of_bits(program: FlatProgram) -> set[int]:
 
 def _is_key(program: FlatProgram, value: int) -> bool:
     return bool(jnp.issubdtype(program.avals[value].dtype, jax.dtypes.prng_key))
-
-
-def _tie(product: int, others: Sequence[int], known: dict[int, Any]) -> None:
-    """Pass a product and other values through one barrier. Whatever reads any of them later waits for all. (XLA drops
-    from a barrier what nothing reads behind it.)"""
-    if not others or not is_array(known[product]):
-        return
-    keys = {value: known[value] for value in others if jnp.issubdtype(known[value].dtype, jax.dtypes.prng_key)}
-    plain = [jax.random.key_data(keys[value]) if value in keys else known[value] for value in others]
-    known[product], found = jax.lax.optimization_barrier((known[product], plain))
-    for value, array in zip(others, found, strict=True):
-        is_key = value in keys
-        known[value] = jax.random.wrap_key_data(array, impl=jax.random.key_impl(keys[value])) if is_key else array
