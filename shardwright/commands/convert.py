@@ -30,6 +30,7 @@ TARGETS: dict[Target, str] = {
     "dcp": "a folder of torch.distributed.checkpoint",
 }
 _DCP_METADATA = ".metadata"
+_OF_TORCH_SAVE = (".pt", ".pth", ".bin")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +44,8 @@ def convert_command(
     source: Annotated[
         Path,
         typer.Argument(
-            help="A checkpoint, a folder of checkpoints (the newest counts), a folder or file of safetensors, or a "
-            "folder of torch.distributed.checkpoint.",
+            help="A checkpoint, a folder of checkpoints (the newest counts), a folder or file of safetensors, a folder "
+            "of torch.distributed.checkpoint, or a file of torch.save with a state dict.",
             show_default=False,
         ),
     ],
@@ -103,17 +104,19 @@ def _open(source: Path, tag: str | None) -> _Opened:
         raise CheckpointError(f"--tag: {source} is no folder of checkpoints")
     if path.name.endswith(SUFFIX):
         return _Opened(SafetensorsModel.of_file(path), "safetensors file")
-    if (path / INDEX).is_file():
-        return _Opened(SafetensorsModel.of_index(path / INDEX), "safetensors folder")
-    if (path / ONE_FILE).is_file():
-        return _Opened(SafetensorsModel.of_file(path / ONE_FILE), "safetensors folder")
+    if path.is_dir() and (model := SafetensorsModel.of_folder(path)) is not None:
+        return _Opened(model, "safetensors folder")
     if (path / _DCP_METADATA).is_file():
         from shardwright.backends.torch.state.dcp_folder import open_dcp
 
         return _Opened(open_dcp(path), "DCP folder")
+    if path.suffix in _OF_TORCH_SAVE or (path.is_dir() and any(path.glob("pytorch_model*.bin"))):
+        from shardwright.backends.torch.state.weight_files import opened
+
+        return _Opened(opened(path).state, "torch.save file")
     raise CheckpointError(
         f"{source}: expected a checkpoint ({folders.MARKER} in it or in its folders), safetensors ({INDEX}, {ONE_FILE} "
-        f"or a file {SUFFIX}), or a DCP folder ({_DCP_METADATA})"
+        f"or a file {SUFFIX}), a DCP folder ({_DCP_METADATA}), or a file of torch.save ({', '.join(_OF_TORCH_SAVE)})"
     )
 
 
@@ -138,7 +141,7 @@ def _write(state: SavedState, target: Path, to: Target, opened: _Opened) -> dict
     if to == "safetensors":
         write_safetensors_folder(state, path)
         return {"model": len(state.names("model"))}
-    from shardwright.backends.torch.state.dcp_folder import write_dcp
+    from shardwright.backends.torch.state.dcp_writer import write_dcp
 
     if isinstance(state, Translated):
         raise CheckpointError(

@@ -131,6 +131,14 @@ def test_a_damaged_file_is_refused_by_name(folder: Path) -> None:
     assert not (folder / "out").exists()
 
 
+def test_a_file_of_torch_save_is_a_source(folder: Path) -> None:
+    import torch
+
+    torch.save({"up.weight": torch.from_numpy(array(3, 5)), "up.bias": torch.zeros(3)}, folder / "model.pt")
+    run("convert", folder / "model.pt", folder / "some", "--to", "jax", "--names", folder / "names.toml")
+    require_equal(Reader.open(folder, "some"), {"model/up.kernel": array(3, 5).T})
+
+
 def test_a_file_of_another_writer_is_a_source(folder: Path) -> None:
     save_file({"up.weight": array(3, 5), "up.bias": array(3)}, folder / "some.safetensors")
     run("convert", folder / "some.safetensors", folder / "some", "--to", "jax", "--names", folder / "names.toml")

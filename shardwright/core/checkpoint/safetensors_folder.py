@@ -7,11 +7,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from shardwright.core.checkpoint.boxes import Box
+from shardwright.core.checkpoint.copied import whole_bytes
 from shardwright.core.checkpoint.saved_tensors import SavedState
-from shardwright.core.checkpoint.tensor_file import ITEM_BYTES, Bytes, TensorFile, ToWrite, write_path
+from shardwright.core.checkpoint.tensor_file import Bytes, TensorFile, ToWrite, write_path
 from shardwright.core.errors import CheckpointError, nearest
 
 MODEL = "model"
@@ -166,7 +165,7 @@ def write_safetensors_folder(state: SavedState, path: Path, max_shard_bytes: flo
     filled = 0
     for name in state.names(MODEL):
         told = state.tensor(f"{MODEL}/{name}")
-        tensor = ToWrite(name, told.dtype, told.shape, partial(_whole, state, f"{MODEL}/{name}"))
+        tensor = ToWrite(name, told.dtype, told.shape, partial(whole_bytes, state, f"{MODEL}/{name}"))
         if not files or filled + tensor.size_bytes > max_shard_bytes:
             files.append([])
             filled = 0
@@ -199,17 +198,3 @@ def write_safetensors_folder(state: SavedState, path: Path, max_shard_bytes: flo
             raise
         raise CheckpointError(f"{path}: the model cannot be written there: {failed.strerror}") from failed
     return written
-
-
-def _whole(state: SavedState, name: str) -> Bytes:
-    """The bytes of a whole tensor, row by row."""
-    told = state.tensor(name)
-    box = Box.whole(told.shape)
-    found: Bytes | None = None
-    for shared, data in state.boxes(name, box):
-        if shared == box and data.flags.c_contiguous:
-            return data.reshape(-1)
-        if found is None:
-            found = np.empty((*told.shape, ITEM_BYTES[told.dtype]), dtype=np.uint8)
-        found[shared.inside(box)] = data
-    return np.empty(0, dtype=np.uint8) if found is None else found.reshape(-1)

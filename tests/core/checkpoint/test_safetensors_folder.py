@@ -168,7 +168,7 @@ def test_no_more_than_one_tensor_is_held_while_writing(tmp_path: Path, monkeypat
         made.append(found.nbytes)
         return found
 
-    monkeypatch.setattr(safetensors_folder.np, "empty", counting)
+    monkeypatch.setattr(np, "empty", counting)
     write_safetensors_folder(InRows(), tmp_path / "to", 1)
     monkeypatch.undo()
     assert max(made) == TENSORS["embedding"].nbytes
