@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from shardwright.core.checkpoint import safetensors_folder
 from shardwright.core.checkpoint.boxes import Box
 from shardwright.core.checkpoint.safetensors_folder import INDEX, ONE_FILE, SafetensorsModel, write_safetensors_folder
 from shardwright.core.checkpoint.tensor_file import Bytes
