@@ -245,7 +245,7 @@ def resume_from_checkpoint(
         wait_for_checkpoints(session)
         state = _State(session, model, optimizer)
         folder = folders.folder_of(path)
-        is_missing = missing_ok and tag is None and not folders.complete(folder)
+        is_missing = missing_ok and tag is None and folders.has_none(folder)
         found = None if is_missing else Reader.open(folder, tag)
         source = "none" if found is None else f"{found}, {found.marker.index_digest[:8]}"
         claims = [Claim.of("the checkpoint that is loaded", source, "Give every rank one folder that they share.")]

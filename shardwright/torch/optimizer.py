@@ -398,8 +398,7 @@ def _states_across(optimizer: torch.optim.Optimizer) -> set[str] | None:
     it is of another class."""
     groups = optimizer.param_groups
     if isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
-        found = {"exp_avg", "exp_avg_sq"}
-        return found | {"max_exp_avg_sq"} if any(group["amsgrad"] for group in groups) else found
+        return None if any(group["amsgrad"] for group in groups) else {"exp_avg", "exp_avg_sq"}
     if isinstance(optimizer, torch.optim.SGD):
         return {"momentum_buffer"} if any(group["momentum"] for group in groups) else set()
     return None

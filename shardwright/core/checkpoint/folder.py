@@ -238,6 +238,11 @@ def complete(path: Path) -> list[tuple[str, Marker]]:
     return sorted(found, key=lambda item: (item[1].sequence, item[1].save))
 
 
+def has_none(path: Path) -> bool:
+    """Whether a folder has no checkpoint that was completed, damaged ones among them, or does not exist."""
+    return not path.is_dir() or not any((folder / MARKER).exists() for folder in path.iterdir() if folder.is_dir())
+
+
 def chosen(path: Path, tag: str | None) -> tuple[Path, Marker]:
     """The folder of the newest complete checkpoint, or of that with a tag, and its marker.
 

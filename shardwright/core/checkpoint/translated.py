@@ -28,7 +28,9 @@ ROLES, COUNTS = "roles", "counts"
 of a state that was translated, the counts of updates and of steps of a schedule, by role."""
 STEP, SCHEDULE = "step", "schedule"
 """The roles of counts: of updates, from which Adam corrects its bias; and of a schedule of the learning rate."""
-MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
+OPTION = "option"
+"""The role of options that an optax state holds, which do not cross: each run has its own."""
+MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 """The roles of states that are as large as their parameters, in torch's words."""
 _SCALARS = {"F32": np.float32, "F64": np.float64, "I32": np.int32, "I64": np.int64, "U32": np.uint32}
 

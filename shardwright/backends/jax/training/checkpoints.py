@@ -32,7 +32,7 @@ from shardwright.core.checkpoint.name_map import NameMap, families
 from shardwright.core.checkpoint.reader import FRESH, Reader, require_names
 from shardwright.core.checkpoint.saved_tensors import SavedState
 from shardwright.core.checkpoint.tensor_file import digest_of
-from shardwright.core.checkpoint.translated import COUNTS, ROLES, Translated
+from shardwright.core.checkpoint.translated import COUNTS, OPTION, ROLES, Translated
 from shardwright.core.errors import CheckpointError
 from shardwright.core.plan.file import to_document
 from shardwright.core.plan.plan import Plan
@@ -154,7 +154,7 @@ def resume(
     loading: _Loading | None = None
     resumed: TrainState | None = None
     try:
-        if not missing_ok or tag is not None or folders.complete(path):
+        if not missing_ok or tag is not None or not folders.has_none(path):
             loading = _Loading(path, tag, state, names, load_optimizer=load_optimizer)
     except Exception as error:
         failure = error
@@ -251,9 +251,11 @@ def _labels_across(
             labels[leaf.label] = leaf.label
             continue
         role = roles.get(leaf.kind)
+        if role == OPTION:
+            continue
         if role is None:
             raise CheckpointError(
-                f"the optimizer's {leaf.name} has no counterpart in {reader}: the states of Adam, AdamW, AMSGrad and "
+                f"the optimizer's {leaf.name} has no counterpart in {reader}: the states of Adam, AdamW and "
                 f"SGD with momentum cross over; load_optimizer=False loads the weights alone"
             )
         if leaf.follows is not None:
