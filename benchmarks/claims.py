@@ -475,6 +475,17 @@ def faults(complaints: Mapping[str, Sequence[str]], left: Sequence[str], asked: 
     return claims
 
 
+def checkpoint_kills(kills: int, inside: int, wrong: Sequence[str], asked: int) -> Claims:
+    """How many kills there were, how many of them inside of saving, and what was wrong after one of them."""
+    claims = Claims()
+    claims.at_least("kills", kills, asked)
+    claims.at_least("share of them inside of saving", inside / kills if kills else float("nan"), 0.3)
+    claims.holds(
+        f"after every kill all is readable, and runs end as if left alone {'; '.join(wrong)}".strip(), not wrong
+    )
+    return claims
+
+
 def fuzz(found: Mapping[str, tuple[int, Sequence[str]]], asked: int) -> Claims:
     """By kind, how many cases ran, and what was wrong in them."""
     claims = Claims()

@@ -5,91 +5,27 @@ split when it was written, nor how it is when it is read.
 """
 
 import json
-import threading
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-
-from shardwright.backends.torch.compat import EXTRA_STATE_KEY
 from shardwright.backends.torch.machine.agreement import Claim
-from shardwright.backends.torch.machine.digests import digest_of
-from shardwright.backends.torch.state.generators import generator_states, set_generator_states
-from shardwright.backends.torch.state.parts import Parts
 from shardwright.backends.torch.state.saved_parts import (
-    MODEL,
-    SavedParts,
-    SavedWeights,
-    fill,
     read_whole,
-    whole_piece,
 )
 from shardwright.core.checkpoint import folder as folders
-from shardwright.core.checkpoint.boxes import Box
-from shardwright.core.checkpoint.content import encoded
-from shardwright.core.checkpoint.folder import Piece, Save
-from shardwright.core.checkpoint.name_map import NameMap, Side, families
-from shardwright.core.checkpoint.reader import Reader, require_names
+from shardwright.core.checkpoint.folder import Save
+from shardwright.core.checkpoint.name_map import NameMap, Side
+from shardwright.core.checkpoint.reader import Reader
 from shardwright.core.checkpoint.saved_tensors import SavedState
-from shardwright.core.checkpoint.tensor_file import digest_of as bytes_digest
-from shardwright.core.checkpoint.translated import COUNTS, OPTIMIZER, SCHEDULE, STEP, Translated
-from shardwright.core.errors import CheckpointError, MissingCapabilityError, ShardwrightError
 from shardwright.core.plan.file import to_document
 from shardwright.torch import session as sessions
+from shardwright.torch.checkpoint_state import USER, CheckpointState, Optimizers, copied
 from shardwright.torch.model import DistributedModel
-from shardwright.torch.optimizer import DistributedOptimizer
-from shardwright.torch.run_agreement import optimizers_claim
+from shardwright.torch.pending_checkpoint import PendingCheckpoint
 
-HALVES = (torch.bfloat16, torch.float16)
 BEHIND_S = 600.0
 """The seconds that a checkpoint in the background waits for the parts of other ranks, at least."""
-USER, RANDOM = "user", "random"
-"""The parts of a checkpoint with tensors of the user's, and with the states of random generators."""
-Optimizers = DistributedOptimizer | Sequence[DistributedOptimizer] | None
-
-
-class PendingCheckpoint:
-    """A checkpoint that is being written. `wait` ends when it is complete."""
-
-    def __init__(self) -> None:
-        self._thread: threading.Thread | None = None
-        self._failure: Exception | None = None
-        self._is_told = False
-
-    @property
-    def is_done(self) -> bool:
-        """Whether this rank has written its part; on rank 0, whether the checkpoint is complete."""
-        return self._thread is None or not self._thread.is_alive()
-
-    def wait(self) -> None:
-        """Wait until this rank has written its part; on rank 0 until the checkpoint is complete. Raises CheckpointError
-        where that has failed."""
-        if self._thread is not None:
-            self._thread.join()
-        if self._failure is not None:
-            self._is_told = True
-            raise self._failure
-
-    def settle(self) -> None:
-        """As `wait`, but that a failure which was told is not told again."""
-        if not self._is_told:
-            self.wait()
-
-    def _run(self, work: Sequence[Callable[[], None]], on_failure: Callable[[Exception], None]) -> None:
-        try:
-            for each in work:
-                each()
-        except Exception as error:
-            self._failure = error
-            on_failure(error)
-
-    def start(self, work: Sequence[Callable[[], None]], on_failure: Callable[[Exception], None]) -> None:
-        """Do the work, one after the other, on a thread of its own."""
-        self._thread = threading.Thread(target=self._run, args=(work, on_failure), name="checkpoint", daemon=False)
-        self._thread.start()
 
 
 def save_checkpoint(
@@ -127,7 +63,7 @@ def save_checkpoint(
     """
     session = sessions.current()
     call = f"sw.save_checkpoint(…, {tag!r})"
-    state: _State | None = None
+    state: CheckpointState | None = None
     save: Save | None = None
     failure: Exception | None = None
     notes: tuple[int, ...] = ()
@@ -136,7 +72,7 @@ def save_checkpoint(
         folder = folders.folder_of(path)
         folders.require_keep(num_kept_partial_checkpoints)
         wait_for_checkpoints(session)
-        state = _State(session, model, optimizer)
+        state = CheckpointState(session, model, optimizer)
         content, pieces, claims = state.gathered(user_content)
         if session.bound.rank == 0:
             save = folders.begin(folder, tag)
@@ -171,7 +107,7 @@ def save_checkpoint(
         )  # fmt: skip
 
     if background:
-        pieces = {part: [_copied(piece) for piece in held] for part, held in pieces.items()}
+        pieces = {part: [copied(piece) for piece in held] for part, held in pieces.items()}
         pending = PendingCheckpoint()
         session.pending = pending
 
@@ -236,14 +172,14 @@ def resume_from_checkpoint(
     failure: Exception | None = None
     claims: list[Claim] = []
     content: Any = None
-    state: _State | None = None
+    state: CheckpointState | None = None
     reader: SavedState | None = None
     torch_only: tuple[Side, ...] = ()
     source = ""
     call = f"sw.resume_from_checkpoint({tag=})"
     try:
         wait_for_checkpoints(session)
-        state = _State(session, model, optimizer)
+        state = CheckpointState(session, model, optimizer)
         folder = folders.folder_of(path)
         is_missing = missing_ok and tag is None and folders.has_none(folder)
         found = None if is_missing else Reader.open(folder, tag)
@@ -280,227 +216,3 @@ def wait_for_checkpoints(session: "sessions.Session") -> None:
     pending, session.pending = session.pending, None
     if pending is not None:
         pending.settle()
-
-
-class _State:
-    """The state of training on this rank."""
-
-    def __init__(self, session: "sessions.Session", model: DistributedModel | None, optimizer: Optimizers) -> None:
-        """Raises ShardwrightError where there is no model, or something else is given."""
-        if session.runtime is None:
-            raise ShardwrightError("wrap the model first: sw.DistributedModel(model); then save or load checkpoints")
-        if model is not None and getattr(model, "runtime", None) is not session.runtime:
-            raise CheckpointError(f"model= is a {type(model).__name__}: expected the sw.DistributedModel of this run")
-        self.session, self.runtime = session, session.runtime
-        self.split_model, self.ownership = self.runtime.split_model, self.runtime.ownership
-        if optimizer is None:
-            alive = [reference() for reference in session.optimizers]
-            self.optimizers = [one for one in alive if isinstance(one, DistributedOptimizer)]
-        else:
-            given = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
-            for one in given:
-                if not isinstance(one, DistributedOptimizer):
-                    raise CheckpointError(
-                        f"optimizer= is a {type(one).__name__}: wrap it, sw.DistributedOptimizer(optimizer)"
-                    )
-            self.optimizers = given
-        self.steps = self.split_model.steps_run
-
-    def _saved(self) -> SavedParts:
-        alike = self.split_model.are_replicas_alike
-        return SavedParts(self.ownership, self.split_model.parts, self.session.bound, are_alike=alike)
-
-    # Saving ------------------------------------------------------------------------------------------------------
-
-    def gathered(self, user_content: Any) -> tuple[dict[str, Any], dict[str, list[Piece]], list[Claim]]:
-        """The values that are no tensors; the pieces that this rank writes, by part; and the claims of what must be the
-        same on all ranks."""
-        if self.split_model.awaits_masters:
-            raise CheckpointError(
-                "the float32 weights of a checkpoint wait for the first step, until which parameters are in 16 bits: "
-                "run a step, then save"
-            )
-        self.split_model.make_values()
-        saved = self._saved()
-        pieces: dict[str, list[Piece]] = {MODEL: list(saved.model_pieces())}
-        told = []
-        for number, optimizer in enumerate(self.optimizers):
-            groups = optimizer.named_groups()
-            optimizer.cut_states()
-            optimizer.require_states()
-            names = [name for held in groups for name in held]
-            pieces[f"optimizer{number}"] = list(saved.state_pieces(optimizer.optimizer, names))
-            told.append(optimizer.told())
-        user: list[Piece] = []
-
-        def tensor(value: Any, place: str) -> str | None:
-            if not isinstance(value, torch.Tensor | np.ndarray):
-                return None
-            try:
-                found = value if isinstance(value, torch.Tensor) else torch.from_numpy(np.ascontiguousarray(value))
-            except TypeError as failed:
-                raise CheckpointError(f"{place} is an array of {value.dtype}, which no tensor is of") from failed
-            user.append(whole_piece(f"{len(user)}", found, place))
-            return f"{USER}/{len(user) - 1}"
-
-        content = {
-            "optimizers": [encoded(one, tensor, f"optimizer {number}") for number, one in enumerate(told)],
-            "user": encoded(user_content, tensor, "user_content"),
-            "ties": {k: v for k, v in self.ownership.first_name.items() if k != v},
-            "seed": self.session.seed, "steps": self.steps, "steps_begun": self.session.steps_begun,
-            "samples": self.session.samples_before + self.session.samples_trained,
-        }  # fmt: skip
-        pieces[USER] = user
-        states = generator_states()
-        pieces[RANDOM] = [whole_piece(f"{kind}.{self.session.bound.rank}", state) for kind, state in states.items()]
-        claims = [*_content_claims(content, user), optimizers_claim(self.session)]
-        extra = {key: value for key, value in self.ownership.model.state_dict(keep_vars=True).items() if _is_extra(key)}
-        if extra and self.session.bound.size("pp") > 1:
-            raise MissingCapabilityError(
-                f"the model has extra state ({next(iter(extra))}), of which each stage has its own: checkpoints of "
-                f"pipelines do not hold it yet"
-            )
-        if self.session.bound.rank == 0:
-            content["extra"] = encoded(extra, tensor, "the model's extra state")
-        return content, pieces, claims
-
-    # Loading -----------------------------------------------------------------------------------------------------
-
-    def _own_names(self) -> list[str]:
-        """The first names of what a checkpoint of this model holds."""
-        kept = set(self.ownership.model.state_dict(keep_vars=True))
-        buffers = [name for name in self.ownership.buffer_names if name in kept]
-        return [*sorted(self.ownership.parameter_names), *sorted(buffers)]
-
-    def translated(
-        self, found: Reader, names: NameMap | Mapping[str, str] | str | Path | None, *, load_optimizer: bool
-    ) -> tuple[SavedState, tuple[Side, ...]]:
-        """A checkpoint of JAX as one of this model, and the names that it does not have. Raises CheckpointError where
-        no map of names was given, or it does not fit."""
-        if names is None:
-            raise CheckpointError(
-                f"{found} was written by a {found.framework} run, whose weights have other names and layouts: give "
-                f"names=, a map of them or the name of a family: {', '.join(families())}"
-            )
-        chosen = NameMap.of_any(names)
-        parts = self.split_model.parts
-        shapes = {
-            f"{MODEL}/{name}": tuple(parts.whole_shape(first, self.ownership.tensor(first).shape))
-            for name, first in self.ownership.first_name.items()
-        }
-        reader = Translated(found, chosen, shapes, self.ownership.first_name)
-        if load_optimizer:
-            reader.require_states()
-        return reader, chosen.torch_only
-
-    def require_fits(
-        self, reader: SavedState, content: Any, torch_only: Sequence[Side], *, strict: bool, load_optimizer: bool
-    ) -> None:
-        """Raise CheckpointError where the checkpoint is of another model or of other optimizers; nothing is loaded
-        then. ``torch_only``: names that a checkpoint of JAX does not have."""
-        weights = SavedWeights(reader, content["ties"])
-        firsts = {self.ownership.first_name.get(name, name) for name in weights}
-        own = [name for name in self._own_names() if not any(side.match(name) is not None for side in torch_only)]
-        if strict:
-            require_names(own, sorted(firsts), "the model")
-        shapes = {name: self.split_model.parts.whole_shape(name, self.ownership.tensor(name).shape) for name in own}
-        for name in own:
-            if name in weights and reader.tensor(weights.label(name)).shape != tuple(shapes[name]):
-                raise CheckpointError(
-                    f"{reader} has {name} of shape {reader.tensor(weights.label(name)).shape}, and the model of "
-                    f"{tuple(shapes[name])}: it is of another model"
-                )
-        saved = content["optimizers"]
-        if saved is None:  # a JAX run has one
-            saved = [None]
-        if load_optimizer and len(saved) != len(self.optimizers):
-            raise CheckpointError(
-                f"{reader} has {len(saved)} optimizers, and this run has {len(self.optimizers)}: wrap as many before, "
-                f"or give load_optimizer=False"
-            )
-        lacking = sorted(self.split_model.lacking_values() - firsts)
-        if lacking:
-            raise CheckpointError(f"{lacking[0]} has no values yet, and {reader} has none for it: give weights= too")
-        for one, optimizer in zip(saved, self.optimizers, strict=False) if load_optimizer else ():
-            if one is None:
-                optimizer.require_across(reader, OPTIMIZER)
-            else:
-                optimizer.require_like(one, str(reader))
-
-    def load(self, reader: SavedState, content: Any, *, load_optimizer: bool) -> None:
-        """Load this rank's part. Raises CheckpointError where a file is damaged."""
-        weights = SavedWeights(reader, content["ties"])
-        awaited = self.split_model.take_values(weights)
-        saved = self._saved()
-        for name in saved.of:
-            if name in weights and name not in awaited:
-                saved.read(reader, weights.label(name), name, self.ownership.tensor(name))
-        self._read_masters(reader, {name: weights.label(name) for name in saved.of if name in weights})
-        for path, value in content.get("extra", {}).items():
-            self.ownership.modules[path.rpartition(".")[0]].set_extra_state(value)
-        kept = set(self.ownership.model.state_dict(keep_vars=True))
-        for name in self.ownership.buffer_names:
-            tensor = self.ownership.tensor(name)
-            if name in kept and name in weights and self.ownership.holds(name) and not tensor.is_meta:
-                fill(reader, weights.label(name), Box.whole(tuple(tensor.shape)), tensor)
-        for number, optimizer in enumerate(self.optimizers if load_optimizer else ()):
-            told = content["optimizers"] and content["optimizers"][number]
-            counts = content.get(COUNTS) or {}
-            updates = counts.get(STEP) if counts.get(STEP) is not None else counts.get(SCHEDULE)
-            optimizer.resume(told, reader, f"optimizer{number}", updates)
-        if content["seed"] is not None:
-            self.session.seed = self.split_model.seed = content["seed"]
-        self.split_model.steps_run, self.session.steps_begun = content["steps"], content["steps_begun"]
-        self.session.samples_before = content["samples"] - self.session.samples_trained
-        suffix = f".{self.session.bound.rank}"
-        mine = [name for name in reader.names(RANDOM) if name.endswith(suffix)]
-        set_generator_states({name.removesuffix(suffix): read_whole(reader, f"{RANDOM}/{name}") for name in mine})
-
-    def _read_masters(self, reader: SavedState, labels: Mapping[str, str]) -> None:
-        """Read parameters once more where the first step will keep them in float32, and they are in 16 bits until
-        then: all but those that are given other values in between."""
-        split_model = self.split_model
-        wider = {
-            name: label for name, label in labels.items()
-            if self.ownership.tensor(name).dtype in HALVES and reader.tensor(label).dtype == "F32"
-        }  # fmt: skip
-        if split_model.parts.compute is None or split_model.parts.flat is not None or not wider:
-            return
-
-        def read(parts: Parts) -> None:
-            split_model.after_sharding.remove(read)
-            split_model.awaits_masters = False
-            saved = SavedParts(self.ownership, parts, self.session.bound)
-            for name, label in wider.items():
-                tensor = self.ownership.tensor(name)
-                if name in saved.of and tensor.dtype is torch.float32 and tensor.numel():
-                    found = torch.empty_like(tensor)
-                    saved.read(reader, label, name, found)
-                    if torch.equal(*(one.detach().to(split_model.parts.compute) for one in (found, tensor))):
-                        tensor.detach().copy_(found)
-
-        split_model.after_sharding.append(read)
-        split_model.awaits_masters = True
-
-
-def _is_extra(key: str) -> bool:
-    return key.rpartition(".")[2] == EXTRA_STATE_KEY
-
-
-def _content_claims(content: Mapping[str, Any], tensors: Sequence[Piece]) -> list[Claim]:
-    parts = {
-        "user_content": json.dumps(content["user"], sort_keys=True),
-        "tensors of user_content": " ".join(bytes_digest(piece.bytes().tobytes()) for piece in tensors),
-        "optimizers": json.dumps(content["optimizers"], sort_keys=True),
-    }
-    fix = "Every rank gives the same; what differs by rank belongs to a list with an entry for each."
-    return [
-        Claim(f"the {key} of the checkpoint", digest_of(text), lambda text=text: text[:300], fix)  # type: ignore[misc]
-        for key, text in parts.items()
-    ]
-
-
-def _copied(piece: Piece) -> Piece:
-    """The piece with its entries copied now."""
-    data = np.array(piece.bytes())
-    return replace(piece, bytes=lambda: data)

@@ -399,6 +399,15 @@ JUDGED: dict[str, tuple[Callable[[], Claims], list[Callable[[], Claims]]]] = {
             lambda: claims.faults({}, [], 1),
         ],
     ),
+    "checkpoint_kills": (
+        lambda: claims.checkpoint_kills(100, 30, [], 100),
+        [
+            lambda: claims.checkpoint_kills(99, 99, [], 100),
+            lambda: claims.checkpoint_kills(100, 29, [], 100),
+            lambda: claims.checkpoint_kills(100, 30, ["pp 2: lost"], 100),
+            lambda: claims.checkpoint_kills(0, 0, [], 0),
+        ],
+    ),
     "fuzz": (
         lambda: claims.fuzz({"plans": (10, [])}, 10),
         [

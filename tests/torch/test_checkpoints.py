@@ -88,7 +88,8 @@ def test_a_run_that_is_killed_ends_as_one_that_is_not(tmp_path: Path) -> None:
     out, steps = tmp_path / "out.json", 8
 
     def launch(folder: str, *kill: str) -> Outcome:
-        return on_ranks("checkpoint_kills.py", 2, str(tmp_path / folder), str(out), str(steps), *kill, timeout_s=60)
+        asked = (str(tmp_path / folder), str(out), str(steps), json.dumps({"pipeline_parallel_degree": 2}), *kill)
+        return on_ranks("checkpoint_kills.py", 2, *asked, timeout_s=60)
 
     outcome = launch("undisturbed")
     assert outcome.code == 0, outcome.text[-4000:]

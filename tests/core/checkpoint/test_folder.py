@@ -174,14 +174,15 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.M
     assert len(list((tmp_path / "last").iterdir())) == 5
 
 
-def test_every_corruption_is_refused_by_the_name_of_the_file(tmp_path: Path) -> None:
-    """200 seeded ones: truncated, flipped, missing, of another checkpoint. None loads wrong data."""
-    draw = random.Random(0)
+@pytest.mark.parametrize(("count", "seed"), [(100, 0), pytest.param(1000, 1, marks=pytest.mark.slow)])
+def test_every_corruption_is_refused_by_the_name_of_the_file(tmp_path: Path, count: int, seed: int) -> None:
+    """Seeded ones: truncated, flipped, missing, of another checkpoint. None loads wrong data."""
+    draw = random.Random(seed)
     other = folders.begin(tmp_path / "other", "last")
     for rank in range(2):
         folders.write_rank(other, rank, of_rank(rank, WHOLE + 1) | {"optimizer0": [piece("step", WHOLE[:1, 0])][rank:]})
     folders.publish(other, 2, 1, step=7, framework="torch", content={"a": 2}, plan=None, keep=None)
-    for number in range(200):
+    for number in range(count):
         path = tmp_path / f"{number}"
         write(path, "last")
         victim = draw.choice(sorted((path / "last").iterdir()))

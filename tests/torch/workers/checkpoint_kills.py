@@ -1,14 +1,16 @@
 """A run that saves after every step and goes on from the newest checkpoint; it may kill one of its ranks.
 
-Usage: checkpoint_kills.py FOLDER OUT.json STEPS [RANK:EVENT:NUMBER]
+Usage: checkpoint_kills.py FOLDER OUT.json STEPS DEGREES [RANK:EVENT:NUMBER[:DELAY_S]]
 
-EVENT is a function of `os` that saving calls (fsync, replace), or step. The rank ends by SIGKILL where it comes to the
-NUMBERth of them.
+DEGREES is JSON for `sw.init`. EVENT is a function of `os` that saving calls (fsync, replace), or step, or save, the
+call of `sw.save_checkpoint`. The rank ends by SIGKILL where it comes to the NUMBERth of them, or so much later.
 """
 
+import json
 import os
 import signal
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -29,43 +31,53 @@ def train_step(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     return loss
 
 
-def deadly(number: int, call: Any) -> Any:
-    """The function, which ends the process the ``number``th time."""
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def deadly(number: int, delay_s: float, call: Any) -> Any:
+    """The function, which ends the process the ``number``th time, or so many seconds later."""
     left = [number]
 
-    def counted(*args: Any) -> Any:
+    def counted(*args: Any, **options: Any) -> Any:
         left[0] -= 1
-        if left[0] == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return call(*args)
+        if left[0] == 0 and delay_s:
+            threading.Timer(delay_s, die).start()
+        elif left[0] == 0:
+            die()
+        return call(*args, **options)
 
     return counted
 
 
 def main() -> None:
-    folder, out, steps, *kills = sys.argv[1:]
+    folder, out, steps, degrees, *kills = sys.argv[1:]
     dist.init_process_group("gloo")
-    sw.init({"pipeline_parallel_degree": 2, "microbatches": 2, "ddp": True})
+    sw.init({"microbatches": 2, "ddp": True, "log_every": 0, **json.loads(degrees)})
     model = sw.DistributedModel(models.build("gpt2", dropout=0.1, layers=2))
     optimizer = sw.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
     first = 0
-    if folders.complete(Path(folder)):
-        first = sw.resume_from_checkpoint(folder)["step"]
-    begin = [lambda: None]
+    content = sw.resume_from_checkpoint(folder, missing_ok=True)
+    if content is not None:
+        first = content["step"]
+    calls: dict[str, Any] = {"step": lambda: None, "save": sw.save_checkpoint}
     for kill in kills:
-        rank, event, number = kill.split(":")
+        rank, event, number, *delay = kill.split(":")
         if int(rank) != sw.rank():
             continue
-        if event == "step":
-            begin[0] = deadly(int(number), begin[0])
+        chosen = int(number), float(delay[0] if delay else 0)
+        if event in calls:
+            calls[event] = deadly(*chosen, calls[event])
         else:
-            setattr(os, event, deadly(int(number), getattr(os, event)))
+            setattr(os, event, deadly(*chosen, getattr(os, event)))
+    share = sw.rdp_rank(), sw.rdp_size()
     for step in range(first, int(steps)):
-        begin[0]()
+        calls["step"]()
         optimizer.zero_grad()
-        train_step(model, models.batch("gpt2", step, 4))
+        own = {key: tensor.chunk(share[1])[share[0]] for key, tensor in models.batch("gpt2", step, 8).items()}
+        train_step(model, own)
         optimizer.step()
-        sw.save_checkpoint(
+        calls["save"](
             folder, f"step_{step + 1}", user_content={"step": step + 1}, num_kept_partial_checkpoints=2,
             background=step % 2 == 1,
         )  # fmt: skip
