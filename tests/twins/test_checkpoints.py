@@ -6,17 +6,24 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import torch
 from flax import nnx
 
 import shardwright.jax as sw
+from shardwright.backends.torch.state.plain_states import saved_state
+from shardwright.core.checkpoint.copied import write_copy
+from shardwright.core.checkpoint.name_map import NameMap
 from shardwright.core.checkpoint.reader import Reader
 from shardwright.core.errors import CheckpointError
 from tests.comparison import Comparison
+from tests.models.own import ResidualNetwork
 from tests.torch.launch import on_ranks
 from tests.twins import crossing
+from tests.twins import flax_models as flax
 from tests.twins.crossing import NAMES
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("quick_compilation")]
@@ -116,9 +123,49 @@ def test_every_weight_and_moment_is_there_in_the_twins_layout(started: tuple[Pat
     comparison.require()
 
 
-def _saved(path: Path) -> dict[str, Any]:
-    import torch
+RESNET = NameMap.of(
+    {
+        "blocks.{block}.{conv}.weight[out, in, y, x]": "blocks.{block}.{conv}.kernel[y, x, in, out]",
+        "stem.weight[out, in, y, x]": "stem.kernel[y, x, in, out]",
+        "head.weight[out, in]": "head.kernel[in, out]",
+        "{norm...}.running_mean": "other/{norm...}.mean",
+        "{norm...}.running_var": "other/{norm...}.var",
+        "{norm...}.weight": "{norm...}.scale",
+        "{module...}.bias": "{module...}.bias",
+    },
+    values={"conv": ("first", "second", "skip")}, torch_only=["{norm...}.num_batches_tracked"],
+)  # fmt: skip
 
+
+def test_weights_and_statistics_of_a_convolutional_network_cross(tmp_path: Path) -> None:
+    """Without training: what the network in JAX answers, with running statistics, is what the one in PyTorch does."""
+    torch.manual_seed(0)
+    network = ResidualNetwork(4, 5)
+    for name, buffer in network.named_buffers():
+        if buffer.is_floating_point():
+            buffer.uniform_(0.5, 1.5, generator=torch.Generator().manual_seed(len(name)))
+    write_copy(saved_state(network.state_dict()), tmp_path, "start")
+    images = torch.randn(3, 3, 16, 16)
+    network.eval()
+    with torch.no_grad():
+        wanted = network(images, torch.zeros(3, dtype=torch.long))["logits"]
+
+    def create() -> flax.ResNet:
+        return flax.ResNet(4, 5, nnx.Rngs(0))
+
+    batch = {"images": jnp.asarray(images.permute(0, 2, 3, 1).numpy()), "labels": jnp.zeros(3, jnp.int32)}
+    graph = sw.capture(nnx.eval_shape(create), batch, flax.resnet_loss)
+    pins: dict[str, Any] = {"pp": 1, "dp": 1, "tp": 1, "microbatch": 3, "precision": "fp32", "shard": 0}
+    plan = sw.plan(graph, sw.Cluster("cpu", devices_per_node=1), batch=3, **pins)
+    train = sw.train_step(flax.resnet_loss, optax.sgd(1e-3), plan, devices=jax.devices()[:1], log_every=0)
+    state, _ = train.resume_from_checkpoint(tmp_path, train.init(create), names=RESNET)
+    model = train.params(state)
+    model.eval()
+    found = np.asarray(model(batch["images"]))
+    Comparison("logits").values(found, wanted.numpy(), relative=1e-4, absolute=1e-4).require()
+
+
+def _saved(path: Path) -> dict[str, Any]:
     return {name: value.numpy() for name, value in torch.load(path, weights_only=True).items()}
 
 

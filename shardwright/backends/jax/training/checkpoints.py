@@ -184,7 +184,11 @@ class _Loading:
         if found.framework != "jax":
             self._reader = _translated(found, names, leaves, load_optimizer=load_optimizer)
         self.content = self._reader.content(lambda name: read_whole(self._reader, name))
-        self._leaves = [leaf for leaf in leaves if leaf.part != OPTIMIZER or load_optimizer]
+        only_here = names if found.framework != "jax" else None
+        self._leaves = [
+            leaf for leaf in leaves
+            if (leaf.part != OPTIMIZER or load_optimizer) and (only_here is None or not _is_own(leaf, only_here))
+        ]  # fmt: skip
         self._counts: dict[str, int] = {}
         self._labels = {leaf.label: leaf.label for leaf in self._leaves}
         if COUNTS in self.content:
@@ -220,6 +224,13 @@ class _Loading:
         """A random key of the checkpoint, where one lies now."""
         data = jnp.asarray(read_whole(self._reader, f"{RANDOM}/{number}"))
         return own_copy(jax.random.wrap_key_data(data, impl=self.content["keys"][number]), node.sharding)
+
+
+def _is_own(leaf: SavedLeaf, names: NameMap) -> bool:
+    """Whether a map says that the other framework's model has not what this leaf is, or is a state of."""
+    if leaf.part == OPTIMIZER:
+        return leaf.follows is not None and names.is_only(leaf.follows, "jax")
+    return names.is_only(leaf.name if leaf.part == MODEL else leaf.label, "jax")
 
 
 def _translated(
