@@ -1,4 +1,4 @@
-"""A tensor that is read from others whose entries lie in another order: axes transposed, grouped, stacked or divided."""
+"""A tensor that is read from others whose entries lie in another order: transposed, grouped, stacked or divided."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
