@@ -98,7 +98,15 @@ def measured(
     ids=["more", "less", "shared"],
 )
 @pytest.mark.parametrize("single", [True, False], ids=["one process", "a process for each"])
-@pytest.mark.parametrize(("world", "degrees"), [(1, (1,)), (2, (1, 2)), (3, (1,)), (4, (1, 2)), (6, (1, 2))])
+@pytest.mark.parametrize(
+    ("world", "degrees"),
+    [
+        (1, (1,)),
+        (2, (1, 2)),
+        (6, (1, 2)),
+        *(pytest.param(*w, marks=pytest.mark.slow) for w in ((3, (1,)), (4, (1, 2)))),
+    ],
+)
 def test_plans_that_were_measured_get_their_own_steps_back(
     monkeypatch: pytest.MonkeyPatch, machine: Machine, world: int, degrees: Sequence[int], *, single: bool
 ) -> None:
