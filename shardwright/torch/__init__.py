@@ -38,6 +38,7 @@ from shardwright.torch.data import DistributedSampler, sampler  # noqa: E402
 from shardwright.torch.model import DistributedModel, delay_param_initialization  # noqa: E402
 from shardwright.torch.optimizer import DistributedOptimizer  # noqa: E402
 from shardwright.torch.output import StepOutput  # noqa: E402
+from shardwright.torch.partial_files import load, save  # noqa: E402
 from shardwright.torch.session import (  # noqa: E402
     barrier,
     dp_rank,
@@ -96,6 +97,7 @@ __all__ = [
     "get_world_process_group",
     "init",
     "is_initialized",
+    "load",
     "local_rank",
     "measured_costs",
     "plan",
@@ -108,6 +110,7 @@ __all__ = [
     "reduce_gradient",
     "resume_from_checkpoint",
     "sampler",
+    "save",
     "save_checkpoint",
     "set_activation_checkpointing",
     "set_seed",

@@ -343,15 +343,32 @@ class DistributedModel(nn.Module):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load this rank's share of a whole state dict. Raises PlanError for names and shapes that do not fit."""
+        """Load this rank's share of a whole state dict, or what `local_state_dict` gave on this rank under the same
+        plan. Raises PlanError for names and shapes that do not fit."""
         if assign:
             raise ShardwrightError("assign=True would replace the parameters that optimizers know: leave it False")
         self.runtime.split_model.make_values()
+        own = self.local_state_dict()
+        if self._is_divided(own) and _is_like(state_dict, own):
+            with torch.no_grad():
+                for key, entry in own.items():
+                    if isinstance(entry, torch.Tensor):
+                        entry.detach().copy_(state_dict[key])
+            self.session.note_loaded("what each rank holds")
+            return IncompatibleKeys([], [])
         missing, unexpected = checkpoint.load(
             self.runtime.ownership, state_dict, strict=strict, parts=self.runtime.split_model.parts
         )
         self.session.note_loaded(f"weights {digest_of_state(state_dict)}")
         return IncompatibleKeys(missing, unexpected)
+
+    def _is_divided(self, own: Mapping[str, Any]) -> bool:
+        """Whether what this rank holds is not the whole model."""
+        parts, first_name = self.runtime.split_model.parts, self.runtime.ownership.first_name
+        return own.keys() != self.module.state_dict().keys() or any(
+            isinstance(entry, torch.Tensor) and entry.shape != parts.whole_shape(first_name.get(key, key), entry.shape)
+            for key, entry in own.items()
+        )
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -457,3 +474,16 @@ def delay_param_initialization(enabled: bool = True) -> Iterator[None]:
     """
     with DeferredInit().noting() if enabled else nullcontext():
         yield
+
+
+def _is_like(given: Any, own: Mapping[str, Any]) -> bool:
+    """Whether a state dict has the names and the shapes of one rank's part."""
+    return (
+        isinstance(given, Mapping)
+        and given.keys() == own.keys()
+        and all(
+            isinstance(given[key], torch.Tensor) and given[key].shape == entry.shape
+            for key, entry in own.items()
+            if isinstance(entry, torch.Tensor)
+        )
+    )

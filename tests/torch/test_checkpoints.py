@@ -79,6 +79,17 @@ def test_runs_of_many_forms_go_on_to_the_same_bits(forms: Outcome, check: str) -
     assert f"ok {check}" in forms.text, forms.text[-4000:]
 
 
+@pytest.fixture(scope="module")
+def partial_files() -> Outcome:
+    return on_ranks("partial_files.py", 2, timeout_s=120)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("check", checks_in("partial_files.py"))
+def test_objects_in_files_load_under_the_partition_that_they_can(partial_files: Outcome, check: str) -> None:
+    assert f"ok {check}" in partial_files.text, partial_files.text[-4000:]
+
+
 KILLS = ("1:fsync:3", "0:fsync:5", "0:replace:4", "1:step:2", "1:replace:1", "0:fsync:8")
 """One after the other: files of tensors, records, the index and the marker are written when a rank is gone."""
 
