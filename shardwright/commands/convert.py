@@ -22,14 +22,15 @@ from shardwright.core.checkpoint.saved_tensors import SavedState
 from shardwright.core.checkpoint.translated import Translated
 from shardwright.core.errors import CheckpointError, nearest
 
-Target = Literal["torch", "jax", "safetensors", "dcp"]
+Target = Literal["torch", "jax", "safetensors", "dcp", "orbax"]
 TARGETS: dict[Target, str] = {
     "torch": "a checkpoint that sw.resume_from_checkpoint reads in PyTorch",
     "jax": "a checkpoint that train.resume_from_checkpoint reads in JAX",
     "safetensors": "the weights in a folder that Hugging Face's from_pretrained reads",
     "dcp": "a folder of torch.distributed.checkpoint",
+    "orbax": "an Orbax folder, with names of JAX",
 }
-_DCP_METADATA = ".metadata"
+_DCP_METADATA, _ORBAX_MARKS = ".metadata", ("_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt")
 _OF_TORCH_SAVE = (".pt", ".pth", ".bin")
 
 
@@ -45,7 +46,7 @@ def convert_command(
         Path,
         typer.Argument(
             help="A checkpoint, a folder of checkpoints (the newest counts), a folder or file of safetensors, a folder "
-            "of torch.distributed.checkpoint, or a file of torch.save with a state dict.",
+            "of torch.distributed.checkpoint or of Orbax, or a file of torch.save with a state dict.",
             show_default=False,
         ),
     ],
@@ -68,12 +69,12 @@ def convert_command(
     json: JsonOption = False,
 ) -> None:
     """Write a checkpoint in another format, or under the names of the other framework: weights, the states of Adam,
-    AdamW and SGD, counts of steps and what the user added. No model is made, and one tensor is in memory at a time."""
+    AdamW and SGD, counts of steps and what the user added. No model is made."""
     if to not in TARGETS:
         raise CheckpointError(f"--to {to!r}: {nearest(to, TARGETS)}")
     opened = _open(source, tag)
     state = opened.state
-    wanted = "jax" if to == "jax" else "torch"
+    wanted = "jax" if to in ("jax", "orbax") else "torch"
     if state.framework != wanted:
         state = _translated(state, names, wanted, weights_only=weights_only)
     elif names is not None:
@@ -110,13 +111,18 @@ def _open(source: Path, tag: str | None) -> _Opened:
         from shardwright.backends.torch.state.dcp_folder import open_dcp
 
         return _Opened(open_dcp(path), "DCP folder")
+    if any((path / mark).exists() for mark in _ORBAX_MARKS):
+        from shardwright.backends.jax.training.orbax_folder import OrbaxFolder
+
+        return _Opened(OrbaxFolder(path), "Orbax folder")
     if path.suffix in _OF_TORCH_SAVE or (path.is_dir() and any(path.glob("pytorch_model*.bin"))):
         from shardwright.backends.torch.state.weight_files import opened
 
         return _Opened(opened(path).state, "torch.save file")
     raise CheckpointError(
         f"{source}: expected a checkpoint ({folders.MARKER} in it or in its folders), safetensors ({INDEX}, {ONE_FILE} "
-        f"or a file {SUFFIX}), a DCP folder ({_DCP_METADATA}), or a file of torch.save ({', '.join(_OF_TORCH_SAVE)})"
+        f"or a file {SUFFIX}), a DCP folder ({_DCP_METADATA}), an Orbax folder, or a file of "
+        f"torch.save ({', '.join(_OF_TORCH_SAVE)})"
     )
 
 
@@ -141,6 +147,13 @@ def _write(state: SavedState, target: Path, to: Target, opened: _Opened) -> dict
     if to == "safetensors":
         write_safetensors_folder(state, path)
         return {"model": len(state.names("model"))}
+    parts = ("model", "other", *(f"optimizer{n}" for n in range(10)))
+    said = {part: len(state.names(part)) for part in parts if state.names(part)}
+    if to == "orbax":
+        from shardwright.backends.jax.training.orbax_folder import write_orbax
+
+        write_orbax(state, path)
+        return said
     from shardwright.backends.torch.state.dcp_writer import write_dcp
 
     if isinstance(state, Translated):
@@ -149,8 +162,7 @@ def _write(state: SavedState, target: Path, to: Target, opened: _Opened) -> dict
             f"--to torch and resume from that"
         )
     write_dcp(state, path)
-    parts = ("model", *(f"optimizer{n}" for n in range(10)))
-    return {part: len(state.names(part)) for part in parts if state.names(part)}
+    return said
 
 
 class _WeightsAlone:

@@ -95,12 +95,30 @@ def test_a_dcp_folder_holds_what_the_checkpoint_does(folder: Path, torch_run: Sa
     assert found.content(lambda name: name)["optimizers"][0]["groups"][0]["lr"] == 0.1
 
 
+def test_an_orbax_folder_holds_what_the_checkpoint_does(folder: Path, torch_run: SavedArrays) -> None:
+    """Where optax.adamw has it; and from there a checkpoint of JAX, and of PyTorch."""
+    names = ("--names", folder / "names.toml")
+    assert run("convert", folder, folder / "orbax", "--tag", "step_9", "--to", "orbax", *names).code == 0
+    assert run("convert", folder / "orbax", folder / "from_orbax", "--to", "jax").code == 0
+    own = torch_run.arrays
+    found = Reader.open(folder, "from_orbax")
+    assert found.step == 9
+    require_equal(found, {
+        "model/up.kernel": own["model/up.weight"].T, "optimizer0/0.mu/up.kernel": own["optimizer0/exp_avg/up.weight"].T,
+        "optimizer0/0.nu/up.bias": own["optimizer0/exp_avg_sq/up.bias"],
+    })  # fmt: skip
+    assert run("convert", folder / "orbax", folder / "torch", "--to", "torch", *names).code == 0
+    require_equal(
+        Reader.open(folder, "torch"), {label: values for label, values in own.items() if label != "model/mask"}
+    )
+
+
 WRONG = {
     "no source": (["nowhere", "out"], "no such file or folder"),
     "nothing there": (["empty", "out"], "expected a checkpoint"),
     "no map": ([".", "out", "--to", "jax"], "give --names"),
     "needless map": ([".", "out", "--names", "gpt2"], "leave it out"),
-    "target": ([".", "out", "--to", "onnx"], "known: dcp, jax, safetensors, torch"),
+    "target": ([".", "out", "--to", "onnx"], "known: dcp, jax, orbax, safetensors, torch"),
     "map of another": ([".", "out", "--to", "jax", "--names", "gpt2"], "the map of gpt2 has no relation for"),
     "no such map": ([".", "out", "--to", "jax", "--names", "none.toml"], "cannot read the map of names"),
     "there already": ([".", "step_9"], "is a checkpoint already"),
