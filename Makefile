@@ -50,8 +50,8 @@ types: $(STAMP)    ## strict mypy
 imports: $(STAMP)  ## the import contract
 	$(VENV)/bin/lint-imports
 
-test-core: $(STAMP)  ## the tests that need no framework, within a minute
-	$(PY) -m pytest tests/core -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+test-core: $(STAMP)  ## the quick tests that need no framework, within a minute or so
+	$(PY) -m pytest tests/core -m "not slow and not thorough" -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # One run, so that there is one closing line; tests/conftest.py orders the files. One process: make test-all WORKERS=0.
 test-all: $(STAMP)   ## every ordinary test

@@ -49,6 +49,32 @@ LONGEST = (
 )
 """The files that take longest, the longest first: where processes share the files, they end together then."""
 
+THOROUGH = (
+    "core/test_measure.py",
+    "core/planning/test_search.py",
+    "core/test_solver.py",
+    "core/planning/test_bounds.py",
+    "core/test_out_of_core.py",
+    "core/planning/test_exchange.py",
+    "core/test_cost_growth.py",
+    "core/planning/test_offload.py",
+    "core/planning/test_plan.py",
+    "core/test_memory_over_time.py",
+    "core/schedule/test_auto.py",
+    "core/test_calibrated.py",
+    "core/planning/test_rescore.py",
+    "core/test_pins.py",
+    "core/planning/test_gradients_in_memory.py",
+    "core/planning/test_few_microbatches.py",
+    "core/planning/test_program.py",
+    "core/schedule/test_random.py",
+    "core/planning/test_answer.py",
+    "core/planning/test_tensor_parallel.py",
+    "core/planning/test_least_counted.py",
+)
+"""The core's files that take longest: three quarters of its time. `make test-core` leaves them out, `make test` does
+not."""
+
 # Read by the frameworks when they are first imported, so they are set before any test module is.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # virtual devices, whatever else a machine has
@@ -74,8 +100,12 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.hookimpl(tryfirst=True)  # before those are left out that are not asked for
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run the core's tests first, then the longest files; skip tests marked ``gpu`` where there is no CUDA device."""
+    for item in items:
+        if item.path.relative_to(TESTS).as_posix() in THOROUGH:
+            item.add_marker(pytest.mark.thorough)
     items.sort(key=lambda item: _place(item.path.relative_to(TESTS)))  # a stable sort: nothing else moves
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_items or _cuda_device_exists():  # torch is asked only when such a test exists
