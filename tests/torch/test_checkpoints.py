@@ -9,7 +9,7 @@ import pytest
 from tests.comparison import Comparison
 from tests.torch.launch import Outcome, checks_in, on_ranks
 
-OF_RANKS = {1: ("one",), 2: ("pp2", "dp2-s3"), 4: ("tp2-dp2-s3",)}
+OF_RANKS = {1: ("one",), 2: ("pp2",), 4: ("tp2-dp2-s3",)}
 SLOW_OF_RANKS = {
     1: ("one",),
     2: ("pp2", "dp2", "dp2-s1", "dp2-s3", "tp2", "pp2-v2"),
