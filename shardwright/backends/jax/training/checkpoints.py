@@ -194,7 +194,8 @@ class _Loading:
         if COUNTS in self.content:
             known = self.content[COUNTS]
             self._labels, self._counts = _labels_across(self._reader, known, self._leaves, state)
-        _require_fits(self._reader, self._leaves, self._labels, self.content, state)
+        parts = (MODEL, OPTIMIZER, OTHER) if load_optimizer else (MODEL, OTHER)
+        _require_fits(self._reader, self._leaves, self._labels, self.content, state, parts)
 
     def load(self) -> TrainState:
         """The state with the checkpoint's values, read share by share. Raises CheckpointError where a file is
@@ -285,13 +286,14 @@ def _require_fits(
     labels: Mapping[str, str],
     content: Any,
     state: TrainState,
+    parts: Sequence[str],
 ) -> None:
-    for part, what in ((MODEL, "the model"), (OPTIMIZER, "the optimizer"), (OTHER, "the state beside the parameters")):
+    said = {MODEL: "the model", OPTIMIZER: "the optimizer", OTHER: "the state beside the parameters"}
+    for part in parts:
         own = [
             labels[leaf.label].removeprefix(f"{part}/") for leaf in leaves if leaf.part == part and leaf.label in labels
         ]
-        if own or part != OPTIMIZER:
-            require_names(own, reader.names(part), what)
+        require_names(own, reader.names(part), said[part])
     for leaf in leaves:
         label = labels.get(leaf.label, "")
         if reader.has(label) and reader.tensor(label).shape != leaf.shape:

@@ -38,9 +38,10 @@ class OrbaxFolder:
         try:
             told = self._checkpointer.metadata(path)
             tree = told.item_metadata.tree if hasattr(told, "item_metadata") else told
-            leaves, self._structure = jax.tree_util.tree_flatten_with_path(tree)
+            leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
         except Exception as failed:  # of Orbax, of any class
             raise CheckpointError(f"{path}: no Orbax folder: {str(failed).partition(chr(10))[0][:200]}") from failed
+        self._structure: Any = structure
         self._numbers: dict[str, int] = {}
         """The number of each tensor among the leaves of the tree."""
         self._entries: dict[str, Entry] = {}
