@@ -1,7 +1,7 @@
 """The errors that users see. Every message says what was given, what was expected, and the fix."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class ShardwrightError(ValueError):
@@ -79,3 +79,8 @@ def nearest(given: str, known: Iterable[str]) -> str:
     close = begun[:1] or difflib.get_close_matches(given, options, n=1, cutoff=0.4)
     hint = f"did you mean {close[0]!r}? " if close else ""
     return f"{hint}known: {', '.join(options) if options else 'none'}"
+
+
+def few(names: Sequence[str]) -> str:
+    """The first names of many, in words."""
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

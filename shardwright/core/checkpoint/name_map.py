@@ -13,7 +13,7 @@ divides a fused matrix. It reads both ways.
 
 import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.resources import files
@@ -232,8 +232,3 @@ def _dims_of(text: str, whole: str) -> Iterator[tuple[str, ...]]:
         if found is None:
             raise CheckpointError(f"{whole!r}: {part.strip()!r} is no dim: expected an axis, (several axes) or 1")
         yield () if found["unit"] else (found["one"],) if found["one"] else tuple(found["group"].split())
-
-
-def few(names: Sequence[str]) -> str:
-    """Some names of many, in words."""
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

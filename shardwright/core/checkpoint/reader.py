@@ -9,7 +9,7 @@ from shardwright.core.checkpoint.boxes import Box
 from shardwright.core.checkpoint.content import decoded
 from shardwright.core.checkpoint.index import Index, Marker, TensorRecord
 from shardwright.core.checkpoint.tensor_file import Bytes, TensorFiles, Written
-from shardwright.core.errors import CheckpointError, nearest
+from shardwright.core.errors import CheckpointError, few, nearest
 
 STRICT = "strict=False loads what fits"
 FRESH = "load_optimizer=False loads the weights alone"
@@ -89,11 +89,7 @@ def require_names(own: Sequence[str], saved: Sequence[str], what: str, fix: str 
         return
     said = []
     if missing:
-        said.append(f"it lacks {_few(missing)} ({nearest(missing[0], saved)[:200]})")
+        said.append(f"it lacks {few(missing)} ({nearest(missing[0], saved)[:200]})")
     if unexpected:
-        said.append(f"it has {_few(unexpected)}, which is not here ({nearest(unexpected[0], own)[:200]})")
+        said.append(f"it has {few(unexpected)}, which is not here ({nearest(unexpected[0], own)[:200]})")
     raise CheckpointError(f"the checkpoint does not fit {what}: {'; '.join(said)}. {fix}")
-
-
-def _few(names: Sequence[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

@@ -2,14 +2,13 @@
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from shardwright.core.checkpoint.boxes import Box
 from shardwright.core.checkpoint.copied import whole_bytes
-from shardwright.core.checkpoint.saved_tensors import SavedState
+from shardwright.core.checkpoint.saved_tensors import Entry, SavedState
 from shardwright.core.checkpoint.tensor_file import Bytes, TensorFile, ToWrite, write_path
 from shardwright.core.errors import CheckpointError, nearest
 
@@ -20,14 +19,6 @@ INDEX = "model.safetensors.index.json"
 SUFFIX = ".safetensors"
 FORMAT: Mapping[str, str] = {"format": "pt"}
 """What Hugging Face's readers want to find in a file's header: whose layouts the tensors have."""
-
-
-@dataclass(frozen=True, slots=True)
-class FileTensor:
-    """What is known of a tensor in a file."""
-
-    dtype: str
-    shape: tuple[int, ...]
 
 
 class SafetensorsModel:
@@ -97,11 +88,11 @@ class SafetensorsModel:
         """The names of a part's tensors."""
         return list(self._file_of) if part == MODEL else []
 
-    def tensor(self, name: str) -> FileTensor:
+    def tensor(self, name: str) -> Entry:
         """What is known of a tensor. Raises CheckpointError where there is none of that name."""
         file, key = self._place(name)
         dtype, shape, _ = file.entries[key]
-        return FileTensor(dtype, shape)
+        return Entry(dtype, shape)
 
     def boxes(self, name: str, box: Box) -> Iterator[tuple[Box, Bytes]]:
         """The box of a tensor, as a view of the file."""

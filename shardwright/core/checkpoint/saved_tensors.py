@@ -1,6 +1,7 @@
 """What can be read like a checkpoint: tensors of a training state by name, box by box, and the values beside them."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from shardwright.core.checkpoint.boxes import Box
@@ -16,6 +17,14 @@ class SavedTensor(Protocol):
 
     @property
     def shape(self) -> tuple[int, ...]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A `SavedTensor` that is nothing more."""
+
+    dtype: str
+    shape: tuple[int, ...]
 
 
 class SavedState(Protocol):

@@ -15,11 +15,11 @@ import numpy as np
 
 from shardwright.core.checkpoint.axis_boxes import Dims
 from shardwright.core.checkpoint.boxes import Box
-from shardwright.core.checkpoint.name_map import Framework, NameMap, Relation, few
+from shardwright.core.checkpoint.name_map import Framework, NameMap, Relation
 from shardwright.core.checkpoint.rearranged import Rearranged, solve_sizes
-from shardwright.core.checkpoint.saved_tensors import SavedState, SavedTensor
+from shardwright.core.checkpoint.saved_tensors import Entry, SavedState, SavedTensor
 from shardwright.core.checkpoint.tensor_file import ITEM_BYTES, Bytes
-from shardwright.core.errors import CheckpointError, nearest
+from shardwright.core.errors import CheckpointError, few, nearest
 
 MODEL, OTHER, OPTIMIZER, USER = "model", "other", "optimizer0", "user"
 """The parts of a checkpoint that both frameworks have. Only JAX has ``other``: batch statistics and the like."""
@@ -33,14 +33,6 @@ OPTION = "option"
 MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 """The roles of states that are as large as their parameters, in torch's words."""
 _SCALARS = {"F32": np.float32, "F64": np.float64, "I32": np.int32, "I64": np.int64, "U32": np.uint32}
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """What is known of a tensor."""
-
-    dtype: str
-    shape: tuple[int, ...]
 
 
 class Translated:

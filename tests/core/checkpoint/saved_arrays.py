@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwright.core.checkpoint.boxes import Box
-from shardwright.core.checkpoint.translated import Entry
+from shardwright.core.checkpoint.saved_tensors import Entry
 
 CODES = {"float32": "F32", "int32": "I32", "float16": "F16"}
 

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from shardwright.backends.jax.training.saved_state import DTYPES, MODEL, OPTIMIZER, OTHER, code_of
 from shardwright.core.checkpoint.boxes import Box
 from shardwright.core.checkpoint.copied import whole_bytes
-from shardwright.core.checkpoint.saved_tensors import SavedState
+from shardwright.core.checkpoint.saved_tensors import Entry, SavedState
 from shardwright.core.checkpoint.tensor_file import ITEM_BYTES, Bytes
-from shardwright.core.checkpoint.translated import COUNTS, ROLES, SCHEDULE, STEP, Entry
+from shardwright.core.checkpoint.translated import COUNTS, ROLES, SCHEDULE, STEP
 from shardwright.core.errors import CheckpointError, MissingFrameworkError, nearest
 
 _MODELS, _OPTIMIZERS, _USER = ("params", "model", "state", "target"), ("opt_state", "optimizer"), "user"

@@ -8,7 +8,7 @@ import torch
 
 from shardwright.backends.torch.state.saved_parts import MODEL, NUMBER, name_of, read_whole, whole_piece
 from shardwright.core.checkpoint.boxes import Box
-from shardwright.core.checkpoint.saved_tensors import SavedState, SavedTensor
+from shardwright.core.checkpoint.saved_tensors import Entry, SavedState, SavedTensor
 from shardwright.core.checkpoint.tensor_file import ITEM_BYTES, Bytes
 from shardwright.core.errors import CheckpointError, nearest
 
@@ -73,12 +73,6 @@ def named_by_position(
     return [{**group, PARAMS: [found[number] for number in group[PARAMS]]} for group in groups], found
 
 
-@dataclass(frozen=True, slots=True)
-class _Told:
-    dtype: str
-    shape: tuple[int, ...]
-
-
 @dataclass
 class HeldState:
     """A saved state whose tensors are in memory, or mapped: a `SavedState`."""
@@ -106,7 +100,7 @@ class HeldState:
         if name not in self.tensors:
             raise CheckpointError(f"{self} has no tensor {name!r}: {nearest(name, self.tensors)[:300]}")
         held = self.tensors[name]
-        return _Told(name_of(held.dtype, name), tuple(held.shape))
+        return Entry(name_of(held.dtype, name), tuple(held.shape))
 
     def boxes(self, name: str, box: Box) -> Iterator[tuple[Box, Bytes]]:
         """The box of a tensor."""
