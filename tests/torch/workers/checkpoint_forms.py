@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from launched import run_checks
 from torch import nn
 
 import shardwright.torch as sw
@@ -184,16 +184,4 @@ CHECKS = (
 )
 
 
-def main() -> None:
-    dist.init_process_group("gloo")
-    for check in CHECKS:
-        if len(sys.argv) > 2 and check.__name__ not in sys.argv[2:]:
-            continue
-        check()
-        dist.barrier()
-        if dist.get_rank() == 0:
-            print(f"ok {check.__name__}", flush=True)
-    dist.destroy_process_group()
-
-
-main()
+run_checks(check for check in CHECKS if len(sys.argv) <= 2 or check.__name__ in sys.argv[2:])

@@ -15,6 +15,7 @@ import models
 import pytest
 import torch
 import torch.distributed as dist
+from launched import run_checks
 
 import shardwright.torch as sw
 from shardwright.core.checkpoint import folder as folders
@@ -185,14 +186,4 @@ CHECKS = (
 )
 
 
-def main() -> None:
-    dist.init_process_group("gloo")
-    for check in CHECKS:
-        check()
-        dist.barrier()
-        if dist.get_rank() == 0:
-            print(f"ok {check.__name__}", flush=True)
-    dist.destroy_process_group()
-
-
-main()
+run_checks(CHECKS)

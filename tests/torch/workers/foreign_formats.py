@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from launched import run_checks
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -279,17 +280,5 @@ CHECKS = (
 )
 
 
-def main() -> None:
-    assert weight_files.opened({}) == {}
-    dist.init_process_group("gloo")
-    for check in CHECKS:
-        if len(sys.argv) > 2 and check.__name__ not in sys.argv[2:]:
-            continue
-        check()
-        dist.barrier()
-        if dist.get_rank() == 0:
-            print(f"ok {check.__name__}", flush=True)
-    dist.destroy_process_group()
-
-
-main()
+assert weight_files.opened({}) == {}
+run_checks(check for check in CHECKS if len(sys.argv) <= 2 or check.__name__ in sys.argv[2:])
