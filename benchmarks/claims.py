@@ -393,15 +393,15 @@ def host_states(alone: Mapping[str, float], ranks: Mapping[str, tuple[float, flo
     return claims
 
 
-def loading(shares: Mapping[str, tuple[float, bool]], ratio: float | None) -> Claims:
+def loading(shares: Mapping[str, tuple[float, bool]], ratios: Mapping[str, float]) -> Claims:
     """By plan, the most that a rank held above its share while it loaded, in tensors of the largest size, and whether
-    what it loaded is right; and the time of a load over that of DCP (None where that was left out)."""
+    what it loaded is right; and the time of a load over that of each peer."""
     claims = Claims()
     for plan, (above, is_right) in shares.items():
         claims.at_most(f"{plan}: held above the share, in largest tensors", above, 1.0)
         claims.holds(f"{plan}: what was loaded is what the files hold", is_right)
-    if ratio is not None:
-        claims.at_most("time over that of DCP", ratio, 1.3)
+    for peer, ratio in ratios.items():
+        claims.at_most(f"time over that of {peer}", ratio, 1.3)
     return claims
 
 
@@ -483,6 +483,16 @@ def checkpoint_kills(kills: int, inside: int, wrong: Sequence[str], asked: int) 
     claims.holds(
         f"after every kill all is readable, and runs end as if left alone {'; '.join(wrong)}".strip(), not wrong
     )
+    return claims
+
+
+def background_saving(delays: Mapping[str, float], memory: Mapping[str, float]) -> Claims:
+    """By plan, what a checkpoint in the background delays training by, over a step; and the memory that it takes over
+    the bytes that the rank writes."""
+    claims = Claims()
+    for plan, delay in delays.items():
+        claims.at_most(f"{plan}: delay over a step", delay, 0.05)
+        claims.at_most(f"{plan}: memory over the bytes written", memory[plan], 1.05)
     return claims
 
 

@@ -17,12 +17,9 @@ system's cache, medians of the slower rank.
 import argparse
 import ctypes
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -31,6 +28,7 @@ from typing import Any
 import claims
 import torch
 import torch.distributed as dist
+from cpu_ranks import AnonymousMemory, launch
 from torch import nn
 
 import shardwright as sw
@@ -95,31 +93,6 @@ def write_sparse(model: nn.Module, folder: Path, file_bytes: int) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
 
 
-class AnonymousMemory:
-    """A context that reads the anonymous memory of this process all along."""
-
-    def __enter__(self) -> "AnonymousMemory":
-        self.before = self.most = self.now()
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self._ended.set()
-        self._thread.join()
-        self.most = max(self.most, self.now())
-
-    def _watch(self) -> None:
-        while not self._ended.wait(0.001):
-            self.most = max(self.most, self.now())
-
-    @staticmethod
-    def now() -> int:
-        status = Path("/proc/self/status").read_text()
-        return int(next(line for line in status.splitlines() if line.startswith("RssAnon")).split()[1]) * 1024
-
-
 def rank_of_share(plan: str, folder: str, layers: int, out: str) -> None:
     import shardwright.torch as swt
 
@@ -168,7 +141,7 @@ def share(gib: float, scratch: Path) -> tuple[list[list[str]], dict[str, Any]]:
         cluster = sw.Cluster(device, devices_per_node=4)
         asked = {"batch": 8, "microbatch": 1, "optimizer": "adamw", "recompute": "none", **pins}
         sw.plan(graph, cluster, **asked).save(plan)
-        launch(4, "share", str(plan), str(folder), str(layers), str(out))
+        launch(__file__, 4, "share", str(plan), str(folder), str(layers), str(out))
         told = json.loads(out.read_text())
         peaks, shares = [rank[0] for rank in told["ranks"]], [rank[1] for rank in told["ranks"]]
         above = max((peak - own) / largest for peak, own in zip(peaks, shares, strict=True))
@@ -282,7 +255,7 @@ def timed(gib: float, rounds: int, scratch: Path) -> tuple[list[list[str]], floa
     per_block = 3 * 4 * (8 * INNER**2 + 5 * INNER)
     blocks = max(2, round(gib * GIB / per_block))
     out = scratch / "time.json"
-    launch(2, "time", str(scratch), str(blocks), str(rounds), str(out))
+    launch(__file__, 2, "time", str(scratch), str(blocks), str(rounds), str(out))
     found = json.loads(out.read_text())
     medians = {kind: statistics.median(seconds) for kind, seconds in found["times"].items()}
     ratio = medians["ours"] / medians["dcp"]
@@ -295,16 +268,6 @@ def timed(gib: float, rounds: int, scratch: Path) -> tuple[list[list[str]], floa
     return [header, row], ratio
 
 
-def launch(ranks: int, *arguments: str) -> None:
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), __file__,
-        "--rank-of", *arguments,
-    ]  # fmt: skip
-    done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}, check=False)
-    if done.returncode:
-        raise SystemExit(f"the run of {arguments[0]} failed")
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=("share", "time"), default=["share", "time"])
@@ -315,13 +278,13 @@ def main() -> int:
     options = parser.parse_args()
     tables: list[list[list[str]]] = []
     shares: dict[str, Any] = {}
-    ratio: float | None = None
+    ratios: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as scratch:
         if "share" in options.parts:
             table, shares = share(options.gib, Path(scratch))
             tables.append(table)
         if "time" in options.parts:
-            table, ratio = timed(options.timed_gib, options.rounds, Path(scratch))
+            table, ratios["DCP"] = timed(options.timed_gib, options.rounds, Path(scratch))
             tables.append(table)
     text = ""
     for header, *rows in tables:
@@ -331,7 +294,7 @@ def main() -> int:
     if options.write:
         with options.write.open("a", encoding="utf-8") as file:
             file.write(text)
-    judged = claims.loading(shares, ratio)
+    judged = claims.loading(shares, ratios)
     print(judged.verdict())
     return judged.exit_code
 

@@ -311,13 +311,21 @@ JUDGED: dict[str, tuple[Callable[[], Claims], list[Callable[[], Claims]]]] = {
         ],
     ),
     "loading": (
-        lambda: claims.loading({"pp 4": (0.9, True), "tp 4": (0.1, True)}, 1.29),
+        lambda: claims.loading({"pp 4": (0.9, True), "tp 4": (0.1, True)}, {"DCP": 1.29}),
         [
-            lambda: claims.loading({"pp 4": (1.01, True)}, None),
-            lambda: claims.loading({"pp 4": (NAN, True)}, 1.0),
-            lambda: claims.loading({"pp 4": (0.5, False)}, 1.0),
-            lambda: claims.loading({}, 1.31),
-            lambda: claims.loading({}, None),
+            lambda: claims.loading({"pp 4": (1.01, True)}, {}),
+            lambda: claims.loading({"pp 4": (NAN, True)}, {}),
+            lambda: claims.loading({"pp 4": (0.5, False)}, {"DCP": 1.0}),
+            lambda: claims.loading({}, {"Orbax": 1.31}),
+            lambda: claims.loading({}, {}),
+        ],
+    ),
+    "background_saving": (
+        lambda: claims.background_saving({"pp 2": 0.04}, {"pp 2": 1.0}),
+        [
+            lambda: claims.background_saving({"pp 2": 0.06}, {"pp 2": 1.0}),
+            lambda: claims.background_saving({"pp 2": NAN}, {"pp 2": 1.0}),
+            lambda: claims.background_saving({"pp 2": 0.01}, {"pp 2": 1.1}),
         ],
     ),
     "host_states": (

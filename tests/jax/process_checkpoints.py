@@ -16,24 +16,29 @@ import pytest
 
 import shardwright.jax as sw
 from shardwright.core.errors import CheckpointError, DisagreementError
-from tests.jax import chains
-from tests.jax.process_training import Case, optimizer, plan_of, spread
+from tests.jax import spmd_model
+from tests.jax.process_training import optimizer, spread
 
 BEFORE, AFTER = 2, 3
-PLANS = {"stages": Case("chain", 2, 2), "replicas": Case("chain", 1, 4, shard=3, spans=True)}
-"""Stages of one process each; and replicas that share their state over both."""
+PLANS: dict[str, dict[str, Any]] = {
+    "stages": {"pp": 2, "dp": 2, "schedule": "1f1b"}, "replicas": {"pp": 1, "dp": 4, "shard": 3},
+    "one-program": {"pp": 2, "dp": 2, "schedule": "gpipe"},
+}  # fmt: skip
+"""Stages of one process each; replicas that share their state over both; and stages in one program."""
+GOES_ON = {"stages": "replicas", "replicas": "one-program", "one-program": "stages"}
+"""The other plan under which each goes on."""
 
 
 def training(name: str, devices: Any) -> tuple[sw.TrainStep, sw.TrainState]:
-    case = PLANS[name]
-    devices = spread(devices) if case.spans else devices
-    train = sw.train_step(chains.loss_fn, optimizer(), plan_of(case), devices=devices, log_every=0)
-    return train, train.init(chains.maker(4))
+    devices = spread(devices) if name == "replicas" else devices
+    plan, one_program = spmd_model.plan_of(4, **PLANS[name]), name == "one-program"
+    train = sw.train_step(spmd_model.loss_fn, optimizer(), plan, devices=devices, log_every=0, one_program=one_program)
+    return train, train.init(spmd_model.maker(4))
 
 
 def steps(train: sw.TrainStep, state: sw.TrainState, first: int, end: int) -> tuple[list[float], sw.TrainState]:
     losses = []
-    for batch in chains.batches(end)[first:]:
+    for batch in spmd_model.batches(end)[first:]:
         state, loss = train(state, batch)
         losses.append(float(loss))
     return losses, state
@@ -50,7 +55,7 @@ def main(rank: int, processes: int, port: int, folder: str) -> None:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     sw.init(f"127.0.0.1:{port}", processes, rank)
     losses: dict[str, list[float]] = {}
-    for name, other in (("stages", "replicas"), ("replicas", "stages")):
+    for name, other in GOES_ON.items():
         train, state = training(name, jax.devices())
         _, state = steps(train, state, 0, BEFORE)
         train.save_checkpoint(folder, name, state, {"seen": np.arange(3), "epoch": 1})

@@ -9,7 +9,7 @@ import pytest
 
 from tests.comparison import Comparison
 from tests.jax.launch import on_processes
-from tests.jax.process_checkpoints import AFTER, BEFORE, PLANS, steps, training
+from tests.jax.process_checkpoints import AFTER, BEFORE, GOES_ON, PLANS, steps, training
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -27,8 +27,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[
 def test_processes_go_on_under_any_plan(run: tuple[Path, dict[str, list[float]]]) -> None:
     _, losses = run
     comparison = Comparison("losses after a checkpoint")
-    for saved in PLANS:
-        for target in PLANS:
+    for saved, other in GOES_ON.items():
+        for target in (saved, other):
             name = f"{saved} to {target}"
             comparison.losses({name: losses[name]}, {name: losses[saved]}, moving=1e-3)
     comparison.require("losses")

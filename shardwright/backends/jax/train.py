@@ -40,10 +40,9 @@ from shardwright.backends.jax.training.compiled_steps import CompiledSteps
 from shardwright.backends.jax.training.form import Form, form_of
 from shardwright.backends.jax.training.pipelined import PipelinedTraining
 from shardwright.backends.jax.training.protocol import CompiledStep, Training
-from shardwright.backends.jax.training.spmd import SpmdTraining
 from shardwright.backends.jax.training.step_log import StepLog
 from shardwright.core.checkpoint.name_map import NameMap
-from shardwright.core.errors import MissingCapabilityError, PlanError, ShardwrightError
+from shardwright.core.errors import PlanError, ShardwrightError
 from shardwright.core.plan.plan import Plan
 from shardwright.core.values.step_line import require_every
 
@@ -418,13 +417,13 @@ class TrainStep:
 
         Over several processes all call this, and each writes what its devices have; the folder is one that they share.
 
-        Raises CheckpointError where it cannot be written, DisagreementError on the other processes then, and
-        MissingCapabilityError for stages that run as one program.
+        Raises CheckpointError where it cannot be written, and DisagreementError on the other processes then.
         """
         state.require_alive()
         self.settle()
-        self._require_saved_apart(state)
-        checkpoints.save(Path(path), tag, state, self.plan, user_content, keep)
+        with no_mesh():
+            held = self._training_of(state).apart(state)
+        checkpoints.save(Path(path), tag, held, self.plan, user_content, keep)
 
     def resume_from_checkpoint(
         self,
@@ -451,19 +450,13 @@ class TrainStep:
         Raises CheckpointError where there is none, it is not complete, damaged, or of another model or optimizer.
         """
         state.require_alive()
-        self._require_saved_apart(state)
         chosen = None if names is None else NameMap.of_any(names)
+        training = self._training_of(state)
         with no_mesh():
             found = checkpoints.resume(
-                Path(path), tag, state, chosen, load_optimizer=load_optimizer, missing_ok=missing_ok
+                Path(path), tag, training.apart(state), chosen, load_optimizer=load_optimizer, missing_ok=missing_ok
             )
-        return (state, None) if found is None else found
-
-    def _require_saved_apart(self, state: TrainState) -> None:
-        if isinstance(self._training_of(state), SpmdTraining):
-            raise MissingCapabilityError(
-                "checkpoints of stages that run as one program are not written yet: leave out one_program=True"
-            )
+            return (state, None) if found is None else (training.together(found[0], state), found[1])
 
     def _pipelines(self) -> list[Pipeline]:
         """The compiled pipelines, the newest last."""

@@ -73,6 +73,12 @@ class Training(Protocol):
     def require_places(self, state: TrainState) -> None:
         """Raise PlanError when arrays of a state are not where this plan keeps them."""
 
+    def apart(self, state: TrainState) -> TrainState:
+        """The state as a checkpoint has it: with a leaf for each of the model's, on the devices that have it."""
+
+    def together(self, state: TrainState, like: TrainState) -> TrainState:
+        """The counterpart of `apart`, for a state as another is."""
+
     def original(self, state: TrainState) -> TrainState:
         """The state in the order of the model's own. Raises MissingCapabilityError for forms that divide a state among
         stages."""
@@ -126,6 +132,14 @@ class OfPlan:
         steps run on copies in 16 bits, since those in float32 are read by the update alone."""
         shard = self.plan.decision.shard
         return shard == 3 or (shard > 0 and self.compute is not None)
+
+    def apart(self, state: TrainState) -> TrainState:
+        """The state as it is: it has a leaf for each of the model's."""
+        return state
+
+    def together(self, state: TrainState, like: TrainState) -> TrainState:
+        """The state as it is."""
+        return state
 
     def require_precision(self, parts: Parts) -> None:
         """Raise PlanError unless the parameters of a state are in the dtypes that this plan keeps them in."""

@@ -12,7 +12,6 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jax.tree_util import PyTreeDef
 
 from shardwright.backends.jax.capture.samples import FlatBatch
 from shardwright.backends.jax.capture.tree import Followed, Parts, followed
@@ -29,43 +28,8 @@ from shardwright.backends.jax.state.train_state import StepResult, TrainState, o
 from shardwright.backends.jax.state.trainable import replaced
 from shardwright.backends.jax.tensor_parallel.constrained_loss import in_fp8
 from shardwright.backends.jax.training.protocol import InStages, WithoutActions
+from shardwright.backends.jax.training.stacking import Stacking
 from shardwright.core.errors import MissingCapabilityError
-
-
-@dataclass(frozen=True, slots=True)
-class Stacking:
-    """A tree whose leaves include one for every parameter, as lists of arrays: stacks of the blocks', and the rest."""
-
-    structure: PyTreeDef
-    rows: tuple[tuple[tuple[int, ...], NamedSharding], ...]
-    """The leaves of every stack, in the order of stages, and its sharding."""
-    rest: tuple[tuple[int, NamedSharding], ...]
-    """The other leaves, each with its sharding."""
-    shape: tuple[int, int]
-
-    def pack(self, tree: Any) -> dict[str, list[Any]]:
-        leaves = jax.tree.leaves(tree)
-        stacks = [jnp.stack([leaves[i] for i in rows]).reshape(*self.shape, *leaves[rows[0]].shape)
-                  for rows, _ in self.rows]  # fmt: skip
-        return {"stacks": stacks, "rest": [leaves[i] for i, _ in self.rest]}
-
-    def unpack(self, packed: dict[str, list[Any]]) -> Any:
-        return jax.tree.unflatten(self.structure, self.leaves([*packed["stacks"], *packed["rest"]]))
-
-    def leaves(self, arrays: Sequence[Any]) -> list[Any]:
-        """The leaves of the tree, of its stacks and then the rest; None for those of a stack that is None."""
-        leaves: list[Any] = [None] * (len(self.rest) + sum(len(rows) for rows, _ in self.rows))
-        for (rows, _), stack in zip(self.rows, arrays, strict=False):
-            flat = [None] * len(rows) if stack is None else stack.reshape(-1, *stack.shape[2:])
-            for number, leaf in enumerate(rows):
-                leaves[leaf] = flat[number]
-        for (leaf, _), value in zip(self.rest, arrays[len(self.rows) :], strict=True):
-            leaves[leaf] = value
-        return leaves
-
-    @property
-    def shardings(self) -> dict[str, list[NamedSharding]]:
-        return {"stacks": [at for _, at in self.rows], "rest": [at for _, at in self.rest]}
 
 
 @dataclass(eq=False)
@@ -107,6 +71,16 @@ class SpmdTraining(InStages):
         """The parameters as they were given, whole on every device."""
         return self._unpack(state.params)
 
+    def apart(self, state: TrainState) -> TrainState:
+        """The state with a leaf for each of the model's, copied out of stacks on the devices that have it."""
+        stacking, states = self._stackings_of(state)
+        return replace(state, params=stacking.apart(state.params), optimizer=states.apart(state.optimizer))
+
+    def together(self, state: TrainState, like: TrainState) -> TrainState:
+        """The counterpart of `apart`, for a state as another is."""
+        stacking, states = self._stackings_of(like)
+        return replace(state, params=stacking.together(state.params), optimizer=states.together(state.optimizer))
+
     def place(self, state: TrainState) -> NoReturn:
         raise MissingCapabilityError(
             "the stages of this plan run as one SPMD program, whose state this version does not place again: give "
@@ -115,6 +89,9 @@ class SpmdTraining(InStages):
 
     def require_places(self, state: TrainState) -> None:
         """Do nothing: the program says of its arguments where they are."""
+
+    def _stackings_of(self, state: TrainState) -> tuple[Stacking, Stacking]:
+        return self._stackings(replace(parts_of(state), params=jax.eval_shape(self._unpack, state.params)))
 
     def _stackings(self, given: Parts) -> tuple[Stacking, Stacking]:
         """The stackings of the parameters and of the optimizer's state. The n-th leaves of all stages' blocks make one
