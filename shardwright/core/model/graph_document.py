@@ -112,8 +112,9 @@ class GraphDocument:
     unit_memory_in_16_bits: UnitMemory
 
     @classmethod
-    def of(cls, graph: Graph) -> "GraphDocument":
+    def of(cls, graph: Graph, *, with_unit_memory: bool = True) -> "GraphDocument":
         """The tables of a graph; its graph of 16-bit steps is one of its own."""
+        memory_in = graph.unit_memory if with_unit_memory else None
         tensors, tensor_rows = _numbered([_tensor_row(tensor) for tensor in graph.tensors])
         ops, op_rows = _numbered([_op_row(op) for op in graph.ops])
         calls, call_rows = _numbered([_call_row(call) for call in graph.calls])
@@ -136,9 +137,13 @@ class GraphDocument:
             folded(parameter_rows),
             graph.pins,
             graph.logical_axes,
-            None if graph.unit_memory is None else graph.unit_memory(False),
-            UnitMemory() if graph.unit_memory is None else graph.unit_memory(True),
+            None if memory_in is None else memory_in(False),
+            UnitMemory() if memory_in is None else memory_in(True),
         )
+
+    def without_unit_memory(self) -> "GraphDocument":
+        """The tables alone."""
+        return replace(self, unit_memory=None, unit_memory_in_16_bits=UnitMemory())
 
     def graph(self, in_16_bits: Graph | None = None) -> Graph:
         """The graph; ``in_16_bits`` is that of its 16-bit steps. Raises PlanError, with the table, for numbers that are
@@ -190,9 +195,10 @@ class GraphDocument:
         return replace(found, in_16_bits=in_16_bits)
 
 
-def documents_of(graph: Graph) -> tuple[GraphDocument, ...]:
+def documents_of(graph: Graph, *, with_unit_memory: bool = True) -> tuple[GraphDocument, ...]:
     """The tables of a graph and, where it has one, of its graph of 16-bit steps."""
-    return tuple(GraphDocument.of(each) for each in (graph, graph.in_16_bits) if each is not None)
+    graphs = (each for each in (graph, graph.in_16_bits) if each is not None)
+    return tuple(GraphDocument.of(each, with_unit_memory=with_unit_memory) for each in graphs)
 
 
 def graph_of(documents: Sequence[GraphDocument]) -> Graph:

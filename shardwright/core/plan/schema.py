@@ -8,7 +8,7 @@ from annotated_types import MinLen
 from shardwright.core.errors import PlanFileError
 from shardwright.core.model.structure import Binding, Structure
 from shardwright.core.plan.decision import Decision
-from shardwright.core.plan.plan_input import PlanInput
+from shardwright.core.plan.plan_input import InputDocument
 from shardwright.core.plan.program import Program
 from shardwright.core.plan.record import Alternative, Costs, PlanRecord, Predicted, Provenance, StepFigures
 from shardwright.core.plan.sections import section_of
@@ -69,7 +69,7 @@ class PlanDocument:
     run: TrainingRun
     alternatives: AlternativesSection
     provenance: Provenance
-    input: PlanInput
+    input: InputDocument
 
     @classmethod
     def of(cls, plan: PlanRecord) -> "PlanDocument":
@@ -96,7 +96,7 @@ class PlanDocument:
             plan.run,
             AlternativesSection(plan.alternatives, plan.unsplit, plan.not_in_fp8, plan.layout_alternatives),
             plan.provenance,
-            plan.input,
+            plan.input.document(),
         )
 
     @property
@@ -123,7 +123,7 @@ class PlanDocument:
             run=self.run,
             counted_for=self.predicted.counted_for,
             counted=self.predicted.decision,
-            input=self.input,
+            input=self.input.input(),
         )
 
 

@@ -274,7 +274,9 @@ def boxed_functions() -> Iterator[None]:
     replaced: list[tuple[dict[str, Any], str, Any]] = []
     for module in list(sys.modules.values()):
         names = getattr(module, "__dict__", None)
-        if not isinstance(names, dict) or getattr(module, "__name__", "") == __name__:
+        if not isinstance(names, dict) or replacements.keys().isdisjoint(map(id, list(names.values()))):
+            continue
+        if names is globals():
             continue
         replaced += [(names, name, value) for name, value in list(names.items()) if id(value) in replacements]
     try:

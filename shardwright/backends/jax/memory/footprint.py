@@ -175,7 +175,8 @@ class _Stages:
         own = list(calls)
         flat = flatten(closed, own, _homes(units, own, stage_of_unit), stage_of)
         self.calls = own
-        self.traced: dict[tuple[int, str, frozenset[int]], FunctionsOfStage] = {}
+        self._traced: dict[tuple[int, str, frozenset[int]], FunctionsOfStage] = {}
+        self._built: dict[tuple[int, str, frozenset[int], bool], StageFunctions] = {}
         weights = [(name, value) for name, value in zip(names, flat.arguments, strict=False) if name in trained]
         shapes = [flat.avals[value].shape for _, value in weights]
         holdings = held_by(units, dict(enumerate(stage_of_unit)), [name for name, _ in weights], shapes)
@@ -210,7 +211,9 @@ class _Stages:
         """The functions of a stage as one unit that keeps what ``recompute`` says. Equations with side effects are
         never run again, nor those of the module calls ``kept``."""
         key = stage, recompute, kept
-        if key not in self.traced:
+        if (*key, least) in self._built:
+            return self._built[*key, least]
+        if key not in self._traced:
             parts = list(self.cut.parts)
             equations = tuple(
                 replace(equation, unit=None if equation.effects or equation.call in kept else stage)
@@ -218,10 +221,11 @@ class _Stages:
             )
             parts[stage] = replace(parts[stage], equations=equations)
             alone = replace(self.cut, parts=tuple(parts))
-            self.traced[key] = FunctionsOfStage(
+            self._traced[key] = FunctionsOfStage(
                 alone, stage, Operands({}, {}, -1, {}, in_turn=True, draws_in_turn=True), recompute
             )
-        return self.traced[key].build(least=least)
+        self._built[*key, least] = self._traced[key].build(least=least)
+        return self._built[*key, least]
 
 
 def _homes(units: Sequence[UnitBinding], calls: list[TracedCall], stage_of_unit: Sequence[int]) -> Home:
@@ -319,7 +323,7 @@ def drawing_bytes(functions: StageFunctions) -> list[int]:
     return [max(0, size - kept) for size in liveness.draws]
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=128)
 def _program_of(function: StageFunction) -> FlatProgram:
     """The program of a function, traced once for all that is counted of it."""
     return flatten(jax.make_jaxpr(function.function)(*function.avals))
