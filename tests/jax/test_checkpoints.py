@@ -24,7 +24,7 @@ from tests.jax.plans import CONFIG, batches, gpt2_graph, megatron, plan_of
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
-BEFORE, AFTER = 2, 3
+BEFORE, AFTER = 2, 5
 PLANS: dict[str, Callable[[], sw.Plan]] = {
     "one": lambda: plan_of(gpt2_graph()),
     "dp2-s3": lambda: plan_of(gpt2_graph(), dp=2, shard=3),
@@ -35,6 +35,9 @@ PLANS: dict[str, Callable[[], sw.Plan]] = {
     "pp2-tp2": lambda: megatron(gpt2_graph(), pp=2, tp=2),
     "tp4": lambda: megatron(gpt2_graph(), tp=4),
     "pp2-tp2-dp2-s2": lambda: megatron(gpt2_graph(), pp=2, tp=2, dp=2, shard=2),
+    "dp4-s1": lambda: plan_of(gpt2_graph(), dp=4, shard=1),
+    "pp2-v2": lambda: plan_of(gpt2_graph(), pp=2, schedule="interleaved-1f1b", virtual_stages=2),
+    "pp4": lambda: plan_of(gpt2_graph(), pp=4),
     "one-program": lambda: plan_of(gpt2_graph(), pp=2, dp=2, schedule="gpipe", virtual_stages=1),
 }
 QUICK = (
