@@ -7,6 +7,7 @@ import torch
 from torch.utils.data import Sampler
 
 from shardwright.core.errors import ShardwrightError
+from shardwright.torch import groups
 from shardwright.torch import session as sessions
 
 
@@ -41,8 +42,8 @@ class DistributedSampler(Sampler[int]):
         if len(dataset) == 0:
             raise ShardwrightError("the dataset is empty: there is nothing to share out")
         alike = sessions.current().config.prescaled_batch  # on the tensor axis all have the same samples
-        self.replicas = sessions.rdp_size() if alike else sessions.dp_size()
-        self.replica = sessions.rdp_rank() if alike else sessions.dp_rank()
+        self.replicas = groups.rdp_size() if alike else groups.dp_size()
+        self.replica = groups.rdp_rank() if alike else groups.dp_rank()
         self.samples = len(dataset)
         self.block = batch_size or 1
         self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last

@@ -15,6 +15,7 @@ from shardwright.backends.torch.state.optimizer_states import LOCAL
 from shardwright.core.checkpoint.content import encoded
 from shardwright.core.errors import CheckpointError
 from shardwright.core.values.text_files import path_of
+from shardwright.torch import groups
 from shardwright.torch import session as sessions
 
 PARTITION, OBJECT = "partition", "object"
@@ -120,9 +121,9 @@ def _place() -> dict[str, int]:
     flat = None if session.runtime is None else session.runtime.split_model.parts.flat
     shards, shard = (flat.data.ways, flat.data.coordinate) if flat is not None and flat.is_shared else (1, 0)
     return {
-        "rank": sessions.rank(), "pp_size": sessions.pp_size(), "tp_size": sessions.tp_size(), "shards": shards,
-        "pp_rank": sessions.pp_rank(), "tp_rank": sessions.tp_rank(), "shard": shard,
-        "replica": sessions.rdp_rank() // shards,
+        "rank": groups.rank(), "pp_size": groups.pp_size(), "tp_size": groups.tp_size(), "shards": shards,
+        "pp_rank": groups.pp_rank(), "tp_rank": groups.tp_rank(), "shard": shard,
+        "replica": groups.rdp_rank() // shards,
     }  # fmt: skip
 
 

@@ -26,10 +26,11 @@ from shardwright.backends.torch.machine.agreement import Agreement
 from shardwright.backends.torch.machine.digests import digest_of
 from shardwright.backends.torch.machine.handshake import shake_hands
 from shardwright.backends.torch.machine.mesh import BoundMesh
+from shardwright.backends.torch.machine.messages import Messages
 from shardwright.backends.torch.machine.process import choose_device, start, this_launch, watch_over
 from shardwright.backends.torch.machine.watchdog import Fault, Watchdog, watch_for_stop
 from shardwright.backends.torch.runtime import Runtime
-from shardwright.core.errors import CheckpointError, MissingCapabilityError, ShardwrightError
+from shardwright.core.errors import CheckpointError, ShardwrightError
 from shardwright.core.layout.mesh import Mesh
 from shardwright.core.plan.decision import LossScope
 from shardwright.core.plan.plan import Plan
@@ -66,6 +67,9 @@ class Session:
         owns_group: bool,
     ) -> None:
         self.agreement = agreement
+        self.messages = Messages(bound, watchdog)
+        self.groups: dict[str, ProcessGroup] = {}
+        """Process groups over two axes, by name, once they were asked for."""
         self.config, self.bound, self.watchdog = config, bound, watchdog
         self._given_plan = plan
         self.owns_group = owns_group
@@ -382,103 +386,3 @@ def set_seed(seed: int) -> None:
     session.seed = int(seed)
     if session.runtime is not None:
         session.runtime.split_model.seed = session.seed
-
-
-def rank() -> int:
-    """This process's rank among all."""
-    return current().bound.rank
-
-
-def size() -> int:
-    """The number of processes."""
-    return current().bound.mesh.size
-
-
-def local_rank() -> int:
-    """This process's place on its node."""
-    return this_launch().local_rank
-
-
-def pp_rank() -> int:
-    """The coordinate on the pipeline axis."""
-    return current().bound.coordinate("pp")
-
-
-def pp_size() -> int:
-    """The pipeline-parallel degree."""
-    return current().bound.size("pp")
-
-
-def tp_rank() -> int:
-    """The coordinate on the tensor axis."""
-    return current().bound.coordinate("tp")
-
-
-def tp_size() -> int:
-    """The tensor-parallel degree."""
-    return current().bound.size("tp")
-
-
-def rdp_rank() -> int:
-    """The coordinate among replicas (the plan's dp axis)."""
-    return current().bound.coordinate("dp")
-
-
-def rdp_size() -> int:
-    """The number of replicas (the plan's dp axis)."""
-    return current().bound.size("dp")
-
-
-def dp_rank() -> int:
-    """The place among the ranks that take different batches: rdp_rank · tp_size + tp_rank, in SageMaker's words."""
-    return rdp_rank() * tp_size() + tp_rank()
-
-
-def dp_size() -> int:
-    """The number of ranks that take different batches: rdp_size · tp_size, in SageMaker's words."""
-    return rdp_size() * tp_size()
-
-
-def get_world_process_group() -> ProcessGroup:
-    """The group of all ranks."""
-    current()
-    group = dist.group.WORLD
-    assert group is not None
-    return group
-
-
-def get_pp_process_group() -> ProcessGroup:
-    """The group of the ranks of this rank's pipeline."""
-    return current().bound.handles["pp"]
-
-
-def get_rdp_process_group() -> ProcessGroup:
-    """The group of the ranks that hold the same parameters as this one."""
-    return current().bound.handles["dp"]
-
-
-def get_dp_process_group() -> ProcessGroup:
-    """The same as `get_rdp_process_group`. Raises MissingCapabilityError with a tensor axis, whose ranks take part in
-    SageMaker's group too."""
-    if tp_size() > 1:
-        raise MissingCapabilityError(
-            f"there is no group over the {dp_size()} ranks of rdp × tp in this version: use get_rdp_process_group() or "
-            f"get_tp_process_group()"
-        )
-    return get_rdp_process_group()
-
-
-def get_tp_process_group() -> ProcessGroup:
-    """The group of this rank's tensor-parallel peers."""
-    return current().bound.handles["tp"]
-
-
-def barrier(group: ProcessGroup | None = None) -> None:
-    """Wait until every rank of the group, by default of the world, has come here."""
-    session = current()
-    session.watchdog.doing("barrier")
-    if group is None or group is dist.group.WORLD:
-        session.agreement.meet("sw.barrier")
-    with session.watchdog.waiting("the other ranks", () if group is None else dist.get_process_group_ranks(group)):
-        dist.barrier(group)
-    session.watchdog.doing("between steps")
