@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from shardwright.backends.torch.compat import HashStore, PrefixStore, Store, default_store
+from shardwright.backends.torch.compat import HashStore, PrefixStore, default_store
 from shardwright.backends.torch.machine.mesh import BoundMesh
 from shardwright.backends.torch.machine.watchdog import Watchdog
 from shardwright.core.checkpoint.content import encoded
@@ -29,7 +29,7 @@ class Messages:
 
     def __init__(self, bound: BoundMesh, watchdog: Watchdog) -> None:
         self._rank, self._watchdog = bound.rank, watchdog
-        self._store: Store = HashStore()
+        self._store: Any = HashStore()
         if bound.mesh.size > 1:
             store: Any = default_store()
             epoch = store.add(f"shardwright/messages/{bound.rank}", 1)
