@@ -4,7 +4,6 @@ A checkpoint holds the logical state by original names (`core.checkpoint`), so t
 split when it was written, nor how it is when it is read.
 """
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from shardwright.core.checkpoint.folder import Save
 from shardwright.core.checkpoint.name_map import NameMap, Side
 from shardwright.core.checkpoint.reader import Reader
 from shardwright.core.checkpoint.saved_tensors import SavedState
-from shardwright.core.plan.file import to_document
 from shardwright.torch import session as sessions
 from shardwright.torch.checkpoint_state import USER, CheckpointState, Optimizers, copied
 from shardwright.torch.model import DistributedModel
@@ -93,7 +91,6 @@ def save_checkpoint(
         number, sequence, *_ = told[0]
         save = Save(folder / tag, f"{number:012x}", sequence)
     chosen: Save = save
-    plan = None if session.plan is None else json.loads(json.dumps(to_document(session.plan)))
 
     def write() -> None:
         folders.write_rank(chosen, session.bound.rank, pieces)
@@ -103,7 +100,7 @@ def save_checkpoint(
     def publish() -> None:
         folders.publish(
             chosen, session.bound.mesh.size, wait_s, step=state.steps, framework="torch",
-            content=content, plan=plan, keep=num_kept_partial_checkpoints, together=not partial,
+            content=content, plan=session.plan_document(), keep=num_kept_partial_checkpoints, together=not partial,
         )  # fmt: skip
 
     if background:

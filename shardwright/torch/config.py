@@ -1,6 +1,8 @@
 """The configuration that `init` takes: SageMaker's keys, and a few of our own."""
 
+import json
 import math
+import os
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -429,3 +431,23 @@ def read_config(given: Mapping[str, Any] | None) -> Config:
         else:
             taken[name] = value
     return Config(**taken)
+
+
+ENVIRONMENT = "SM_HP_MP_PARAMETERS"
+"""The variable in which SageMaker's launcher gives a script the configuration of a run, as JSON."""
+
+
+def configuration_of_environment() -> dict[str, Any]:
+    """The keys of `ENVIRONMENT`; none where it is not set. Raises ShardwrightError where it holds no JSON object."""
+    text = os.environ.get(ENVIRONMENT, "")
+    if not text.strip():
+        return {}
+    try:
+        found = json.loads(text)
+    except ValueError as failed:
+        raise ShardwrightError(f"{ENVIRONMENT}={text[:80]!r} is no JSON: {failed}") from None
+    if not isinstance(found, dict):
+        raise ShardwrightError(
+            f'{ENVIRONMENT}={text[:80]!r}: expected a JSON object of keys, as {{"pipeline_parallel_degree": 2}}'
+        )
+    return found

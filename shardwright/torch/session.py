@@ -3,6 +3,7 @@ model."""
 
 import atexit
 import gc
+import json
 import os
 import sys
 import traceback
@@ -33,9 +34,10 @@ from shardwright.backends.torch.runtime import Runtime
 from shardwright.core.errors import CheckpointError, ShardwrightError
 from shardwright.core.layout.mesh import Mesh
 from shardwright.core.plan.decision import LossScope
+from shardwright.core.plan.file import to_document
 from shardwright.core.plan.plan import Plan
 from shardwright.core.schedule import AUTO
-from shardwright.torch.config import OF_DIVIDED_PARAMETERS, Config, read_config
+from shardwright.torch.config import OF_DIVIDED_PARAMETERS, Config, configuration_of_environment, read_config
 from shardwright.torch.planning import device_peaks
 from shardwright.torch.start_agreement import said_at_start
 from shardwright.torch.step_log import StepLog
@@ -72,6 +74,7 @@ class Session:
         """Process groups over two axes, by name, once they were asked for."""
         self.config, self.bound, self.watchdog = config, bound, watchdog
         self._given_plan = plan
+        self._told_plan: tuple[Plan | None, Any] | None = None
         self.owns_group = owns_group
         self.seed = config.seed
         self.runtime: Runtime | None = None
@@ -105,6 +108,13 @@ class Session:
         if self._given_plan is not None or self.runtime is None or self.runtime.stage_map is None:
             return self._given_plan
         return self.runtime.stage_map.plan
+
+    def plan_document(self) -> Any:
+        """The plan as plain JSON values, made once for each plan; None where there is none."""
+        plan = self.plan
+        if self._told_plan is None or self._told_plan[0] is not plan:
+            self._told_plan = plan, None if plan is None else json.loads(json.dumps(to_document(plan)))
+        return self._told_plan[1]
 
     @property
     def compute(self) -> torch.dtype | None:
@@ -168,7 +178,8 @@ def init(
 
     Args:
         config: SageMaker's keys (`pipeline_parallel_degree`, `microbatches`, `pipeline`, `ddp` …); `pipeline` takes any
-            schedule's name. The degrees are pinned and the rest is planned at the first step.
+            schedule's name. The degrees are pinned and the rest is planned at the first step. Without any argument the
+            keys are those in the environment variable SM_HP_MP_PARAMETERS, as JSON, where it is set.
         plan: a plan, or the path of its file; then `config` may hold `seed`, `wait_timeout_s` and the like.
         device: this rank's device; by default a CUDA device by local rank, else the CPU.
         keys: more keys of the configuration.
@@ -182,6 +193,8 @@ def init(
     global _session, _process
     if _session is not None:
         raise ShardwrightError("init was called twice: call sw.shutdown() in between")
+    if config is None and plan is None and not keys:
+        config = configuration_of_environment()
     given = {**(config or {}), **keys}
     launch = this_launch()
     place = torch.device(device) if device is not None else choose_device(launch)

@@ -1,0 +1,26 @@
+"""``python -m shardwright.compat SCRIPT …``: run a script with SageMaker's module names."""
+
+import runpy
+import sys
+from pathlib import Path
+
+from shardwright.compat import install
+
+
+def main() -> int:
+    if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
+        print("usage: python -m shardwright.compat SCRIPT [ARGUMENT …]", file=sys.stderr)
+        return 0 if len(sys.argv) > 1 else 2
+    script = Path(sys.argv[1])
+    if not script.is_file():
+        print(f"{script}: there is no such script", file=sys.stderr)
+        return 2
+    install()
+    sys.argv = sys.argv[1:]
+    sys.path[0] = str(script.resolve().parent)  # as `python SCRIPT` has it
+    runpy.run_path(str(script), run_name="__main__")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

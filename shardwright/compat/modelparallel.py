@@ -1,0 +1,36 @@
+"""``smdistributed.modelparallel.torch``, as scripts import it: `shardwright.torch` with SageMaker's own defaults."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import shardwright.torch as _torch
+from shardwright.compat.names import BY_NAME
+from shardwright.core.errors import nearest
+from shardwright.torch.config import configuration_of_environment
+
+__version__ = "1.15.0"
+"""The version of SageMaker's interface whose names these are: scripts ask for it."""
+DEFAULTS: Mapping[str, Any] = {"placement_strategy": "cluster", "prescaled_batch": False}
+"""Where the defaults of SageMaker's keys are others than `shardwright.torch`'s."""
+
+
+def init(config: Mapping[str, Any] | None = None, **keys: Any) -> None:
+    """As `shardwright.torch.init`, with SageMaker's defaults: replicas are placed as D, P, T, ranks of the tensor axis
+    have samples of their own, and what they would hold whole is divided along the sequence."""
+    asked = {**DEFAULTS, **(configuration_of_environment() if config is None else config), **keys}
+    if asked.get("tensor_parallel_degree", 1) != 1:
+        asked.setdefault("optimize", "memory")
+    _torch.init(asked)
+
+
+def __getattr__(name: str) -> Any:
+    """A name of SageMaker's. Raises AttributeError for one that is refused, or that it does not have."""
+    known = BY_NAME.get(name)
+    if known is None or known.state == "refused":
+        why = known.says if known is not None else nearest(name, BY_NAME)
+        raise AttributeError(f"smdistributed.modelparallel.torch.{name}: {why}")
+    return getattr(_torch, name)
+
+
+def __dir__() -> list[str]:
+    return sorted(name for name, one in BY_NAME.items() if one.state != "refused")

@@ -1,0 +1,102 @@
+"""Every public name of ``smdistributed.modelparallel.torch``, and what becomes of it here.
+
+The list is that of its public API pages, version 1.x.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+State = Literal["same", "other", "refused"]
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    """A name of SageMaker's library.
+
+    Attributes:
+        state: "same": it does what it did; "other": it does, but for what ``says``; "refused": it is an error that says
+            why, and what to do.
+        says: what differs, or what to do.
+    """
+
+    name: str
+    state: State
+    says: str = ""
+
+
+def _same(*names: str) -> tuple[Name, ...]:
+    return tuple(Name(name, "same") for name in names)
+
+
+def _refused(says: str, *names: str) -> tuple[Name, ...]:
+    return tuple(Name(name, "refused", says) for name in names)
+
+
+_LATER = "not carried out yet"
+NAMES: tuple[Name, ...] = (
+    Name(
+        "init", "other",
+        "keys that theirs has and this library does not act on are named by a warning or an error; without a "
+        "configuration it takes that of SM_HP_MP_PARAMETERS",
+    ),
+    *_same("is_initialized"),
+    Name(
+        "step", "other",
+        "all ranks of one model-parallel group are given the same batch, and ranks that are not stop; values that are "
+        "returned are tensors",
+    ),
+    *_same("StepOutput"),
+    Name(
+        "DistributedModel", "other",
+        "original weights and names stay; a model is split at the first step; trace_device, backward_passes_per_step and "
+        "the like are refused",
+    ),
+    Name(
+        "DistributedOptimizer", "other",
+        "state_dict is whole, by original names, under any plan; local_state_dict is this rank's",
+    ),
+    *_same(
+        "rank", "size", "local_rank", "local_size", "mp_rank", "mp_size", "dp_rank", "dp_size", "tp_rank", "tp_size",
+        "pp_rank", "pp_size", "rdp_rank", "rdp_size",
+        "get_world_process_group", "get_mp_process_group", "get_dp_process_group", "get_tp_process_group",
+        "get_pp_process_group", "get_rdp_process_group",
+        "get_mp_group", "get_dp_group", "get_tp_group", "get_pp_group", "get_rdp_group",
+        "CommGroup", "RankType", "WORLD", "MP_GROUP", "DP_GROUP", "TP_GROUP", "PP_GROUP", "RDP_GROUP",
+        "WORLD_RANK", "MP_RANK", "DP_RANK", "TP_RANK", "PP_RANK", "RDP_RANK",
+        "barrier", "mp_barrier", "dp_barrier",
+    ),
+    *(
+        Name(name, "other", "objects are tensors, numbers, texts and their containers: nothing is pickled")
+        for name in ("broadcast", "send", "recv_from", "allgather")
+    ),
+    *_same("tensor_parallelism", "set_tensor_parallelism", "tp_register", "tp_register_with_module"),
+    *_same("delay_param_initialization", "set_activation_checkpointing"),
+    Name("save", "other", "what torch.load(weights_only=True) reads, and nothing else"),
+    Name("load", "other", "partial files of stages load under any partition"),
+    Name("save_checkpoint", "other", "the optimizer is in full checkpoints too; safetensors and JSON, nothing is pickled"),
+    Name("resume_from_checkpoint", "other", "under any partition"),
+    *_refused(
+        "stages are cut by the planner, or by a plan file: sw.plan(…), init(plan=…)", "partition", "set_partition",
+    ),
+    *_refused(
+        f"{_LATER}: build the model as it is, under sw.delay_param_initialization() where it is large, and wrap it",
+        "model_creation",
+    ),
+    *_refused(
+        f"{_LATER}: torch.utils.checkpoint in the model is seen and counted; recompute= in init plans it", "checkpoint",
+        "checkpoint_sequential",
+    ),
+    *_refused(f"{_LATER}: the original modules are split as they are", "nn", "is_tracing"),
+    *_refused(f"{_LATER}: precision is bf16=True or fp16=True in init, and sw.DistributedOptimizer scales losses", "amp"),
+    *_refused(f"{_LATER}: take torch.optim.AdamW", "optimizers"),
+    *_refused(f"{_LATER}: what was asked is in the plan", "state"),
+)  # fmt: skip
+BY_NAME = {one.name: one for one in NAMES}
+
+
+def table() -> str:
+    """The names as a table in Markdown."""
+    said = {"same": "the same", "other": "here, with a difference", "refused": "refused by name"}
+    lines = ["| name | state | what differs |", "|---|---|---|"]
+    lines += [f"| `{one.name}` | {said[one.state]} | {one.says} |" for one in NAMES]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,120 @@
+"""SageMaker's module names."""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import shardwright.compat
+import shardwright.torch as sw
+from shardwright.compat import modelparallel, names
+from shardwright.core.errors import ShardwrightError
+from tests.comparison import Comparison
+from tests.torch.launch import ROOT, WORKERS, run
+
+SCRIPT = WORKERS / "sagemaker_script.py"
+
+
+def launch(processes: int, out: Path, **keys: object) -> list[dict[str, list[float]]]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    outcome = run(
+        [*command, "-m", "shardwright.compat", str(SCRIPT), str(out)], 90,
+        {"SM_HP_MP_PARAMETERS": json.dumps({"ddp": True, "microbatches": 2, **keys})},
+    )  # fmt: skip
+    assert outcome.code == 0, outcome.text[-4000:]
+    found: list[dict[str, list[float]]] = json.loads(out.read_text(encoding="utf-8"))
+    return found
+
+
+@pytest.mark.timeout(600)
+def test_a_script_runs_with_no_line_changed(tmp_path: Path) -> None:
+    """On one process, and on four as two stages of two replicas, which lie as D, P, T."""
+    out = tmp_path / "out.json"
+    ((plain),) = launch(1, out)
+    split = launch(4, out, partitions=2)
+    assert [one["place"] for one in split] == [[0, 0], [1, 0], [0, 1], [1, 1]]
+    means = [sum(one["losses"][step] for one in split) / 4 for step in range(3)]
+    Comparison("losses").losses(means, plain["losses"]).require()
+
+
+@pytest.mark.parametrize("name", names.NAMES, ids=lambda one: one.name)
+def test_every_name_is_there_or_refused_by_name(name: names.Name) -> None:
+    if name.state == "refused":
+        with pytest.raises(AttributeError, match=f"smdistributed.modelparallel.torch.{name.name}: .*[a-z]"):
+            getattr(modelparallel, name.name)
+        assert not hasattr(sw, name.name), "it is there: say so in the list of names"
+        return
+    found = getattr(modelparallel, name.name)
+    assert name.name == "init" or found is getattr(sw, name.name)
+    assert (name.state == "other") == bool(name.says)
+
+
+def test_unknown_names_are_refused_with_the_nearest() -> None:
+    with pytest.raises(AttributeError, match="did you mean 'DistributedModel'"):
+        _ = modelparallel.DistributedModle
+    assert set(dir(modelparallel)) == {one.name for one in names.NAMES if one.state != "refused"}
+
+
+def test_the_page_has_the_table() -> None:
+    assert names.table() in (ROOT / "docs" / "sagemaker.md").read_text(encoding="utf-8"), (
+        "run: python -c 'from shardwright.compat.names import table; print(table())'"
+    )
+
+
+def test_modules_are_found_as_others_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*shardwright.compat.PACKAGES, shardwright.compat.MODULE):
+        monkeypatch.setitem(sys.modules, name, None)  # type: ignore[arg-type]
+        monkeypatch.delitem(sys.modules, name)
+    shardwright.compat.install()
+    shardwright.compat.install()
+    assert importlib.import_module("smdistributed.modelparallel.torch") is modelparallel
+    assert importlib.util.find_spec("smdistributed") is not None
+    assert importlib.import_module("smdistributed.modelparallel").__version__ == modelparallel.__version__
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("smdistributed.modelparallel.tensorflow")
+
+
+def test_another_library_of_that_name_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*shardwright.compat.PACKAGES, shardwright.compat.MODULE):
+        monkeypatch.setitem(sys.modules, name, json)
+    with pytest.raises(ShardwrightError, match="is loaded already, and is not Shardwright's"):
+        shardwright.compat.install()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{pp: 2}", "SM_HP_MP_PARAMETERS='{pp: 2}' is no JSON"),
+        ("[1]", "expected a JSON object"),
+        ('{"partition": 2}', "did you mean 'partitions'"),
+    ],
+)
+def test_a_configuration_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, text: str, said: str) -> None:
+    monkeypatch.setenv("SM_HP_MP_PARAMETERS", text)
+    for start in (sw.init, modelparallel.init):
+        with pytest.raises(ShardwrightError, match=said):
+            start()
+    sw.init({})  # what is given counts
+    sw.shutdown()
+
+
+def test_the_command_says_what_is_wrong(tmp_path: Path) -> None:
+    def said(*arguments: str) -> tuple[int, str]:
+        command = [sys.executable, "-m", "shardwright.compat", *arguments]
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=120,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
+        return done.returncode, done.stderr
+
+    assert said() == (2, "usage: python -m shardwright.compat SCRIPT [ARGUMENT …]\n")
+    assert said("nothing.py") == (2, "nothing.py: there is no such script\n")
+    script = tmp_path / "script.py"
+    script.write_text("import smdistributed.modelparallel.torch as smp, sys\nprint(sys.argv)\nsmp.partition(1)\n")
+    code, text = said(str(script), "a", "-b")
+    assert code == 1
+    assert "smdistributed.modelparallel.torch.partition: stages are cut by the planner" in text
