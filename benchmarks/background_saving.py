@@ -133,7 +133,7 @@ def main() -> int:
     options = parser.parse_args()
     delays, memory = {}, {}
     lines = [
-        "| plan | a step, s | with a save, s | in the background: delay, s | over a step | steps until it is complete | "
+        "| plan | a step, s | with a save, s | in the background: delay, s | over a step | steps until complete | "
         "written by a rank, MiB | memory beside, MiB |", "|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip
     for name in options.cases:

@@ -42,4 +42,4 @@ def install() -> None:
         above = package
     sys.modules[MODULE] = modelparallel
     assert above is not None
-    setattr(above, "torch", modelparallel)
+    above.torch = modelparallel  # type: ignore[attr-defined]

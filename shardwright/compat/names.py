@@ -48,8 +48,8 @@ NAMES: tuple[Name, ...] = (
     *_same("StepOutput"),
     Name(
         "DistributedModel", "other",
-        "original weights and names stay; a model is split at the first step; trace_device, backward_passes_per_step and "
-        "the like are refused",
+        "original weights and names stay; a model is split at the first step; trace_device, backward_passes_per_step "
+        "and the like are refused",
     ),
     Name(
         "DistributedOptimizer", "other",
@@ -73,7 +73,9 @@ NAMES: tuple[Name, ...] = (
     *_same("delay_param_initialization", "set_activation_checkpointing"),
     Name("save", "other", "what torch.load(weights_only=True) reads, and nothing else"),
     Name("load", "other", "partial files of stages load under any partition"),
-    Name("save_checkpoint", "other", "the optimizer is in full checkpoints too; safetensors and JSON, nothing is pickled"),
+    Name(
+        "save_checkpoint", "other", "the optimizer is in full checkpoints too; safetensors and JSON, nothing is pickled",
+    ),
     Name("resume_from_checkpoint", "other", "under any partition"),
     *_refused(
         "stages are cut by the planner, or by a plan file: sw.plan(…), init(plan=…)", "partition", "set_partition",
@@ -87,7 +89,9 @@ NAMES: tuple[Name, ...] = (
         "checkpoint_sequential",
     ),
     *_refused(f"{_LATER}: the original modules are split as they are", "nn", "is_tracing"),
-    *_refused(f"{_LATER}: precision is bf16=True or fp16=True in init, and sw.DistributedOptimizer scales losses", "amp"),
+    *_refused(
+        f"{_LATER}: precision is bf16=True or fp16=True in init, and sw.DistributedOptimizer scales losses", "amp",
+    ),
     *_refused(f"{_LATER}: take torch.optim.AdamW", "optimizers"),
     *_refused(f"{_LATER}: what was asked is in the plan", "state"),
 )  # fmt: skip
