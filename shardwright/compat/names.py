@@ -48,8 +48,8 @@ NAMES: tuple[Name, ...] = (
     *_same("StepOutput"),
     Name(
         "DistributedModel", "other",
-        "original weights and names stay; a model is split at the first step; trace_device, backward_passes_per_step "
-        "and the like are refused",
+        "original weights and names stay; arguments about tracing, buckets and overlap have no effect, which a warning "
+        "says; broadcast_buffers=False, join and cpu are refused",
     ),
     Name(
         "DistributedOptimizer", "other",
@@ -71,18 +71,15 @@ NAMES: tuple[Name, ...] = (
     ),
     *_same("tensor_parallelism", "set_tensor_parallelism", "tp_register", "tp_register_with_module"),
     *_same("delay_param_initialization", "set_activation_checkpointing"),
+    Name(
+        "model_creation", "other", "settings of their own distributed modules are refused",
+    ),
     Name("save", "other", "what torch.load(weights_only=True) reads, and nothing else"),
     Name("load", "other", "partial files of stages load under any partition"),
-    Name(
-        "save_checkpoint", "other", "the optimizer is in full checkpoints too; safetensors and JSON, nothing is pickled",
-    ),
+    Name("save_checkpoint", "other", "full ones have the optimizer too; safetensors and JSON, nothing is pickled"),
     Name("resume_from_checkpoint", "other", "under any partition"),
     *_refused(
         "stages are cut by the planner, or by a plan file: sw.plan(…), init(plan=…)", "partition", "set_partition",
-    ),
-    *_refused(
-        f"{_LATER}: build the model as it is, under sw.delay_param_initialization() where it is large, and wrap it",
-        "model_creation",
     ),
     *_refused(
         f"{_LATER}: torch.utils.checkpoint in the model is seen and counted; recompute= in init plans it", "checkpoint",

@@ -84,7 +84,7 @@ from shardwright.torch.groups import (  # noqa: E402
     tp_rank,
     tp_size,
 )
-from shardwright.torch.model import DistributedModel, delay_param_initialization  # noqa: E402
+from shardwright.torch.model import DistributedModel, delay_param_initialization, model_creation  # noqa: E402
 from shardwright.torch.optimizer import DistributedOptimizer  # noqa: E402
 from shardwright.torch.output import StepOutput  # noqa: E402
 from shardwright.torch.partial_files import load, save  # noqa: E402
@@ -152,6 +152,7 @@ __all__ = [
     "local_rank",
     "local_size",
     "measured_costs",
+    "model_creation",
     "mp_barrier",
     "mp_rank",
     "mp_size",

@@ -31,7 +31,6 @@ PIPELINE_MODES = ("auto", "recorded", "messages")
 _LATER: dict[str, tuple[Any, str]] = {
     "auto_partition": (True, "stages are cut by the planner"),
     "fp16_params": (False, "use torch.autocast around the step"),
-    "delayed_parameter_initialization": (False, "build the model under sw.delay_param_initialization()"),
 }
 """Keys of features that this version lacks: the value that asks for nothing, and the alternative."""
 
@@ -47,6 +46,10 @@ OF_DIVIDED_PARAMETERS = ("sdp_reduce_bucket_size", "sdp_param_persistence_thresh
 _COUNTS = (
     "pipeline_parallel_degree", "tensor_parallel_degree", "microbatches", "virtual_stages", "compare_in_full_every",
     "sharded_data_parallel_degree", "activation_loading_horizon",
+)  # fmt: skip
+_SWITCHES = (
+    "ddp", "prescaled_batch", "shard_optimizer_state", "bf16", "fp8", "fp16", "offload_activations",
+    "delayed_parameter_initialization",
 )  # fmt: skip
 _CHOICES: dict[str, tuple[tuple[str | None, ...], str]] = {
     "recompute": (
@@ -131,6 +134,8 @@ class Config:
         fp8: the same as bf16, with linear layers computed in 8 bits: the plan says which (its device has such products,
             or ``cluster`` names one that does).
         fp16: the same as bf16 in float16; see `DistributedOptimizer` for the scaling of losses.
+        delayed_parameter_initialization: whether `model_creation` leaves parameters without memory until the model is
+            split, as `delay_param_initialization` does.
     """
 
     pipeline_parallel_degree: int = 1
@@ -175,6 +180,7 @@ class Config:
     fp8: bool = False
     fp16: bool = False
     log_every: int = 10
+    delayed_parameter_initialization: bool = False
 
     def __post_init__(self) -> None:
         for name in _COUNTS:
@@ -218,7 +224,7 @@ class Config:
             )
 
     def _require_types(self) -> None:
-        for name in ("ddp", "prescaled_batch", "shard_optimizer_state", "bf16", "fp8", "fp16", "offload_activations"):
+        for name in _SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise ShardwrightError(f"{name}={getattr(self, name)!r}: expected True or False")
         if not isinstance(self.hierarchical_gathers, bool | None):

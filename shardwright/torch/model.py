@@ -11,6 +11,7 @@ from torch import nn
 
 from shardwright.backends.torch.capture.own_checkpoints import marked_paths
 from shardwright.backends.torch.capture.precision import step_dtype
+from shardwright.backends.torch.capture.tensor_parallel_marks import tensor_parallelism as marked_for_tensor_axis
 from shardwright.backends.torch.compat import IncompatibleKeys, pytree
 from shardwright.backends.torch.machine.agreement import Claim
 from shardwright.backends.torch.pipeline.compiling import Compiler
@@ -25,16 +26,17 @@ from shardwright.backends.torch.state.weight_files import opened
 from shardwright.backends.torch.state.weight_transfer import take_values
 from shardwright.backends.torch.state.weights import Weights, require_named
 from shardwright.backends.torch.tensor_parallel.registry import replace_registered
-from shardwright.core.errors import ShardwrightError
+from shardwright.core.errors import ShardwrightError, nearest
 from shardwright.core.schedule import Schedule, StageCosts
 from shardwright.torch import session as sessions
 from shardwright.torch.plain_clipping import refuse_plain_clipping, warn_of_plain_clipping
 from shardwright.torch.run_agreement import optimizers_claim
+from shardwright.torch.sagemaker_model import SageMakerArguments, SageMakerModel
 from shardwright.torch.scaler import require_unscaled, share_overflows
 from shardwright.torch.step_mode import ConfiguredMode
 
 
-class DistributedModel(nn.Module):
+class DistributedModel(SageMakerModel):
     """A model split over the ranks of this run.
 
     The tree of modules stays whole, under the names of the unsplit model; tensors that this rank does not hold are on
@@ -49,6 +51,9 @@ class DistributedModel(nn.Module):
             the tensors that it holds, and reads of files no more than its part of them.
         backward_passes_per_step: the number of training steps after which gradients are summed over the replicas;
             those of the others add up on every replica by itself, as under `no_sync`.
+        average_grads_across_microbatches: False says that the losses which `backward` is given are sums over their
+            samples, as its ``reduction="sum"`` does.
+        sagemaker: the other arguments of SageMaker's (``trace_device`` and so on): see `SageMakerArguments`.
 
     Raises:
         ShardwrightError: ``backward_passes_per_step`` is not a whole number of 1 or more.
@@ -56,8 +61,21 @@ class DistributedModel(nn.Module):
         CheckpointError: the folder of weights is damaged, or is none of those.
     """
 
-    def __init__(self, module: nn.Module, weights: Weights | None = None, *, backward_passes_per_step: int = 1) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        weights: Weights | None = None,
+        *,
+        backward_passes_per_step: int = 1,
+        average_grads_across_microbatches: bool = True,
+        **sagemaker: Any,
+    ) -> None:
         super().__init__()
+        if unknown := set(sagemaker) - set(SageMakerArguments.__dataclass_fields__):
+            known = (*SageMakerArguments.__dataclass_fields__, "weights", "backward_passes_per_step")
+            name = min(unknown)
+            raise TypeError(f"DistributedModel takes no argument {name!r}: {nearest(name, known)}")
+        asked = SageMakerArguments(average_grads_across_microbatches=average_grads_across_microbatches, **sagemaker)
         passes = backward_passes_per_step
         if type(passes) is not int or passes < 1:
             raise ShardwrightError(f"backward_passes_per_step={passes!r}: expected a whole number of 1 or more")
@@ -77,6 +95,7 @@ class DistributedModel(nn.Module):
             compiler=Compiler(compiler) if compiler else None,
             mode=ConfiguredMode(config, bound), compute=session.compute,
         )  # fmt: skip
+        self._reduction = asked.reduction
         self.runtime.gradients.passes_per_step = passes
         self.runtime.gradients.row_policy = config.sparse_gradients
         split_model = self.runtime.split_model
@@ -206,7 +225,8 @@ class DistributedModel(nn.Module):
             raise ShardwrightError(
                 "model.backward takes a weight or a reduction: a weight says that it is a weighted mean"
             )
-        self.runtime.backward(_one_loss(tensors, grad_tensors), weight, reduction)
+        chosen = self._reduction if weight is None and reduction is None else reduction
+        self.runtime.backward(_one_loss(tensors, grad_tensors), weight, chosen)
 
     def use_schedule(self, schedule: str | Schedule, costs: StageCosts | None = None) -> None:
         """Run the steps from now on under another schedule of the same stages; every rank calls this.
@@ -474,6 +494,38 @@ def delay_param_initialization(enabled: bool = True) -> Iterator[None]:
     """
     with DeferredInit().noting() if enabled else nullcontext():
         yield
+
+
+@contextmanager
+def model_creation(
+    tensor_parallelism: bool = False, dtype: torch.dtype | None = None, **tensor_parallel_config: Any
+) -> Iterator[None]:
+    """SageMaker's context to build a model in: its modules marked for the tensor axis, its parameters of a dtype and,
+    under the key ``delayed_parameter_initialization`` of `init`, without memory (`delay_param_initialization`).
+
+    Args:
+        tensor_parallelism: whether new modules are marked as by `set_tensor_parallelism`.
+        dtype: the default dtype inside of the context; None: as it is.
+        tensor_parallel_config: refused, as `set_tensor_parallelism` takes none either.
+
+    Raises:
+        ShardwrightError: a dtype that parameters cannot have, or settings of SageMaker's own modules.
+    """
+    delayed = sessions.current().config.delayed_parameter_initialization
+    if tensor_parallel_config:
+        raise ShardwrightError(
+            f"model_creation was given {min(tensor_parallel_config)}: it is for SageMaker's own modules; original "
+            f"modules are divided as they are, so leave it out"
+        )
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ShardwrightError(f"dtype={dtype!r}: expected a floating dtype of torch, as torch.float16, or None")
+    before = torch.get_default_dtype()
+    with marked_for_tensor_axis() if tensor_parallelism else nullcontext(), delay_param_initialization(delayed):
+        torch.set_default_dtype(before if dtype is None else dtype)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(before)
 
 
 def _is_like(given: Any, own: Mapping[str, Any]) -> bool:

@@ -9,6 +9,7 @@ import sys
 import traceback
 import warnings
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -92,6 +93,8 @@ class Session:
         """The state dicts that were loaded, in words."""
         self.optimizers: list[Callable[[], OptimizerSettings | None]] = []
         """References to the optimizers that were made, which give their settings in words."""
+        self.post_partition_hooks: OrderedDict[int, Callable[[Any], Any]] = OrderedDict()
+        """Functions of an optimizer that wait for the model to be split."""
         self.pending: PendingSave | None = None
         """The checkpoint that is being written in the background."""
         self.log = self._log() if config.log_every and bound.rank == 0 else None
@@ -140,6 +143,14 @@ class Session:
     def compares_in_full(self) -> bool:
         """Whether the next step is one of those that compare everything."""
         return self.steps_begun % self.config.compare_in_full_every == 0
+
+    def run_post_partition_hooks(self) -> None:
+        """Call the functions that waited for the model to be split, once."""
+        waiting = list(self.post_partition_hooks.values())
+        self.post_partition_hooks.clear()
+        alive = [one for reference in self.optimizers if (one := reference()) is not None]
+        for hook in waiting:
+            hook(alive[-1] if alive else None)
 
     def optimizers_said(self) -> dict[str, str]:
         """The settings of every optimizer in words."""

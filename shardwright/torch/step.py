@@ -216,7 +216,9 @@ class _Step:
         if session.log is not None:
             session.log.begin()
         with noting_scalers(self._scalers):
-            tree, returned, trained = runtime.run(StepCall(key, body, microbatches, shares, axes))
+            prepared = runtime.prepare(StepCall(key, body, microbatches, shares, axes))
+            session.run_post_partition_hooks()
+            tree, returned, trained = prepared.run()
         if trained is not None:
             session.scalers = self._scalers
             session.samples_trained += sum(shares.flat)

@@ -1,0 +1,143 @@
+"""What a distributed model has for SageMaker's sake, beside what runs it."""
+
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from shardwright.backends.torch.runtime import Runtime
+from shardwright.core.errors import MissingCapabilityError, PlanWarning, ShardwrightError
+from shardwright.torch import session as sessions
+
+
+@dataclass(frozen=True, slots=True)
+class SageMakerArguments:
+    """The arguments of SageMaker's ``DistributedModel`` that are about its own machinery, with its defaults. Those that
+    would change results are carried out or refused; of the others a value that is not the default is named by a
+    warning.
+
+    Raises:
+        ShardwrightError: a value that theirs refuses too.
+        MissingCapabilityError: ``broadcast_buffers=False``.
+    """
+
+    trace_device: str | None = "gpu"
+    trace_execution_times: bool = False
+    trace_memory_usage: bool = False
+    overlapping_allreduce: bool = True
+    average_grads_across_microbatches: bool = True
+    bucket_cap_mb: float = 25
+    broadcast_buffers: bool = True
+    gradient_as_bucket_view: bool = False
+
+    def __post_init__(self) -> None:
+        if self.trace_device not in ("gpu", "cpu", None):
+            raise ShardwrightError(f"trace_device={self.trace_device!r}: expected 'gpu', 'cpu' or None")
+        if self.trace_execution_times and self.trace_device == "cpu":
+            raise ShardwrightError("trace_execution_times=True and trace_device='cpu': leave one of them out")
+        if not self.broadcast_buffers:
+            raise MissingCapabilityError(
+                "broadcast_buffers=False: replicas of a model have the same buffers here; leave it True"
+            )
+        for name, (default, instead) in _WITHOUT_EFFECT.items():
+            given = getattr(self, name)
+            if given != default:
+                warnings.warn(f"{name}={given!r} has no effect: {instead}", PlanWarning, stacklevel=5)
+
+    @property
+    def reduction(self) -> str | None:
+        """The relation of losses to their batch that the arguments say; None: nothing."""
+        return None if self.average_grads_across_microbatches else "sum"
+
+
+_WITHOUT_EFFECT: dict[str, tuple[Any, str]] = {
+    "trace_execution_times": (
+        False, "a model is captured without being run, and times are predicted; `shardwright profile` measures them",
+    ),
+    "trace_memory_usage": (False, "memory is counted from the captured model"),
+    "overlapping_allreduce": (True, "gradients are exchanged beside the backward pass, with the same results"),
+    "bucket_cap_mb": (25, "the plan decides how large buckets are (bucket_bytes)"),
+}  # fmt: skip
+
+
+class SageMakerModel(nn.Module):
+    """The names of SageMaker's ``DistributedModel`` that ask of a model where its parts are."""
+
+    runtime: Runtime
+    session: "sessions.Session"
+    module: nn.Module
+
+    @property
+    def partitioned(self) -> bool:
+        """Whether the model is split: with a plan at once, else from the first step on."""
+        return self.runtime.steps is not None
+
+    def get_module(self) -> nn.Module:
+        """The module that was wrapped."""
+        return self.module
+
+    def local_buffers(self) -> Iterator[torch.Tensor]:
+        """The buffers that this rank holds."""
+        yield from self.runtime.ownership.local_buffers().values()
+
+    def local_named_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """The modules with parameters or buffers of their own that this rank holds, by original names."""
+        held = {**self.runtime.ownership.local_parameters(), **self.runtime.ownership.local_buffers()}
+        owners = {name.rpartition(".")[0] for name in held}
+        for name, module in self.module.named_modules():
+            if name in owners:
+                yield name, module
+
+    def local_modules(self) -> Iterator[nn.Module]:
+        """The modules with parameters or buffers of their own that this rank holds."""
+        for _, module in self.local_named_modules():
+            yield module
+
+    def is_distributed_parameter(self, param: nn.Parameter) -> bool:
+        """Whether a parameter is divided over the ranks of the tensor axis, from the first step on."""
+        tensor = self.runtime.split_model.parts.tensor
+        names = set() if tensor is None else set(tensor.places)
+        return any(own is param and name in names for name, own in self.module.named_parameters())
+
+    def distributed_modules(self) -> Iterator[nn.Module]:
+        """The modules of which a parameter of their own is divided over the ranks of the tensor axis."""
+        tensor = self.runtime.split_model.parts.tensor
+        owners = set() if tensor is None else {name.rpartition(".")[0] for name in tensor.places}
+        for name, module in self.module.named_modules():
+            if name in owners:
+                yield module
+
+    def register_post_partition_hook(self, hook: Callable[[Any, Any], Any]) -> RemovableHandle:
+        """Let ``hook(model, optimizer)`` be called once, when the model has been split and before its first step runs;
+        the optimizer is the newest that was wrapped, or None. Of a model that is split already it is called at once.
+
+        Returns a handle, whose ``remove()`` takes the hook back.
+        """
+        if not callable(hook):
+            raise ShardwrightError(f"hook={hook!r}: expected a function of (model, optimizer)")
+        hooks = self.session.post_partition_hooks
+        handle = RemovableHandle(hooks)
+        hooks[handle.id] = lambda optimizer: hook(self, optimizer)
+        if self.partitioned:
+            self.session.run_post_partition_hooks()
+        return handle
+
+    def cpu(self) -> "SageMakerModel":
+        """Refused over several ranks, each of which holds a part. Raises MissingCapabilityError."""
+        if self.session.bound.mesh.size > 1:
+            raise MissingCapabilityError(
+                "model.cpu(): a rank holds a part of the model; take model.state_dict(), which is whole and on the "
+                "CPU, into the unsplit model"
+            )
+        return super().cpu()
+
+    def join(self, *args: Any, **options: Any) -> Any:
+        """Refused: every rank runs as many steps. Raises MissingCapabilityError."""
+        raise MissingCapabilityError(
+            "model.join(): replicas run as many steps as each other here; `sw.sampler` gives every replica as many "
+            "samples, and the last step may have a batch of another size"
+        )

@@ -1,0 +1,151 @@
+"""What SageMaker's scripts ask of a distributed model: sagemaker_model.py PP TP."""
+
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import models
+import pytest
+import torch
+import torch.distributed as dist
+from launched import run_checks
+
+import shardwright.torch as sw
+from shardwright.core.errors import MissingCapabilityError, PlanWarning, ShardwrightError
+
+PP, TP = int(sys.argv[1]), int(sys.argv[2])
+
+
+@sw.step
+def train_step(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    loss: torch.Tensor = model(**batch).loss
+    model.backward(loss)
+    return loss
+
+
+@sw.step
+def summed_step(model: Any, x: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = model(x).square().sum()
+    model.backward(loss)
+    return loss
+
+
+def begin(**keys: Any) -> None:
+    sw.init({"pipeline_parallel_degree": PP, "tensor_parallel_degree": TP, "ddp": True, "microbatches": 2, **keys})
+
+
+def refused(kind: type[Exception], said: str, call: Callable[[], Any]) -> None:
+    with pytest.raises(kind, match=said):
+        call()
+
+
+def a_hook_runs_once_between_the_split_and_the_first_step() -> None:
+    begin()
+    model = sw.DistributedModel(models.build("gpt2"), trace_device="gpu", gradient_as_bucket_view=True)
+    optimizer = sw.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    assert not model.partitioned
+    calls: list[tuple[Any, Any, int]] = []
+    model.register_post_partition_hook(lambda *given: calls.append((*given, len(list(model.local_parameters())))))
+    model.register_post_partition_hook(lambda *given: calls.append((*given, 0))).remove()
+    whole = len(list(model.parameters()))
+    for step in range(2):
+        train_step(model, models.batch("gpt2", step, 8))
+        optimizer.step()
+    ((given, known, held),) = calls
+    assert given is model
+    assert known is optimizer
+    assert held < whole or PP == 1
+    assert model.partitioned
+    model.register_post_partition_hook(lambda *given: calls.append((*given, 1)))
+    assert len(calls) == 2, "it is split already"
+    sw.shutdown()
+
+
+def parts_are_found_by_their_rank() -> None:
+    begin()
+    model = sw.DistributedModel(models.build("gpt2"))
+    train_step(model, models.batch("gpt2", 0, 8))
+    assert model.get_module() is model.module
+    owners = {name.rpartition(".")[0] for name, _ in model.local_named_parameters()}
+    owners |= {name.rpartition(".")[0] for name, _ in model.local_named_buffers()}
+    assert {name for name, _ in model.local_named_modules()} == owners
+    assert len(list(model.local_modules())) == len(owners)
+    assert [id(buffer) for buffer in model.local_buffers()] == [id(held) for _, held in model.local_named_buffers()]
+    divided = [p for p in model.parameters() if model.is_distributed_parameter(p)]
+    assert bool(divided) == (TP > 1)
+    assert len({id(module) for module in model.distributed_modules()}) <= len(divided)
+    assert bool(list(model.distributed_modules())) == (TP > 1)
+    with pytest.raises(MissingCapabilityError, match="a rank holds a part"):
+        model.cpu()
+    with pytest.raises(MissingCapabilityError, match="replicas run as many steps"):
+        model.join()
+    sw.shutdown()
+
+
+def losses_that_are_sums_are_said_to_be() -> None:
+    x = torch.arange(32.0).reshape(8, 4) / 32
+    torch.manual_seed(0)
+    plain = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 4))
+    plain(x).square().sum().backward()
+    begin()
+    torch.manual_seed(0)
+    layers = torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 4)
+    model = sw.DistributedModel(torch.nn.Sequential(*layers), average_grads_across_microbatches=False)
+    summed_step(model, x)
+    for own, whole in zip(model.module.parameters(), plain.parameters(), strict=True):
+        if not own.is_meta and own.shape == whole.shape:
+            assert own.grad is not None
+            assert float((own.grad - whole.grad).abs().max()) < 1e-5
+    sw.shutdown()
+
+
+def models_are_made_as_the_configuration_says() -> None:
+    for delayed in (False, True):
+        begin(delayed_parameter_initialization=delayed)
+        torch.manual_seed(0)
+        with sw.model_creation(tensor_parallelism=TP > 1, dtype=torch.float64):
+            module = torch.nn.Linear(4, 4)
+        assert module.weight.dtype is torch.float64
+        assert torch.get_default_dtype() is torch.float32
+        if delayed:
+            refused(ShardwrightError, "delay_param_initialization", lambda made=module: made.weight.sum().item())
+        else:
+            module.weight.sum().item()
+        sw.shutdown()
+
+
+def what_is_wrong_is_said() -> None:
+    begin()
+    module = torch.nn.Linear(2, 2)
+    refused(
+        TypeError, "'trace_devise': did you mean 'trace_device'", lambda: sw.DistributedModel(module, trace_devise=1)
+    )
+    refused(ShardwrightError, "trace_device='tpu'", lambda: sw.DistributedModel(module, trace_device="tpu"))
+    both = {"trace_device": "cpu", "trace_execution_times": True}
+    refused(ShardwrightError, "trace_execution_times=True and", lambda: sw.DistributedModel(module, **both))
+    refused(MissingCapabilityError, "broadcast_buffers", lambda: sw.DistributedModel(module, broadcast_buffers=False))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        sw.DistributedModel(module, overlapping_allreduce=False, bucket_cap_mb=100, trace_memory_usage=True)
+    said = [str(one.message) for one in caught if issubclass(one.category, PlanWarning)]
+    assert sorted(text.partition("=")[0] for text in said) == [
+        "bucket_cap_mb", "overlapping_allreduce", "trace_memory_usage",
+    ], said  # fmt: skip
+    with sw.model_creation():
+        pass
+    for given in ({"dtype": torch.int8}, {"dtype": "fp16"}, {"num_attention_heads": 4}):
+        refused(ShardwrightError, f"{next(iter(given))}", lambda given=given: sw.model_creation(**given).__enter__())
+    sw.shutdown()
+
+
+CHECKS = (
+    a_hook_runs_once_between_the_split_and_the_first_step,
+    parts_are_found_by_their_rank,
+    losses_that_are_sums_are_said_to_be,
+    models_are_made_as_the_configuration_says,
+    what_is_wrong_is_said,
+)
+
+assert not dist.is_initialized()
+run_checks(CHECKS)
