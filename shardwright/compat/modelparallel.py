@@ -1,12 +1,15 @@
 """``smdistributed.modelparallel.torch``, as scripts import it: `shardwright.torch` with SageMaker's own defaults."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
+
+import torch
 
 import shardwright.torch as _torch
 from shardwright.compat.names import BY_NAME
 from shardwright.core.errors import nearest
 from shardwright.torch.config import configuration_of_environment
+from shardwright.torch.session import current
 
 __version__ = "1.15.0"
 """The version of SageMaker's interface whose names these are: scripts ask for it."""
@@ -23,14 +26,41 @@ def init(config: Mapping[str, Any] | None = None, **keys: Any) -> None:
     _torch.init(asked)
 
 
+class _Module:
+    """A module of SageMaker's within this one."""
+
+    def __init__(self, name: str, **held: Callable[[], Any]) -> None:
+        self._name, self._held = name, held
+
+    def __getattr__(self, name: str) -> Any:
+        found = self.__dict__.get("_held", {}).get(name)
+        if found is None:
+            raise _refused(f"{self._name}.{name}")
+        return found()
+
+    def __dir__(self) -> list[str]:
+        return sorted(self._held)
+
+
+amp = _Module("amp", GradScaler=lambda: torch.amp.GradScaler)
+nn = _Module("nn", FusedLayerNorm=lambda: torch.nn.LayerNorm)
+optimizers = _Module("optimizers")
+state = _Module("state", cfg=lambda: current().config)
+
+
 def __getattr__(name: str) -> Any:
     """A name of SageMaker's. Raises AttributeError for one that is refused, or that it does not have."""
     known = BY_NAME.get(name)
     if known is None or known.state == "refused":
-        why = known.says if known is not None else nearest(name, BY_NAME)
-        raise AttributeError(f"smdistributed.modelparallel.torch.{name}: {why}")
+        raise _refused(name)
     return getattr(_torch, name)
 
 
+def _refused(name: str) -> AttributeError:
+    known = BY_NAME.get(name)
+    why = known.says if known is not None else nearest(name, BY_NAME)
+    return AttributeError(f"smdistributed.modelparallel.torch.{name}: {why}")
+
+
 def __dir__() -> list[str]:
-    return sorted(name for name, one in BY_NAME.items() if one.state != "refused")
+    return sorted({one.name.partition(".")[0] for one in BY_NAME.values() if one.state != "refused"})

@@ -11,7 +11,7 @@ State = Literal["same", "other", "refused"]
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """A name of SageMaker's library.
+    """A name of SageMaker's library, with its module where it is in one.
 
     Attributes:
         state: "same": it does what it did; "other": it does, but for what ``says``; "refused": it is an error that says
@@ -70,7 +70,11 @@ NAMES: tuple[Name, ...] = (
         for name in ("broadcast", "send", "recv_from", "allgather")
     ),
     *_same("tensor_parallelism", "set_tensor_parallelism", "tp_register", "tp_register_with_module"),
-    *_same("delay_param_initialization", "set_activation_checkpointing"),
+    *_same("delay_param_initialization", "checkpoint"),
+    *(
+        Name(name, "other", "strategies of groups recompute each module by itself, which a warning says")
+        for name in ("set_activation_checkpointing", "checkpoint_sequential")
+    ),
     Name(
         "model_creation", "other", "settings of their own distributed modules are refused",
     ),
@@ -81,16 +85,16 @@ NAMES: tuple[Name, ...] = (
     *_refused(
         "stages are cut by the planner, or by a plan file: sw.plan(…), init(plan=…)", "partition", "set_partition",
     ),
+    *_same("amp.GradScaler", "state.cfg"),
+    Name("nn.FusedLayerNorm", "other", "torch's own LayerNorm, which is fused where units are compiled"),
     *_refused(
-        f"{_LATER}: torch.utils.checkpoint in the model is seen and counted; recompute= in init plans it", "checkpoint",
-        "checkpoint_sequential",
+        f"{_LATER}: build the original modules, which are divided as they are",
+        "nn.DistributedTransformer", "nn.DistributedTransformerLayer", "nn.DistributedTransformerLMHead",
+        "nn.DistributedAttentionLayer", "nn.DistributedTransformerOutputLayer", "nn.DistributedLinear",
+        "nn.DistributedEmbedding", "nn.FlashAttentionLayer", "nn.huggingface",
     ),
-    *_refused(f"{_LATER}: the original modules are split as they are", "nn", "is_tracing"),
-    *_refused(
-        f"{_LATER}: precision is bf16=True or fp16=True in init, and sw.DistributedOptimizer scales losses", "amp",
-    ),
-    *_refused(f"{_LATER}: take torch.optim.AdamW", "optimizers"),
-    *_refused(f"{_LATER}: what was asked is in the plan", "state"),
+    *_refused(f"{_LATER}: models are captured without a run of their own", "is_tracing"),
+    *_refused(f"{_LATER}: take torch.optim.AdamW", "optimizers.FusedLAMB", "optimizers.FusedNovoGrad"),
 )  # fmt: skip
 BY_NAME = {one.name: one for one in NAMES}
 

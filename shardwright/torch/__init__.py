@@ -33,6 +33,7 @@ from shardwright.backends.torch.data_parallel.row_gradients import reduce_gradie
 from shardwright.backends.torch.tensor_parallel.registry import tp_register, tp_register_with_module  # noqa: E402
 from shardwright.core.schedule.measured_costs import measured_costs  # noqa: E402
 from shardwright.core.schedule.passes import split_backward  # noqa: E402
+from shardwright.torch.activation_checkpoints import checkpoint, checkpoint_sequential  # noqa: E402
 from shardwright.torch.checkpoints import resume_from_checkpoint, save_checkpoint  # noqa: E402
 from shardwright.torch.data import DistributedSampler, sampler  # noqa: E402
 from shardwright.torch.groups import (  # noqa: E402
@@ -128,6 +129,8 @@ __all__ = [
     "barrier",
     "broadcast",
     "capture",
+    "checkpoint",
+    "checkpoint_sequential",
     "compare",
     "delay_param_initialization",
     "dp_barrier",

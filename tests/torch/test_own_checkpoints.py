@@ -198,7 +198,7 @@ def test_what_is_no_whole_unit_is_said() -> None:
 
 def test_bad_marks() -> None:
     for given, said in (
-        ({"module": "blocks"}, "marks a torch.nn.Module, not a str"),
+        ({"module": "blocks"}, "takes a torch.nn.Module, not a str"),
         ({"module": Rows(), "preserve_rng_state": False}, "draws the same random numbers again"),
         ({"module": Rows(), "strategy": "group_0"}, "expected 'each', 'contiguous' or 'group_N'"),
         ({"module": Rows(), "pack_args_as_tuple": 1}, "expected True or False"),

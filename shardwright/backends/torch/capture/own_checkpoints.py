@@ -44,28 +44,39 @@ def set_activation_checkpointing(
         ShardwrightError: an argument is no module, or random numbers need not be drawn alike, or the strategy is
             unknown.
     """
+    require_marks("set_activation_checkpointing", module, preserve_rng_state, pack_args_as_tuple, strategy)
+    row = list(module) if isinstance(module, nn.Sequential | nn.ModuleList) else None
+    if row is not None:
+        warn_of_groups(module, strategy)
+    for each in (module,) if row is None else row:
+        _marks.add(each)
+
+
+def require_marks(call: str, module: object, preserve_rng_state: bool, packs: object, strategy: object) -> None:
+    """Raise ShardwrightError for arguments of a call of SageMaker's that it cannot have."""
     if not isinstance(module, nn.Module):
-        raise ShardwrightError(f"set_activation_checkpointing marks a torch.nn.Module, not a {type(module).__name__}")
+        raise ShardwrightError(f"{call} takes a torch.nn.Module, not a {type(module).__name__}")
     if not preserve_rng_state:
         raise ShardwrightError(
             "preserve_rng_state=False: a recomputed module draws the same random numbers again, or its gradients would "
             "be wrong; leave it out"
         )
-    if not isinstance(pack_args_as_tuple, bool):
-        raise ShardwrightError(f"pack_args_as_tuple={pack_args_as_tuple!r}: expected True or False")
+    if not isinstance(packs, bool):
+        raise ShardwrightError(f"pack_args_as_tuple={packs!r}: expected True or False")
     group = re.fullmatch(r"group_([1-9]\d*)", strategy) if isinstance(strategy, str) else None
     if strategy not in ("each", "contiguous") and group is None:
         raise ShardwrightError(f"strategy={strategy!r}: expected 'each', 'contiguous' or 'group_N', as 'group_2'")
-    row = list(module) if isinstance(module, nn.Sequential | nn.ModuleList) else None
-    if row is not None and strategy not in ("each", "group_1"):
+
+
+def warn_of_groups(row: nn.Module, strategy: str) -> None:
+    """Warn of a strategy that is about groups of modules."""
+    if strategy not in ("each", "group_1"):
         warnings.warn(
-            f"strategy={strategy!r}: each module of the {type(module).__name__} is computed again by itself, and keeps "
+            f"strategy={strategy!r}: each module of the {type(row).__name__} is computed again by itself, and keeps "
             f"its own input, where a group would keep that of its first module alone",
             PlanWarning,
-            stacklevel=2,
+            stacklevel=3,
         )
-    for each in (module,) if row is None else row:
-        _marks.add(each)
 
 
 def marked_paths(model: nn.Module) -> frozenset[str]:
