@@ -1,45 +1,63 @@
-"""SageMaker's module names, for scripts that were written for its model-parallel library: opt-in.
+"""SageMaker's module names, for scripts that were written for its libraries: opt-in.
 
     import shardwright.compat
     shardwright.compat.install()
     import smdistributed.modelparallel.torch as smp
 
-or, without a change to a script, ``torchrun --nproc-per-node 4 -m shardwright.compat train.py …``. Every name of that
-library is carried out, or refused by its own name: `names.NAMES` says which, and `docs/sagemaker.md` shows it.
+or, without a change to a script, ``torchrun --nproc-per-node 4 -m shardwright.compat train.py …``. Every name of the
+model-parallel library is carried out, or refused by its own name: `names.NAMES` says which, and `docs/sagemaker.md`
+shows it. Of the data-parallel one there is ``smdistributed.dataparallel.torch.torch_smddp``, whose import registers
+the backend ``smddp`` of process groups.
 """
 
+import importlib
 import sys
+from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 from shardwright.core.errors import ShardwrightError
 
-PACKAGES = ("smdistributed", "smdistributed.modelparallel")
-MODULE = "smdistributed.modelparallel.torch"
+ROOT = "smdistributed"
+MODULES = {
+    f"{ROOT}.modelparallel.torch": "shardwright.compat.modelparallel",
+    f"{ROOT}.dataparallel.torch.torch_smddp": "shardwright.compat.torch_smddp",
+}
+"""The modules of SageMaker's that there are, and what is in their place."""
+PACKAGES = frozenset(
+    name.rsplit(".", depth)[0] for name in MODULES for depth in range(1, name.count(".") + 1)
+)  # fmt: skip
+
+
+class _Finder(MetaPathFinder, Loader):
+    """Finds SageMaker's modules."""
+
+    def find_spec(self, name: str, path: object = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name in MODULES or name in PACKAGES:
+            return ModuleSpec(name, self, is_package=name in PACKAGES)
+        return None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return importlib.import_module(MODULES[spec.name]) if spec.name in MODULES else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        if module.__name__ == f"{ROOT}.modelparallel":
+            from shardwright.compat.modelparallel import __version__
+
+            module.__version__ = __version__  # type: ignore[attr-defined]
+
+
+_FINDER = _Finder()
 
 
 def install() -> None:
-    """Let ``import smdistributed.modelparallel.torch`` find `shardwright.compat.modelparallel`. A second call changes
-    nothing. Raises ShardwrightError where SageMaker's own library is loaded already."""
-    from shardwright.compat import modelparallel
-
-    if sys.modules.get(MODULE) is modelparallel:
+    """Let imports of SageMaker's modules find those in their place. A second call changes nothing. Raises
+    ShardwrightError where SageMaker's own library is loaded already."""
+    if _FINDER in sys.meta_path:
         return
-    if loaded := [name for name in (*PACKAGES, MODULE) if name in sys.modules]:
+    if ROOT in sys.modules:
         raise ShardwrightError(
-            f"{loaded[-1]} is loaded already, and is not Shardwright's: call shardwright.compat.install() before the "
-            f"first import of it"
+            f"{ROOT} is loaded already, and is not Shardwright's: call shardwright.compat.install() before the first "
+            f"import of it"
         )
-    above: ModuleType | None = None
-    for name in PACKAGES:
-        package = ModuleType(name, f"Names of SageMaker's library: {MODULE} is shardwright.compat.modelparallel.")
-        package.__path__ = []
-        package.__spec__ = ModuleSpec(name, None, is_package=True)
-        package.__version__ = modelparallel.__version__  # type: ignore[attr-defined]
-        sys.modules[name] = package
-        if above is not None:
-            setattr(above, name.rpartition(".")[2], package)
-        above = package
-    sys.modules[MODULE] = modelparallel
-    assert above is not None
-    above.torch = modelparallel  # type: ignore[attr-defined]
+    sys.meta_path.insert(0, _FINDER)

@@ -81,24 +81,53 @@ def test_the_page_has_the_table() -> None:
     )
 
 
-def test_modules_are_found_as_others_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*shardwright.compat.PACKAGES, shardwright.compat.MODULE):
-        monkeypatch.setitem(sys.modules, name, None)  # type: ignore[arg-type]
+@pytest.fixture
+def without_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As before anything was installed."""
+    monkeypatch.setattr(sys, "meta_path", [one for one in sys.meta_path if type(one).__name__ != "_Finder"])
+    for name in [name for name in sys.modules if name.partition(".")[0] == shardwright.compat.ROOT]:
         monkeypatch.delitem(sys.modules, name)
+
+
+@pytest.mark.usefixtures("without_them")
+def test_modules_are_found_as_others_are() -> None:
+    assert importlib.util.find_spec("smdistributed") is None
     shardwright.compat.install()
     shardwright.compat.install()
-    assert importlib.import_module("smdistributed.modelparallel.torch") is modelparallel
     assert importlib.util.find_spec("smdistributed") is not None
+    assert importlib.import_module("smdistributed.modelparallel.torch") is modelparallel
     assert importlib.import_module("smdistributed.modelparallel").__version__ == modelparallel.__version__
+    assert sys.modules["smdistributed"].modelparallel.torch is modelparallel
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("smdistributed.modelparallel.tensorflow")
+    assert importlib.import_module("shardwright.compat.modelparallel") is modelparallel
 
 
+@pytest.mark.usefixtures("without_them")
 def test_another_library_of_that_name_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*shardwright.compat.PACKAGES, shardwright.compat.MODULE):
-        monkeypatch.setitem(sys.modules, name, json)
+    monkeypatch.setitem(sys.modules, "smdistributed", json)
     with pytest.raises(ShardwrightError, match="is loaded already, and is not Shardwright's"):
         shardwright.compat.install()
+
+
+def test_groups_of_the_data_parallel_backend(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        """
+import smdistributed.dataparallel.torch.torch_smddp
+import torch, torch.distributed as dist
+dist.init_process_group(backend="smddp")
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1, bias=False))
+model(torch.full((1, 2), 1.0 + dist.get_rank())).sum().backward()
+assert model.module.weight.grad.tolist() == [[1.5, 1.5]]
+assert dist.get_backend() == "smddp"
+dist.destroy_process_group()
+""",
+        encoding="utf-8",
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    outcome = run([*command, "-m", "shardwright.compat", str(script)], 60)
+    assert outcome.code == 0, outcome.text[-4000:]
 
 
 @pytest.mark.parametrize(
