@@ -1,13 +1,15 @@
 """``smdistributed.modelparallel.torch``, as scripts import it: `shardwright.torch` with SageMaker's own defaults."""
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 
 import shardwright.torch as _torch
+from shardwright.compat.first_stage import of_first_stage
 from shardwright.compat.names import BY_NAME
-from shardwright.core.errors import nearest
+from shardwright.core.errors import MissingCapabilityError, nearest
 from shardwright.torch.config import configuration_of_environment
 from shardwright.torch.session import current
 
@@ -24,6 +26,35 @@ def init(config: Mapping[str, Any] | None = None, **keys: Any) -> None:
     if asked.get("tensor_parallel_degree", 1) != 1:
         asked.setdefault("optimize", "memory")
     _torch.init(asked)
+
+
+def step(
+    function: Callable[..., Any] | None = None,
+    *,
+    non_split_inputs: Iterable[str] | None = None,
+    input_split_axes: Mapping[str, int] | None = None,
+    detach_outputs: bool = True,
+) -> Any:
+    """As `shardwright.torch.step`, with SageMaker's rule that only the batch of pipeline rank 0 counts: the other ranks
+    of its pipeline get that, whatever they pass of the same form.
+
+    Raises MissingCapabilityError for ``detach_outputs=False``: values that a step returns have no gradient.
+    """
+    if not detach_outputs:
+        raise MissingCapabilityError("detach_outputs=False: what a step returns is detached; leave it True")
+
+    def wrapped(given: Callable[..., Any]) -> Callable[..., Any]:
+        inner = _torch.step(non_split_inputs=non_split_inputs or (), input_split_axes=input_split_axes)(given)
+
+        @functools.wraps(given)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with current().watchdog.step():  # which tells the other ranks of an error
+                of_first = of_first_stage(args, kwargs)
+            return inner(*of_first[0], **of_first[1])
+
+        return call
+
+    return wrapped if function is None else wrapped(function)
 
 
 class _Module:

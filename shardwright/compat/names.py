@@ -42,8 +42,8 @@ NAMES: tuple[Name, ...] = (
     *_same("is_initialized"),
     Name(
         "step", "other",
-        "all ranks of one model-parallel group are given the same batch, and ranks that are not stop; values that are "
-        "returned are tensors",
+        "its Python runs once for each form of its arguments, not once for each microbatch; values that it returns are "
+        "tensors; detach_outputs=False is refused",
     ),
     *_same("StepOutput"),
     Name(

@@ -15,7 +15,7 @@ import shardwright.torch as sw
 from shardwright.compat import modelparallel, names
 from shardwright.core.errors import ShardwrightError
 from tests.comparison import Comparison
-from tests.torch.launch import ROOT, WORKERS, run
+from tests.torch.launch import ROOT, WORKERS, on_ranks, run
 
 SCRIPT = WORKERS / "sagemaker_script.py"
 
@@ -42,6 +42,13 @@ def test_a_script_runs_with_no_line_changed(tmp_path: Path) -> None:
     Comparison("losses").losses(means, plain["losses"]).require()
 
 
+@pytest.mark.timeout(600)
+def test_only_the_batch_of_pipeline_rank_0_counts() -> None:
+    outcome = on_ranks("first_stage.py", 4, timeout_s=90)
+    assert outcome.code == 0, outcome.text[-4000:]
+    assert "all checked" in outcome.text
+
+
 @pytest.mark.parametrize("name", names.NAMES, ids=lambda one: one.name)
 def test_every_name_is_there_or_refused_by_name(name: names.Name) -> None:
     inside, _, last = name.name.rpartition(".")
@@ -53,7 +60,7 @@ def test_every_name_is_there_or_refused_by_name(name: names.Name) -> None:
         return
     if name.name != "state.cfg":  # which a run has
         found = getattr(at, last)
-        assert inside or name.name == "init" or found is getattr(sw, name.name)
+        assert inside or name.name in ("init", "step") or found is getattr(sw, name.name)
     assert (name.state == "other") == bool(name.says)
 
 

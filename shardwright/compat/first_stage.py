@@ -1,0 +1,73 @@
+"""The batch of pipeline rank 0, given to the other ranks of its pipeline: only it counts in SageMaker's scripts, and
+the others may pass anything of the same form."""
+
+import json
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardwright.backends.torch.compat import pytree
+from shardwright.core.errors import ShardwrightError
+from shardwright.torch.session import Session, current
+
+_OWN, _VALUE, _TENSOR = "own", "value", "tensor"
+
+
+def of_first_stage(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a step with the tensors, numbers and texts that pipeline rank 0 was given; models and other
+    objects stay each rank's own. Every rank of a pipeline calls this.
+
+    Raises ShardwrightError where the arguments have another form than on pipeline rank 0.
+    """
+    session = current()
+    if session.bound.size("pp") == 1:
+        return args, kwargs
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    form = str(spec)
+    is_first = session.bound.coordinate("pp") == 0
+    told = _told(session, json.dumps([form, [_described(leaf) for leaf in leaves]]) if is_first else "")
+    of_first, described = json.loads(told)
+    if of_first != form:
+        raise ShardwrightError(
+            f"the arguments of the step have another form than on pipeline rank 0: {form[:200]} against "
+            f"{of_first[:200]}; tensors may differ in shape and dtype, and nothing else"
+        )
+    found = [_taken(session, kind, known, leaf) for (kind, known), leaf in zip(described, leaves, strict=True)]
+    taken: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_unflatten(found, spec)
+    return taken
+
+
+def _described(leaf: Any) -> list[Any]:
+    if isinstance(leaf, torch.Tensor):
+        return [_TENSOR, [str(leaf.dtype).removeprefix("torch."), list(leaf.shape)]]
+    return [_VALUE, leaf] if leaf is None or type(leaf) in (bool, int, float, str) else [_OWN, None]
+
+
+def _taken(session: Session, kind: str, known: Any, leaf: Any) -> Any:
+    if kind != _TENSOR:
+        return known if kind == _VALUE else leaf
+    dtype, shape = known
+    if session.bound.coordinate("pp") == 0:
+        value = leaf.detach().to(session.bound.device).contiguous()
+    else:
+        value = torch.empty(shape, dtype=getattr(torch, dtype), device=session.bound.device)
+    _broadcast(session, value.view(torch.uint8) if value.dtype is torch.bool else value)
+    return value
+
+
+def _told(session: Session, text: str) -> str:
+    """The text of pipeline rank 0."""
+    data = torch.tensor(list(text.encode()), dtype=torch.uint8, device=session.bound.device)
+    length = torch.tensor([data.numel()], device=session.bound.device)
+    _broadcast(session, length)
+    if session.bound.coordinate("pp"):
+        data = torch.empty(int(length), dtype=torch.uint8, device=session.bound.device)
+    _broadcast(session, data)
+    return bytes(data.cpu().numpy()).decode()
+
+
+def _broadcast(session: Session, value: torch.Tensor) -> None:
+    ranks = session.bound.groups["pp"]
+    with session.watchdog.waiting("the batch of pipeline rank 0", ranks):
+        dist.broadcast(value, ranks[0], group=session.bound.handles["pp"])

@@ -1,0 +1,54 @@
+"""Steps whose batch counts on pipeline rank 0 alone, over two stages of two replicas."""
+
+from typing import Any
+
+import models
+import pytest
+import torch
+import torch.distributed as dist
+
+import shardwright.compat.modelparallel as smp
+import shardwright.torch as sw
+from shardwright.core.errors import MissingCapabilityError, ShardwrightError
+
+
+@smp.step(non_split_inputs=["scale"])
+def train_step(model: Any, batch: dict[str, torch.Tensor], scale: torch.Tensor, extra: Any = None) -> torch.Tensor:
+    loss: torch.Tensor = model(**batch).loss * scale * (1 if extra is None else extra)
+    model.backward(loss, reduction="mean")
+    return loss
+
+
+def losses(given: Any, is_last: bool = False) -> list[float]:
+    """Those of steps whose batch ``given`` makes of that which counts."""
+    smp.init({"partitions": 2, "ddp": True, "microbatches": 2})
+    torch.manual_seed(0)
+    model = smp.DistributedModel(models.build("gpt2"))
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    found = []
+    for step in range(3):
+        optimizer.zero_grad()
+        share = smp.rdp_rank(), smp.rdp_size()
+        batch = {key: tensor.chunk(share[1])[share[0]] for key, tensor in models.batch("gpt2", step, 8).items()}
+        scale = torch.tensor(2.0)
+        if smp.pp_rank():
+            batch, scale = {key: given(tensor) for key, tensor in batch.items()}, torch.tensor(float("nan"))
+        found.append(float(train_step(model, batch, scale, extra=0.5 if smp.pp_rank() == 0 else 7.0).reduce_mean()))
+        optimizer.step()
+    if is_last:
+        said = "another form than on pipeline rank 0" if smp.pp_rank() else "the batch of pipeline rank 0; rank"
+        with pytest.raises(ShardwrightError, match=said):
+            train_step(model, batch if smp.pp_rank() == 0 else {}, scale)
+    sw.shutdown()
+    return found
+
+
+with pytest.raises(MissingCapabilityError, match="detach_outputs"):
+    smp.step(detach_outputs=False)
+dist.init_process_group("gloo")
+expected = losses(lambda tensor: tensor)
+assert all(loss == loss for loss in expected), "numbers"
+assert expected == losses(lambda tensor: torch.empty(0, 3, 1, dtype=torch.float16))
+assert expected == losses(torch.zeros_like, is_last=True)
+if dist.get_rank() == 0:
+    print("all checked")
