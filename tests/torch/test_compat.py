@@ -12,8 +12,10 @@ import torch
 
 import shardwright.compat
 import shardwright.torch as sw
-from shardwright.compat import modelparallel, names
+from shardwright.compat import keys, modelparallel, names
 from shardwright.core.errors import ShardwrightError
+from shardwright.torch import config
+from shardwright.torch.config import read_config
 from tests.comparison import Comparison
 from tests.torch.launch import ROOT, WORKERS, on_ranks, run
 
@@ -74,6 +76,53 @@ def test_what_is_in_modules() -> None:
     with pytest.raises(AttributeError, match=r"nn\.DistributedTransformr: did you mean 'nn\.DistributedTransformer'"):
         _ = modelparallel.nn.DistributedTransformr
     assert dir(modelparallel.amp) == ["GradScaler"]
+
+
+CONFIG_NAMES = {"partitions": "pipeline_parallel_degree", "sdp_hierarchical_allgather": "hierarchical_gathers"}
+
+
+@pytest.mark.parametrize("key", keys.KEYS, ids=lambda one: one.name)
+def test_every_key_acts_or_says_that_it_does_not(key: keys.Key) -> None:
+    beside = {"ddp": True} if key.name != "ddp" else {}
+    if key.name.startswith("sdp_"):
+        beside["sharded_data_parallel_degree"] = 2
+    if key.name == "activation_loading_horizon":
+        beside["offload_activations"] = True
+    if key.state == "fixed":
+        with pytest.raises(ShardwrightError, match=f"{key.name}={key.example!r}"):
+            read_config({key.name: key.example})
+        read_config({key.name: key.default})
+    elif key.state == "none":
+        with pytest.warns(UserWarning, match=f"{key.name} has no effect"):
+            assert read_config({key.name: key.example}) == read_config({})
+    else:
+        assert (
+            getattr(read_config({key.name: key.example, **beside}), CONFIG_NAMES.get(key.name, key.name)) == key.example
+        )
+
+
+def test_the_table_of_keys_is_whole() -> None:
+    named = set(keys.BY_KEY)
+    assert config._WITHOUT_EFFECT | set(config._LATER) | set(config._ALIASES) <= named
+    assert keys.table() in (ROOT / "docs" / "sagemaker.md").read_text(encoding="utf-8")
+
+
+def test_defaults_are_sagemakers() -> None:
+    modelparallel.init({"sharded_data_parallel_degree": 1})
+    held = modelparallel.state.cfg
+    assert (held.pipeline, held.placement_strategy, held.prescaled_batch) == ("interleaved", "cluster", False)
+    assert held.sdp_gradient_clipping is None
+    sw.shutdown()
+    asked: list[dict[str, object]] = []
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(sw, "init", lambda given, plan: asked.append({**given, "plan": plan}))
+        modelparallel.init({"tensor_parallel_degree": 2}, sharded_data_parallel_degree=4, pipeline="1f1b")
+        modelparallel.init({"offload_activations": True, "activation_loading_horizon": 2})
+        modelparallel.init(plan="plan.json")
+    first, second, planned = asked
+    assert planned == {"plan": "plan.json", "prescaled_batch": False}
+    assert (first["optimize"], first["sdp_gradient_clipping"], first["pipeline"]) == ("memory", 1.0, "1f1b")
+    assert second["activation_loading_horizon"] == 2
 
 
 def test_unknown_names_are_refused_with_the_nearest() -> None:
