@@ -1,8 +1,9 @@
 """`shardwright plan`: capture a model and find how to split it over a cluster."""
 
 import tomllib
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -12,8 +13,9 @@ from shardwright.commands.model_file import LossOption, load_model
 from shardwright.commands.options import takes_options
 from shardwright.commands.output import JsonOption, print_json, print_view, require_folder
 from shardwright.commands.progress import DelayedProgress
+from shardwright.commands.sagemaker import pins_of
 from shardwright.core.cluster.cluster import Cluster
-from shardwright.core.errors import ClusterError
+from shardwright.core.errors import ClusterError, PlanError
 from shardwright.core.model.graph import Graph
 from shardwright.core.search.request import Options
 from shardwright.core.search.study import study as make_study
@@ -46,6 +48,12 @@ def plan_command(
         str | None, typer.Option(help="The link between nodes; default: the hardware's.", show_default=False)
     ] = None,
     loss: LossOption = None,
+    from_smp: Annotated[
+        Path | None,
+        typer.Option(
+            help="A configuration of SageMaker's model-parallel library (JSON): its keys are pins.", show_default=False
+        ),
+    ] = None,
     study: Annotated[
         bool,
         typer.Option(
@@ -62,6 +70,8 @@ def plan_command(
     """Capture a model and find how to split it over a cluster. What is given is pinned, the rest is searched."""
     require_folder(output)
     whole = load_cluster(cluster, nodes, devices_per_node, intra_node, inter_node)
+    if from_smp is not None:
+        options = _with_pins(options, pins_of(from_smp, options.batch, whole.world_size), from_smp)
     with DelayedProgress() as bar:
         graph = _captured(model, loss, bar)
         bar.stage("searching")
@@ -81,6 +91,16 @@ def plan_command(
 
     saved = f"saved to {output}" if output is not None else "not saved: give -o plan.json to keep it"
     print_view(plan_view(plan), *([] if studied is None else [study_view(studied)]), saved)
+
+
+def _with_pins(options: Options, pins: dict[str, Any], source: Path) -> Options:
+    """The options with pins beside them. Raises PlanError for one that was given otherwise."""
+    plain = Options(batch=options.batch)
+    for name, pin in pins.items():
+        own = getattr(options, name)
+        if own not in (getattr(plain, name), pin):
+            raise PlanError(f"{name}={own!r} is given, and {source} pins {pin!r}: leave one of them out")
+    return replace(options, **pins)
 
 
 def _captured(model: str, loss: str | None, bar: DelayedProgress) -> Graph:

@@ -356,9 +356,13 @@ class Config:
         return self.sharded_data_parallel_degree if self.sharded_data_parallel_degree > 1 else self.shard_group
 
     @property
+    def placement_order(self) -> str:
+        """The letters of the axes, the last those of neighbouring ranks, as a plan has them."""
+        return _STRATEGIES.get(self.placement_strategy, self.placement_strategy)
+
+    @property
     def axes(self) -> tuple[str, ...]:
-        letters = _STRATEGIES.get(self.placement_strategy, self.placement_strategy)
-        return tuple(_AXIS_LETTERS[letter] for letter in letters)
+        return tuple(_AXIS_LETTERS[letter] for letter in self.placement_order)
 
     def _require_sizes(self, schedule: Schedule) -> None:
         given = (schedule.ranks, schedule.microbatches, schedule.virtual_stages)

@@ -1,0 +1,63 @@
+"""`shardwright plan --from-smp`: keys of SageMaker's configuration as pins."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.conftest import Ran, run
+
+KEYS = {"partitions": 2, "microbatches": 2, "ddp": True, "shard_optimizer_state": True, "bf16": True}
+
+
+def planned(models: Path, tmp_path: Path, keys: Any, *more: object, batch: int = 16) -> Ran:
+    file = tmp_path / "config.json"
+    file.write_text(keys if isinstance(keys, str) else json.dumps(keys), encoding="utf-8")
+    cluster = ("--cluster", "h100", "--devices-per-node", 8, "--batch", batch)
+    return run("plan", f"{models}/torch_models.py:with_loss", *cluster, "--from-smp", file, "--json", *more)
+
+
+@pytest.mark.parametrize(
+    "wrapped",
+    [
+        KEYS,
+        {"smdistributed": {"modelparallel": {"enabled": True, "parameters": KEYS}}},
+        {"mp_parameters": json.dumps(KEYS)},
+    ],
+    ids=["keys", "distribution", "hyperparameters"],
+)
+def test_keys_are_pins(models: Path, tmp_path: Path, wrapped: Any) -> None:
+    ran = planned(models, tmp_path, wrapped)
+    assert ran.code == 0, ran.err
+    decision = ran.document["decision"]
+    given = {
+        "pp": 2, "tp": 1, "dp": 4, "microbatch": 2, "schedule": "interleaved", "shard": 1, "precision": "bf16",
+        "placement_order": "DPT",
+    }  # fmt: skip
+    assert given.items() <= decision.items()
+    assert "recompute" not in ran.document["provenance"]["pinned"], "what no key says is searched"
+
+
+def test_options_stand_beside_them(models: Path, tmp_path: Path) -> None:
+    ran = planned(models, tmp_path, KEYS, "--recompute", "full", "--pp", 2)
+    assert ran.code == 0, ran.err
+    assert ran.document["decision"]["recompute"] == "full"
+
+
+@pytest.mark.parametrize(
+    ("keys", "more", "said"),
+    [
+        ("{", (), "no JSON file that can be read"),
+        ("[1]", (), "expected a JSON object of keys"),
+        ({"partition": 2}, (), "did you mean 'partitions'"),
+        ({"partitions": 3}, (), "pp 3 × tp 1 do not divide the cluster's 8 devices"),
+        ({"microbatches": 5}, (), "5 microbatches on each of 8 replicas do not divide a batch of 16"),
+        ({"auto_partition": False}, (), "stages are cut by the planner"),
+        ({"partitions": 2}, ("--pp", 4), "pp=4 is given, and"),
+    ],
+)
+def test_what_is_wrong_is_said(models: Path, tmp_path: Path, keys: Any, more: tuple[object, ...], said: str) -> None:
+    ran = planned(models, tmp_path, keys, *more)
+    assert ran.code != 0
+    assert said in ran.document["error"]["message"]
