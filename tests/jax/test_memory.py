@@ -124,6 +124,32 @@ def test_one_program_keeps_nothing_of_what_it_computes_again(recompute: str) -> 
     assert held[0] - held[1] > 0.75 * (plans[0] - plans[1]) > 0.25 * held[0]
 
 
+class Pooled(nnx.Module):
+    """Two convolutions with maxima over windows."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.layers = nnx.List([nnx.Conv(3, 8, (3, 3), rngs=rngs), nnx.Conv(8, 16, (3, 3), rngs=rngs)])
+        self.head = nnx.Linear(16, 4, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for layer in self.layers:
+            x = nnx.max_pool(nnx.relu(layer(x)), (2, 2), (2, 2))
+        return self.head(x.mean((1, 2)))
+
+
+def test_a_gradient_of_maxima_takes_arrays_of_places() -> None:
+    def loss(model: Pooled, batch: dict[str, jax.Array]) -> jax.Array:
+        return jnp.square(model(batch["x"])).mean()
+
+    batch = {"x": jnp.ones((8, 32, 32, 3))}
+    graph = sw.capture(nnx.eval_shape(lambda: Pooled(nnx.Rngs(0))), batch, loss)
+    pins = {"pp": 1, "dp": 1, "tp": 1, "precision": "fp32", "recompute": "none", "loss_scope": "replica"}
+    plan = sw.plan(graph, sw.Cluster("cpu"), batch=8, microbatch=8, optimizer="sgd", **pins)  # type: ignore[arg-type]
+    train = sw.train_step(loss, optax.sgd(0.1), plan, devices=jax.devices()[:1], log_every=0)
+    (after,) = train.memory_bytes(train.init(lambda: Pooled(nnx.Rngs(0))), batch)
+    assert 0.97 * after <= plan.predicted.peak_memory_bytes[0] <= 1.05 * after
+
+
 @pytest.mark.usefixtures("quick_compilation")
 def test_units_keep_what_the_runtime_hands_from_forward_to_backward() -> None:
     """Every unit as a stage: residuals and arrivals of the compiled backward."""

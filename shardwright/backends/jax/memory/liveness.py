@@ -101,6 +101,14 @@ class Liveness:
         (made,) = equation.outputs
         return 4 * 4 * int(self.program.avals[made].size) - self.program.size_bytes(made)
 
+    def _window_bytes(self, equation: Equation) -> int:
+        """The bytes that the gradient of a maximum over windows takes beside its result: XLA's CPU compiler finds the
+        place of each maximum by a 32-bit array of places for each dim, of the entries and of the windows."""
+        if equation.primitive.name != "select_and_scatter_add":
+            return 0
+        windows, entries = (self.program.avals[value] for value in equation.values)
+        return 4 * entries.ndim * (int(entries.size) + int(windows.size)) + int(windows.size) * windows.dtype.itemsize
+
     def moments(self) -> list[int]:
         """The bytes alive at every equation beside the arguments, less those of arguments that have ended."""
         last, relaid, copied, early = self._last_reads, *self._laid_out, self._made_early
@@ -124,6 +132,7 @@ class Liveness:
             if equation.primitive.name == DRAW:
                 shared += sum(self.program.size_bytes(value) for value in late if self._may_wait(value, index))
                 shared -= self._drawing_bytes(equation)
+            shared -= self._window_bytes(equation)
             found.append(alive - shared + sum(map(self.program.size_bytes, copied.get(index, ()))))
             if equation.primitive.name == DRAW:
                 self.draws.append(found[-1])
