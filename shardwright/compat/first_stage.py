@@ -10,50 +10,56 @@ import torch.distributed as dist
 from shardwright.backends.torch.compat import pytree
 from shardwright.core.errors import ShardwrightError
 from shardwright.torch.session import Session, current
+from shardwright.torch.step import plain
 
 _OWN, _VALUE, _TENSOR = "own", "value", "tensor"
 
 
 def of_first_stage(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a step with the tensors, numbers and texts that pipeline rank 0 was given; models and other
-    objects stay each rank's own. Every rank of a pipeline calls this.
+    objects stay each rank's own. Every rank of the run calls this.
 
-    Raises ShardwrightError where the arguments have another form than on pipeline rank 0.
+    Raises ShardwrightError where the arguments have another form than on pipeline rank 0, DisagreementError on the
+    other ranks then.
     """
     session = current()
     if session.bound.size("pp") == 1:
         return args, kwargs
-    leaves, spec = pytree.tree_flatten((args, kwargs))
+    leaves, spec = pytree.tree_flatten(([plain(one) for one in args], {key: plain(one) for key, one in kwargs.items()}))
     form = str(spec)
     is_first = session.bound.coordinate("pp") == 0
     told = _told(session, json.dumps([form, [_described(leaf) for leaf in leaves]]) if is_first else "")
     of_first, described = json.loads(told)
+    failure = None
     if of_first != form:
-        raise ShardwrightError(
+        failure = ShardwrightError(
             f"the arguments of the step have another form than on pipeline rank 0: {form[:200]} against "
             f"{of_first[:200]}; tensors may differ in shape and dtype, and nothing else"
         )
+    session.agreement.meet("the step, for the batch of pipeline rank 0", failure=failure)
     found = [_taken(session, kind, known, leaf) for (kind, known), leaf in zip(described, leaves, strict=True)]
-    taken: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_unflatten(found, spec)
-    return taken
+    taken = pytree.tree_unflatten(found, spec)
+    return tuple(taken[0]), taken[1]
 
 
 def _described(leaf: Any) -> list[Any]:
     if isinstance(leaf, torch.Tensor):
-        return [_TENSOR, [str(leaf.dtype).removeprefix("torch."), list(leaf.shape)]]
+        return [_TENSOR, [str(leaf.dtype).removeprefix("torch."), list(leaf.shape), leaf.requires_grad]]
     return [_VALUE, leaf] if leaf is None or type(leaf) in (bool, int, float, str) else [_OWN, None]
 
 
 def _taken(session: Session, kind: str, known: Any, leaf: Any) -> Any:
     if kind != _TENSOR:
         return known if kind == _VALUE else leaf
-    dtype, shape = known
-    if session.bound.coordinate("pp") == 0:
-        value = leaf.detach().to(session.bound.device).contiguous()
-    else:
-        value = torch.empty(shape, dtype=getattr(torch, dtype), device=session.bound.device)
-    _broadcast(session, value.view(torch.uint8) if value.dtype is torch.bool else value)
-    return value
+    dtype, shape, requires_grad = known
+    is_first = session.bound.coordinate("pp") == 0
+    device = session.bound.device
+    value = (
+        leaf.detach().to(device).contiguous() if is_first
+        else torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+    )  # fmt: skip
+    _broadcast(session, value.reshape(-1).view(torch.uint8))  # which every backend carries
+    return leaf if is_first else value.requires_grad_(requires_grad)
 
 
 def _told(session: Session, text: str) -> str:

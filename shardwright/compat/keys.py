@@ -1,5 +1,6 @@
 """Every key of the configuration of ``smdistributed.modelparallel``, its default there, and what becomes of it here."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -57,6 +58,23 @@ KEYS: tuple[Key, ...] = (
     Key("tensor_parallel_seed", 0, "none", 1, "values are those of the unsplit model, under any split"),
 )
 BY_KEY = {key.name: key for key in KEYS}
+ALWAYS = ("placement_strategy", "prescaled_batch", "pipeline")
+UNDER = {
+    "tensor_parallel_degree": ("optimize",),
+    "sharded_data_parallel_degree": ("sdp_gradient_clipping",),
+    "offload_activations": ("activation_loading_horizon",),
+}
+"""The keys whose default is another than `shardwright.torch`'s, in every run, and where another key is not its
+default."""
+
+
+def with_defaults(given: Mapping[str, Any], *, is_planned: bool = False) -> dict[str, Any]:
+    """A configuration with SageMaker's defaults beside it. ``is_planned``: whether a plan decides the rest."""
+    defaults = [key for key in ALWAYS if not is_planned or key == "prescaled_batch"]
+    for key, others in UNDER.items():
+        if given.get(key, BY_KEY[key].default) != BY_KEY[key].default:
+            defaults += others
+    return {key: BY_KEY[key].default for key in defaults} | dict(given)
 
 
 def table() -> str:

@@ -8,7 +8,7 @@ import torch
 
 import shardwright.torch as _torch
 from shardwright.compat.first_stage import of_first_stage
-from shardwright.compat.keys import BY_KEY
+from shardwright.compat.keys import with_defaults
 from shardwright.compat.names import BY_NAME
 from shardwright.core.errors import MissingCapabilityError, nearest
 from shardwright.torch.config import configuration_of_environment
@@ -16,25 +16,15 @@ from shardwright.torch.session import current
 
 __version__ = "1.15.0"
 """The version of SageMaker's interface whose names these are: scripts ask for it."""
-ALWAYS = ("placement_strategy", "prescaled_batch", "pipeline")
-UNDER = {
-    "tensor_parallel_degree": ("optimize",),
-    "sharded_data_parallel_degree": ("sdp_gradient_clipping",),
-    "offload_activations": ("activation_loading_horizon",),
-}
-"""The keys whose default is another than `shardwright.torch`'s, in every run, and where another key is not its
-default."""
 
 
 def init(config: Mapping[str, Any] | None = None, *, plan: Any = None, **more: Any) -> None:
     """As `shardwright.torch.init`, with SageMaker's defaults (`keys.KEYS`): replicas are placed as D, P, T, and ranks
     of the tensor axis have samples of their own. A ``plan`` decides the rest."""
-    given = {**(configuration_of_environment() if config is None else config), **more}
-    defaults = [key for key in ALWAYS if plan is None or key == "prescaled_batch"]
-    for key, others in UNDER.items():
-        if given.get(key, BY_KEY[key].default) != BY_KEY[key].default:
-            defaults += others
-    _torch.init({key: BY_KEY[key].default for key in defaults} | given, plan=plan)
+    if config is None and plan is None and not more:
+        config = configuration_of_environment()
+    given = {**(config or {}), **more}
+    _torch.init(with_defaults(given, is_planned=plan is not None), plan=plan)
 
 
 def step(
@@ -57,8 +47,7 @@ def step(
 
         @functools.wraps(given)
         def call(*args: Any, **kwargs: Any) -> Any:
-            with current().watchdog.step():  # which tells the other ranks of an error
-                of_first = of_first_stage(args, kwargs)
+            of_first = of_first_stage(args, kwargs)
             return inner(*of_first[0], **of_first[1])
 
         return call

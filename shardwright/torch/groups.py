@@ -5,6 +5,7 @@ axis. Ranks that take different batches form a data-parallel group (dp): ``rdp �
 ``mp · rdp`` and ``pp · dp`` are the number of all ranks.
 """
 
+import os
 from collections.abc import Sequence
 from enum import Enum
 from typing import Any
@@ -72,7 +73,9 @@ def local_rank() -> int:
 def local_size() -> int:
     """The number of processes on this node."""
     bound = current().bound
-    return bound.nodes.count(bound.nodes[bound.rank]) if bound.nodes else bound.mesh.size
+    if bound.nodes:
+        return bound.nodes.count(bound.nodes[bound.rank])
+    return int(os.environ.get("LOCAL_WORLD_SIZE", bound.mesh.size))
 
 
 def pp_rank() -> int:
@@ -206,6 +209,8 @@ def _over(group: str) -> ProcessGroup:
             if made is not None:
                 wait_longer(made)
                 session.groups[group] = made
+                if session.watchdog.pulse is not None:
+                    session.watchdog.pulse.groups.append(made)
     return session.groups[group]
 
 

@@ -146,11 +146,11 @@ class Session:
 
     def run_post_partition_hooks(self) -> None:
         """Call the functions that waited for the model to be split, once."""
-        waiting = list(self.post_partition_hooks.values())
-        self.post_partition_hooks.clear()
         alive = [one for reference in self.optimizers if (one := reference()) is not None]
-        for hook in waiting:
+        while self.post_partition_hooks:
+            number, hook = next(iter(self.post_partition_hooks.items()))
             hook(alive[-1] if alive else None)
+            self.post_partition_hooks.pop(number, None)
 
     def optimizers_said(self) -> dict[str, str]:
         """The settings of every optimizer in words."""
@@ -307,6 +307,7 @@ def _leave(session: Session) -> None:
         session.runtime.close()
     session.agreement.close()
     owns, handles = session.owns_group, session.bound.handles
+    session.groups.clear()
     alone = session.bound.mesh.size == 1
     del session
     # A runtime refers to itself in circles. What is not freed now lives until the interpreter ends, and with it threads

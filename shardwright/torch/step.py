@@ -134,7 +134,7 @@ class _Step:
     def _given(self, args: tuple[Any, ...], kwargs: dict[str, Any], session: sessions.Session) -> "_Given":
         """The arguments, taken apart, without anything from other ranks."""
         bound = self._signature.bind(*args, **kwargs)
-        arguments = {name: _plain(value) for name, value in bound.arguments.items()}
+        arguments = {name: plain(value) for name, value in bound.arguments.items()}
         leaves, spec = pytree.tree_flatten(arguments, is_leaf=_is_model)
         form = str(spec)
         if form not in self._names:
@@ -295,7 +295,7 @@ def _counted(samples: Sequence[int]) -> str:
     return ", ".join(f"{samples.count(size)} x {size}" for size in sorted(set(samples), reverse=True))
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """An argument whose tensors can be found: mappings such as tokenizers return become dicts. Raises ShardwrightError
     for another object that holds tensors."""
     if isinstance(value, UserDict):

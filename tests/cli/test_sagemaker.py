@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from shardwright.core.errors import PlanWarning
 from tests.cli.conftest import Ran, run
 
 KEYS = {"partitions": 2, "microbatches": 2, "ddp": True, "shard_optimizer_state": True, "bf16": True}
@@ -39,6 +40,17 @@ def test_keys_are_pins(models: Path, tmp_path: Path, wrapped: Any) -> None:
     assert "recompute" not in ran.document["provenance"]["pinned"], "what no key says is searched"
 
 
+def test_defaults_and_what_shards_are_pins_too(models: Path, tmp_path: Path) -> None:
+    keys = {"ddp": True, "sharded_data_parallel_degree": 4, "sdp_hierarchical_allgather": False, "bf16": True}
+    with pytest.warns(PlanWarning, match="plans have nothing for sdp_max_live_parameters"):
+        ran = planned(models, tmp_path, keys | {"sdp_param_persistence_threshold": 100, "sdp_max_live_parameters": 9})
+    assert ran.code == 0, ran.out
+    given = {"shard": 3, "shard_group": 4, "hierarchical_gathers": False, "whole_below_bytes": 200, "dp": 8}
+    assert given.items() <= ran.document["decision"].items()
+    alone = planned(models, tmp_path, {"partitions": 8, "shard_optimizer_state": True})
+    assert alone.code or alone.document["decision"]["shard"] == 0
+
+
 def test_options_stand_beside_them(models: Path, tmp_path: Path) -> None:
     ran = planned(models, tmp_path, KEYS, "--recompute", "full", "--pp", 2)
     assert ran.code == 0, ran.err
@@ -51,10 +63,12 @@ def test_options_stand_beside_them(models: Path, tmp_path: Path) -> None:
         ("{", (), "no JSON file that can be read"),
         ("[1]", (), "expected a JSON object of keys"),
         ({"partition": 2}, (), "did you mean 'partitions'"),
-        ({"partitions": 3}, (), "pp 3 × tp 1 do not divide the cluster's 8 devices"),
-        ({"microbatches": 5}, (), "5 microbatches on each of 8 replicas do not divide a batch of 16"),
+        ('{"mp_parameters": "{"}', (), "no JSON file that can be read"),
+        ({"partitions": 3, "ddp": True}, (), "do not divide the 8 ranks"),
+        ({"partitions": 2}, (), "ddp"),
+        ({"microbatches": 5, "ddp": True}, (), "5 microbatches on each of 8 replicas do not divide a batch of 16"),
         ({"auto_partition": False}, (), "stages are cut by the planner"),
-        ({"partitions": 2}, ("--pp", 4), "pp=4 is given, and"),
+        ({"partitions": 2, "ddp": True}, ("--pp", 4), "pp=4 is given, and"),
     ],
 )
 def test_what_is_wrong_is_said(models: Path, tmp_path: Path, keys: Any, more: tuple[object, ...], said: str) -> None:

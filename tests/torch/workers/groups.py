@@ -5,12 +5,14 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from launched import run_checks
 
 import shardwright.torch as sw
+from shardwright.backends.torch.machine.messages import as_bytes
 from shardwright.core.errors import ShardwrightError
 
 PP, TP = int(sys.argv[1]), int(sys.argv[2])
@@ -59,6 +61,29 @@ def messages_arrive_in_order() -> None:
             assert sw.recv_from(0, sw.RankType.PP_RANK) == sw.get_pp_group()[0]
 
 
+def large_objects_and_rare_ones_arrive() -> None:
+    large = torch.arange(3_000_000, dtype=torch.float32)
+    for found in sw.allgather({"large": large + sw.rank(), "a view": large[:1], "rare": frozenset({np.float64(0.5)})}):
+        assert found["rare"] == {0.5}
+        assert isinstance(found["rare"], frozenset)
+        assert found["large"].numel() == large.numel()
+    assert [float(one[5]) for one in sw.allgather(large + sw.rank())] == [5.0 + rank for rank in range(sw.size())]
+    assert len(as_bytes(large[:1])) < 10_000
+
+
+def after_a_refusal_messages_go_on() -> None:
+    last = sw.size() - 1
+    with pytest.raises(ShardwrightError, match="only a pickle" if sw.rank() == last else f"rank {last} gave allgather"):
+        sw.allgather(object() if sw.rank() == last else 1)
+    assert sw.allgather(sw.rank()) == list(range(sw.size()))
+    if sw.rank() == 0:
+        with pytest.raises(ShardwrightError, match="only a pickle"):
+            sw.send(object(), 1)
+        sw.send("after it", 1)
+    if sw.rank() == 1:
+        assert sw.recv_from(0) == "after it"
+
+
 def one_rank_tells_its_group() -> None:
     for group, (ranks_of, place_of, *_) in GROUPS.items():
         kind = sw.RankType(group.value)
@@ -91,7 +116,7 @@ def refused(said: str, call: Callable[[], Any]) -> None:
 def what_cannot_be_sent_is_refused() -> None:
     other = (sw.rank() + 1) % sw.size()
     refused(r"the object/f is of class builtins.function", lambda: sw.send({"f": refused}, other))
-    refused(r"the object is of class builtins.object", lambda: sw.allgather(object()))
+    refused(r"the object is of class builtins.object", lambda: sw.allgather(object()))  # on every rank
     refused(f"dest_rank={sw.size()}: expected a place", lambda: sw.send(1, sw.size()))
     refused("src_rank=-1: expected a place among", lambda: sw.recv_from(-1, sw.TP_RANK))
     refused("is this rank itself", lambda: sw.send(1, sw.rank()))
@@ -110,6 +135,8 @@ CHECKS = (
     groups_and_places_belong_together,
     objects_are_gathered_in_the_order_of_places,
     messages_arrive_in_order,
+    large_objects_and_rare_ones_arrive,
+    after_a_refusal_messages_go_on,
     one_rank_tells_its_group,
     barriers_wait,
     what_cannot_be_sent_is_refused,

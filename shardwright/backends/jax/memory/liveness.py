@@ -107,7 +107,8 @@ class Liveness:
         if equation.primitive.name != "select_and_scatter_add":
             return 0
         windows, entries = (self.program.avals[value] for value in equation.values)
-        return 4 * entries.ndim * (int(entries.size) + int(windows.size)) + int(windows.size) * windows.dtype.itemsize
+        count = int(windows.size)
+        return 4 * int(entries.ndim) * (int(entries.size) + count) + count * int(windows.dtype.itemsize)
 
     def moments(self) -> list[int]:
         """The bytes alive at every equation beside the arguments, less those of arguments that have ended."""
