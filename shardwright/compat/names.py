@@ -49,7 +49,8 @@ NAMES: tuple[Name, ...] = (
     Name(
         "DistributedModel", "other",
         "original weights and names stay; arguments about tracing, buckets and overlap have no effect, which a warning "
-        "says; broadcast_buffers=False, join and cpu are refused",
+        "says; broadcast_buffers=False, join and cpu are refused; with "
+        "average_grads_across_microbatches=False gradients are sums over replicas too, which a warning says",
     ),
     Name(
         "DistributedOptimizer", "other",

@@ -52,7 +52,8 @@ class DistributedModel(SageMakerModel):
         backward_passes_per_step: the number of training steps after which gradients are summed over the replicas;
             those of the others add up on every replica by itself, as under `no_sync`.
         average_grads_across_microbatches: False says that the losses which `backward` is given are sums over their
-            samples, as its ``reduction="sum"`` does.
+            samples, as its ``reduction="sum"`` does, where it is given neither a reduction nor a weight. Gradients are
+            those of the sum over all replicas then; SageMaker's are divided by their number, which a warning says.
         sagemaker: the other arguments of SageMaker's (``trace_device`` and so on): see `SageMakerArguments`.
 
     Raises:
@@ -95,7 +96,13 @@ class DistributedModel(SageMakerModel):
             compiler=Compiler(compiler) if compiler else None,
             mode=ConfiguredMode(config, bound), compute=session.compute,
         )  # fmt: skip
-        self._reduction = asked.reduction
+        session.reduction = asked.reduction
+        if asked.reduction == "sum" and bound.size("dp") > 1 and bound.rank == 0:
+            warnings.warn(
+                f"average_grads_across_microbatches=False: gradients are those of the sum over all {bound.size('dp')} "
+                f"replicas, where SageMaker's are divided by their number: divide the loss, or the learning rate",
+                stacklevel=2,
+            )
         self.runtime.gradients.passes_per_step = passes
         self.runtime.gradients.row_policy = config.sparse_gradients
         split_model = self.runtime.split_model
@@ -225,7 +232,7 @@ class DistributedModel(SageMakerModel):
             raise ShardwrightError(
                 "model.backward takes a weight or a reduction: a weight says that it is a weighted mean"
             )
-        chosen = self._reduction if weight is None and reduction is None else reduction
+        chosen = self.session.reduction if weight is None and reduction is None else reduction
         self.runtime.backward(_one_loss(tensors, grad_tensors), weight, chosen)
 
     def use_schedule(self, schedule: str | Schedule, costs: StageCosts | None = None) -> None:

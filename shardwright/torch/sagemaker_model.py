@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -49,7 +49,7 @@ class SageMakerArguments:
                 warnings.warn(f"{name}={given!r} has no effect: {instead}", PlanWarning, stacklevel=5)
 
     @property
-    def reduction(self) -> str | None:
+    def reduction(self) -> Literal["sum"] | None:
         """The relation of losses to their batch that the arguments say; None: nothing."""
         return None if self.average_grads_across_microbatches else "sum"
 
@@ -122,8 +122,8 @@ class SageMakerModel(nn.Module):
         hooks = self.session.post_partition_hooks
         handle = RemovableHandle(hooks)
         hooks[handle.id] = lambda optimizer: hook(self, optimizer)
-        if self.partitioned:
-            self.session.run_post_partition_hooks()
+        if self.partitioned and (failure := self.session.run_post_partition_hooks()) is not None:
+            raise failure
         return handle
 
     def cpu(self) -> "SageMakerModel":

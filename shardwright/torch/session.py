@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -95,6 +95,10 @@ class Session:
         """References to the optimizers that were made, which give their settings in words."""
         self.post_partition_hooks: OrderedDict[int, Callable[[Any], Any]] = OrderedDict()
         """Functions of an optimizer that wait for the model to be split."""
+        self.is_first_step = True
+        """Whether no step has been prepared yet: before the first one runs the hooks of all ranks are called."""
+        self.reduction: Literal["mean", "sum"] | None = None
+        """The relation of losses to their batch, where `backward` is told none."""
         self.pending: PendingSave | None = None
         """The checkpoint that is being written in the background."""
         self.log = self._log() if config.log_every and bound.rank == 0 else None
@@ -144,13 +148,18 @@ class Session:
         """Whether the next step is one of those that compare everything."""
         return self.steps_begun % self.config.compare_in_full_every == 0
 
-    def run_post_partition_hooks(self) -> None:
-        """Call the functions that waited for the model to be split, once."""
+    def run_post_partition_hooks(self) -> Exception | None:
+        """Call the functions that waited for the model to be split, once each; the failure of one."""
         alive = [one for reference in self.optimizers if (one := reference()) is not None]
-        while self.post_partition_hooks:
-            number, hook = next(iter(self.post_partition_hooks.items()))
-            hook(alive[-1] if alive else None)
-            self.post_partition_hooks.pop(number, None)
+        failure: Exception | None = None
+        try:
+            while self.post_partition_hooks:
+                number, hook = next(iter(self.post_partition_hooks.items()))
+                hook(alive[-1] if alive else None)
+                self.post_partition_hooks.pop(number, None)
+        except Exception as error:
+            failure = error
+        return failure
 
     def optimizers_said(self) -> dict[str, str]:
         """The settings of every optimizer in words."""

@@ -217,7 +217,10 @@ class _Step:
             session.log.begin()
         with noting_scalers(self._scalers):
             prepared = runtime.prepare(StepCall(key, body, microbatches, shares, axes))
-            session.run_post_partition_hooks()
+            if session.is_first_step:
+                session.is_first_step = False
+                failure = session.run_post_partition_hooks()
+                session.agreement.meet("the hooks behind the split", failure=failure)
             tree, returned, trained = prepared.run()
         if trained is not None:
             session.scalers = self._scalers

@@ -423,7 +423,7 @@ class TrainStep:
         self.settle()
         with no_mesh():
             held = self._training_of(state).apart(state)
-        checkpoints.save(Path(path), tag, held, self.plan, user_content, keep)
+            checkpoints.save(Path(path), tag, held, self.plan, user_content, keep)
 
     def resume_from_checkpoint(
         self,
@@ -453,9 +453,11 @@ class TrainStep:
         chosen = None if names is None else NameMap.of_any(names)
         training = self._training_of(state)
         with no_mesh():
+            apart = training.apart(state)
             found = checkpoints.resume(
-                Path(path), tag, training.apart(state), chosen, load_optimizer=load_optimizer, missing_ok=missing_ok
-            )
+                Path(path), tag, apart, chosen, load_optimizer=load_optimizer, missing_ok=missing_ok,
+                release=lambda: training.release(state),
+            )  # fmt: skip
             return (state, None) if found is None else (training.together(found[0], state), found[1])
 
     def _pipelines(self) -> list[Pipeline]:

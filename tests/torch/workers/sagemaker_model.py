@@ -62,6 +62,24 @@ def a_hook_runs_once_between_the_split_and_the_first_step() -> None:
     sw.shutdown()
 
 
+def a_hook_that_fails_is_told_to_all_ranks() -> None:
+    begin()
+    model = sw.DistributedModel(models.build("gpt2"))
+    calls = []
+
+    def hook(*given: Any) -> None:
+        calls.append(given)
+        if sw.rank() == 1:
+            raise KeyError("a file that this rank lacks")
+
+    model.register_post_partition_hook(hook)
+    kind, said = (KeyError, "lacks") if sw.rank() == 1 else (ShardwrightError, "a file that this rank lacks")
+    with pytest.raises(kind, match=said):
+        train_step(model, models.batch("gpt2", 0, 8))
+    assert len(calls) == 1
+    sw.shutdown()
+
+
 def parts_are_found_by_their_rank() -> None:
     begin()
     model = sw.DistributedModel(models.build("gpt2"))
@@ -141,6 +159,7 @@ def what_is_wrong_is_said() -> None:
 
 CHECKS = (
     a_hook_runs_once_between_the_split_and_the_first_step,
+    a_hook_that_fails_is_told_to_all_ranks,
     parts_are_found_by_their_rank,
     losses_that_are_sums_are_said_to_be,
     models_are_made_as_the_configuration_says,

@@ -19,6 +19,7 @@ from shardwright.backends.jax.capture.own_checkpoints import with_plain
 from shardwright.backends.jax.capture.precision import COMPUTE
 from shardwright.backends.jax.capture.steps import Program
 from shardwright.backends.jax.capture.trace import TracedCall
+from shardwright.backends.jax.machine.mesh import no_mesh
 from shardwright.backends.jax.memory.liveness import Liveness, makes_zeros
 from shardwright.backends.jax.memory.step_constants import constants_bytes
 from shardwright.backends.jax.pipeline.stage_functions import (
@@ -56,7 +57,8 @@ def with_footprints(captured: Captured) -> Graph:
         if not (find(False).footprints and is_wide):
             return UnitMemory()
         try:
-            traces = captured.traces_in(COMPUTE["bf16"])
+            with no_mesh():  # it is asked when a plan is saved, too, whatever is around that
+                traces = captured.traces_in(COMPUTE["bf16"])
             return footprints(graph, traces, captured.names, by_calls=captured.is_module)
         except Exception:  # of the user's model, which does not run so: a training step in 16 bits says it
             return UnitMemory()
@@ -109,6 +111,8 @@ def footprints(
         # No pipeline trains a program that cannot be cut, or has no derivative (JAX says so in any of these ways): the
         # core counts by kinds of op.
         return UnitMemory()
+    finally:
+        _program_of.cache_clear()
     twice = []
     for (first, second), kept, kept_3 in zip(pairs, *together, strict=True):
         size = _line(*(of[first][0] + of[second][0] - at[0] for of, at in zip(found, (kept, kept_3), strict=True)))

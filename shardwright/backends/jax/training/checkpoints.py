@@ -1,7 +1,7 @@
 """Checkpoints of a training state: written by shards, read under any plan."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -52,9 +52,11 @@ def save(path: Path, tag: str, state: TrainState, plan: Plan, user_content: Any,
     content: dict[str, Any] = {}
     begun: Save | None = None
     failure: Exception | None = None
-    told, same = None, ""
+    told, same, document = None, "", None
     try:
         folders.require_keep(keep)
+        if process == 0:
+            document = to_document(plan)
         pieces, content = _gathered(state, user_content)
         same = _said(content, pieces[USER])
         if process == 0:
@@ -79,7 +81,7 @@ def save(path: Path, tag: str, state: TrainState, plan: Plan, user_content: Any,
     def publish() -> None:
         folders.publish(
             chosen, jax.process_count(), WRITTEN_S, step=content["steps"], framework="jax", content=content,
-            plan=to_document(plan), keep=keep,
+            plan=document, keep=keep,
         )  # fmt: skip
 
     for work, is_mine in ((write, True), (publish, process == 0)):
@@ -141,11 +143,13 @@ def resume(
     *,
     load_optimizer: bool,
     missing_ok: bool = False,
+    release: Callable[[], None] = lambda: None,
 ) -> tuple[TrainState, Any] | None:
     """The state with the values of a checkpoint, and what the user added. The given state is used up. None where the
     folder has none and ``missing_ok``.
 
-    names: the map through which a checkpoint of PyTorch is read. All processes call this.
+    names: the map through which a checkpoint of PyTorch is read. ``release``: is called once the checkpoint is known to
+    fit, before it is read. All processes call this.
 
     Raises CheckpointError where there is no complete checkpoint, or it is damaged, or of something else.
     """
@@ -162,6 +166,7 @@ def resume(
     if loading is None:
         return None
     try:
+        release()
         resumed = loading.load()
     except Exception as error:
         failure = error

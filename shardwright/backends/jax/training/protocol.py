@@ -76,8 +76,11 @@ class Training(Protocol):
     def apart(self, state: TrainState) -> TrainState:
         """The state as a checkpoint has it: with a leaf for each of the model's, on the devices that have it."""
 
+    def release(self, state: TrainState) -> None:
+        """Free what `apart` has copied of a state."""
+
     def together(self, state: TrainState, like: TrainState) -> TrainState:
-        """The counterpart of `apart`, for a state as another is."""
+        """The counterpart of `apart`, for a state as another is. What is put together is used up."""
 
     def original(self, state: TrainState) -> TrainState:
         """The state in the order of the model's own. Raises MissingCapabilityError for forms that divide a state among
@@ -136,6 +139,9 @@ class OfPlan:
     def apart(self, state: TrainState) -> TrainState:
         """The state as it is: it has a leaf for each of the model's."""
         return state
+
+    def release(self, state: TrainState) -> None:
+        """Nothing was copied."""
 
     def together(self, state: TrainState, like: TrainState) -> TrainState:
         """The state as it is."""

@@ -76,8 +76,13 @@ class SpmdTraining(InStages):
         stacking, states = self._stackings_of(state)
         return replace(state, params=stacking.apart(state.params), optimizer=states.apart(state.optimizer))
 
+    def release(self, state: TrainState) -> None:
+        """Free the stacks, of which `apart` has copies."""
+        for stack in (*state.params["stacks"], *state.optimizer["stacks"]):
+            stack.delete()
+
     def together(self, state: TrainState, like: TrainState) -> TrainState:
-        """The counterpart of `apart`, for a state as another is."""
+        """The counterpart of `apart`, for a state as another is. What is put together is used up."""
         stacking, states = self._stackings_of(like)
         return replace(state, params=stacking.together(state.params), optimizer=states.together(state.optimizer))
 

@@ -56,7 +56,7 @@ class Stacking:
         return jax.tree.unflatten(self.structure, leaves)
 
     def together(self, tree: Any) -> dict[str, list[jax.Array]]:
-        """The counterpart of `apart`."""
+        """The counterpart of `apart`. The leaves of stacks are used up."""
         leaves = jax.tree.leaves(tree)
         stacks = [self._stack([leaves[i] for i in rows], place) for rows, place in self.rows]
         return {"stacks": stacks, "rest": [leaves[i] for i, _ in self.rest]}
@@ -70,8 +70,12 @@ class Stacking:
                 for turn in range(turns)
             ]
             shards += [jnp.stack([data[device] for data in held])[:, None] for device in held[0]]
-        shape = (turns, stages, *leaves[0].shape)
-        return jax.make_array_from_single_device_arrays(shape, place, shards, dtype=leaves[0].dtype)
+        shape, dtype = (turns, stages, *leaves[0].shape), leaves[0].dtype
+        made = jax.make_array_from_single_device_arrays(shape, place, shards, dtype=dtype)
+        jax.block_until_ready(made)
+        for leaf in leaves:
+            leaf.delete()
+        return made
 
 
 def _entry(stack: jax.Array, turn: int, stage: int) -> jax.Array:
