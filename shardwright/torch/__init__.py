@@ -35,6 +35,7 @@ from shardwright.core.schedule.measured_costs import measured_costs  # noqa: E40
 from shardwright.core.schedule.passes import split_backward  # noqa: E402
 from shardwright.torch.activation_checkpoints import checkpoint, checkpoint_sequential  # noqa: E402
 from shardwright.torch.checkpoints import resume_from_checkpoint, save_checkpoint  # noqa: E402
+from shardwright.torch.creation import delay_param_initialization, model_creation  # noqa: E402
 from shardwright.torch.data import DistributedSampler, sampler  # noqa: E402
 from shardwright.torch.groups import (  # noqa: E402
     DP_GROUP,
@@ -85,7 +86,7 @@ from shardwright.torch.groups import (  # noqa: E402
     tp_rank,
     tp_size,
 )
-from shardwright.torch.model import DistributedModel, delay_param_initialization, model_creation  # noqa: E402
+from shardwright.torch.model import DistributedModel  # noqa: E402
 from shardwright.torch.optimizer import DistributedOptimizer  # noqa: E402
 from shardwright.torch.output import StepOutput  # noqa: E402
 from shardwright.torch.partial_files import load, save  # noqa: E402
