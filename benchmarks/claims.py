@@ -405,6 +405,11 @@ def loading(shares: Mapping[str, tuple[float, bool]], ratios: Mapping[str, float
     return claims
 
 
+def loading_jax(ratio: float) -> Claims:
+    """The time of a load in JAX over that of Orbax."""
+    return loading({}, {"Orbax": ratio})
+
+
 def twins(alike: Mapping[str, bool], is_whole: bool) -> Claims:
     """By model and cluster, whether both frameworks' graphs get one plan: 28 of all 30."""
     claims = Claims()

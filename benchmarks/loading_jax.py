@@ -141,7 +141,7 @@ def main() -> int:
     if options.write:
         with options.write.open("a", encoding="utf-8") as file:
             file.write(text)
-    judged = claims.loading({}, {"Orbax": ratio})
+    judged = claims.loading_jax(ratio)
     print(judged.verdict())
     return judged.exit_code
 

@@ -320,6 +320,10 @@ JUDGED: dict[str, tuple[Callable[[], Claims], list[Callable[[], Claims]]]] = {
             lambda: claims.loading({}, {}),
         ],
     ),
+    "loading_jax": (
+        lambda: claims.loading_jax(1.29),
+        [lambda: claims.loading_jax(1.31), lambda: claims.loading_jax(NAN)],
+    ),
     "background_saving": (
         lambda: claims.background_saving({"pp 2": 0.04}, {"pp 2": 1.0}),
         [
