@@ -1,6 +1,6 @@
-"""Every public name of ``smdistributed.modelparallel.torch``, and what becomes of it here.
+"""The names of ``smdistributed.modelparallel.torch``, version 1.x, and what becomes of each here.
 
-The list is that of its public API pages, version 1.x.
+The list is drawn from its public API pages by hand. A name that it lacks is refused as an unknown one.
 """
 
 from dataclasses import dataclass

@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.backends.torch.machine.agreement import Claim
-from shardwright.backends.torch.state.saved_parts import (
-    read_whole,
-)
+from shardwright.backends.torch.state.saved_parts import read_whole
 from shardwright.core.checkpoint import folder as folders
 from shardwright.core.checkpoint.folder import Save
 from shardwright.core.checkpoint.name_map import NameMap, Side
