@@ -5,7 +5,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from shardwright.core.errors import MissingFrameworkError, PlanError, PlanWarning
+from shardwright.core.errors import MissingCapabilityError, MissingFrameworkError, PlanError, PlanWarning
 
 WITHIN = ("parameters", "mp_parameters", "modelparallel", "smdistributed")
 """Keys under which a configuration lies in the settings of SageMaker's launcher, the innermost first."""
@@ -20,6 +20,7 @@ def pins_of(path: Path, batch: int, devices: int) -> dict[str, Any]:
 
     Raises:
         PlanError: the file cannot be read, is no JSON object, or its microbatches do not divide.
+        MissingCapabilityError: ``auto_partition=False``.
         ShardwrightError: an unknown key, a value that is not possible, or degrees that do not divide the devices.
     """
     try:
@@ -36,13 +37,18 @@ def pins_of(path: Path, batch: int, devices: int) -> dict[str, Any]:
             f"{path}: {config.microbatches} microbatches on each of {dp} replicas do not divide a batch of {batch}: "
             f"take a multiple of {dp * config.microbatches}"
         )
+    if not config.auto_partition:
+        raise MissingCapabilityError(
+            f"{path}: auto_partition=False leaves the cut to the marks of a script's modules, and no script is run "
+            f"here: leave it out, or give a plan file with its stage_starts to init(plan=…)"
+        )
     level = config.shard_level if dp > 1 else 0
     pins: dict[str, Any] = {
         "pp": pp, "tp": tp, "dp": dp, "microbatch": batch // (dp * config.microbatches), "shard": level,
         "virtual_stages": config.virtual_stages, "placement_order": config.placement_order,
     }  # fmt: skip
     if pp > 1:
-        pins["schedule"] = config.pipeline
+        pins |= {"schedule": config.pipeline, **config.cut}
     if level and config.sharing_replicas is not None:
         pins["shard_group"] = config.sharing_replicas
     if level and config.hierarchical_gathers is not None:

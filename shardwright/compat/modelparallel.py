@@ -1,7 +1,9 @@
 """``smdistributed.modelparallel.torch``, as scripts import it: `shardwright.torch` with SageMaker's own defaults."""
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,7 +12,7 @@ import shardwright.torch as _torch
 from shardwright.compat.first_stage import of_first_stage
 from shardwright.compat.keys import with_defaults
 from shardwright.compat.names import BY_NAME
-from shardwright.core.errors import MissingCapabilityError, nearest
+from shardwright.core.errors import MissingCapabilityError, PlanWarning, nearest
 from shardwright.torch.config import configuration_of_environment
 from shardwright.torch.session import current
 
@@ -53,6 +55,34 @@ def step(
         return call
 
     return wrapped if function is None else wrapped(function)
+
+
+@contextmanager
+def partition(index: int) -> Iterator[None]:
+    """As `shardwright.torch.partition`; without effect under ``auto_partition=True``, which a warning says."""
+    if current().config.auto_partition:
+        _warn_of_places(f"partition({index})")
+        yield
+        return
+    with _torch.partition(index):
+        yield
+
+
+def set_partition(module: torch.nn.Module, index: int) -> None:
+    """As `shardwright.torch.set_partition`; without effect under ``auto_partition=True``, which a warning says."""
+    if current().config.auto_partition:
+        _warn_of_places(f"set_partition(…, {index})")
+    else:
+        _torch.set_partition(module, index)
+
+
+def _warn_of_places(said: str) -> None:
+    warnings.warn(
+        f"{said} has no effect under auto_partition=True, where the planner places every module: set "
+        f"auto_partition=False",
+        PlanWarning,
+        stacklevel=3,
+    )
 
 
 class _Module:

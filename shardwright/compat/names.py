@@ -83,8 +83,13 @@ NAMES: tuple[Name, ...] = (
     Name("load", "other", "partial files of stages load under any partition"),
     Name("save_checkpoint", "other", "full ones have the optimizer too; safetensors and JSON, nothing is pickled"),
     Name("resume_from_checkpoint", "other", "under any partition"),
-    *_refused(
-        "stages are cut by the planner, or by a plan file: sw.plan(…), init(plan=…)", "partition", "set_partition",
+    *(
+        Name(
+            name, "other",
+            "under auto_partition=False; otherwise it has no effect, which a warning says. Modules run where they are "
+            "placed: as a recorded pipeline where that makes a row of stages, else by messages",
+        )
+        for name in ("partition", "set_partition")
     ),
     *_same("amp.GradScaler", "state.cfg"),
     Name("nn.FusedLayerNorm", "other", "torch's own LayerNorm, which is fused where units are compiled"),

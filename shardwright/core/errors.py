@@ -75,7 +75,7 @@ class MissingFrameworkError(ShardwrightError, ImportError):
 def nearest(given: str, known: Iterable[str]) -> str:
     """A closing clause for an error about an unknown name: the nearest known name, and all of them."""
     options = sorted(known)
-    begun = [option for option in options if given and option.startswith(given)]
+    begun = sorted((option for option in options if given and option.startswith(given)), key=len)
     close = begun[:1] or difflib.get_close_matches(given, options, n=1, cutoff=0.4)
     hint = f"did you mean {close[0]!r}? " if close else ""
     return f"{hint}known: {', '.join(options) if options else 'none'}"

@@ -90,6 +90,7 @@ from shardwright.torch.model import DistributedModel  # noqa: E402
 from shardwright.torch.optimizer import DistributedOptimizer  # noqa: E402
 from shardwright.torch.output import StepOutput  # noqa: E402
 from shardwright.torch.partial_files import load, save  # noqa: E402
+from shardwright.torch.partition import partition, set_partition  # noqa: E402
 from shardwright.torch.session import init, is_initialized, set_seed, shutdown  # noqa: E402
 from shardwright.torch.step import step  # noqa: E402
 from shardwright.torch.timelines import record_timeline  # noqa: E402
@@ -160,6 +161,7 @@ __all__ = [
     "mp_barrier",
     "mp_rank",
     "mp_size",
+    "partition",
     "plan",
     "pp_rank",
     "pp_size",
@@ -175,6 +177,7 @@ __all__ = [
     "save_checkpoint",
     "send",
     "set_activation_checkpointing",
+    "set_partition",
     "set_seed",
     "set_tensor_parallelism",
     "shutdown",

@@ -13,6 +13,7 @@ import torch
 from shardwright.core.cost.row_gradients import POLICIES, Policy
 from shardwright.core.errors import MissingCapabilityError, PlanError, ShardwrightError, nearest
 from shardwright.core.layout.mesh import Mesh
+from shardwright.core.partition.partitioners import require_partitioner
 from shardwright.core.plan.decision import STATES_LEVEL, LossScope, OffloadStates, require_residency
 from shardwright.core.schedule import AUTO, Schedule, StageCosts, schedule_names
 from shardwright.core.schedule.action_table import has_any
@@ -29,14 +30,12 @@ _STRATEGIES = {"cluster": "DPT", "spread": "TPD"}
 PIPELINE_MODES = ("auto", "recorded", "messages")
 
 _LATER: dict[str, tuple[Any, str]] = {
-    "auto_partition": (True, "stages are cut by the planner"),
     "fp16_params": (False, "use torch.autocast around the step"),
 }
 """Keys of features that this version lacks: the value that asks for nothing, and the alternative."""
 
 _WITHOUT_EFFECT = {
-    "memory_weight", "default_partition", "skip_tracing",
-    "deterministic_server", "static_mode", "fast_mode", "tensor_parallel_seed",
+    "skip_tracing", "deterministic_server", "static_mode", "fast_mode", "tensor_parallel_seed",
 }  # fmt: skip
 """Keys that tune machinery which this library does not have: accepted with a warning."""
 
@@ -49,7 +48,7 @@ _COUNTS = (
 )  # fmt: skip
 _SWITCHES = (
     "ddp", "prescaled_batch", "shard_optimizer_state", "bf16", "fp8", "fp16", "offload_activations",
-    "delayed_parameter_initialization",
+    "delayed_parameter_initialization", "auto_partition",
 )  # fmt: skip
 _CHOICES: dict[str, tuple[tuple[str | None, ...], str]] = {
     "recompute": (
@@ -88,7 +87,13 @@ class Config:
         prescaled_batch: whether all ranks of the tensor axis are given the same batch. Without it each has samples of
             its own, and a step is over all of them.
         optimize: on the tensor axis, "memory" divides along the sequence the values that every rank would hold whole,
-            "speed" keeps them whole; default: the planner decides.
+            "speed" keeps them whole; default: the planner decides. With ``partitioner="tree"`` the weight of memory is
+            0.8 under "memory" and 0.2 under "speed", where ``memory_weight`` does not say it.
+        auto_partition: whether the planner cuts the model into stages. False: modules are on the ranks that `partition`
+            and `set_partition` say. Where these make no row of stages, the step runs by messages.
+        default_partition: under ``auto_partition=False``, the rank of modules that are placed nowhere.
+        partitioner: what cuts the model into stages, as in `shardwright.plan`; "tree" is SageMaker's.
+        memory_weight: of the tree, what memory weighs against time, from 0 to 1. Where it is given, the tree is taken.
         loss_scope: the meaning where the loss couples samples: "replica" takes every microbatch of every replica by
             itself; "global" lets batch norm see the microbatches of all replicas together. None: such a loss is an
             error where there are several microbatches.
@@ -181,6 +186,10 @@ class Config:
     fp16: bool = False
     log_every: int = 10
     delayed_parameter_initialization: bool = False
+    auto_partition: bool = True
+    default_partition: int = 0
+    partitioner: str | None = None
+    memory_weight: float | None = None
 
     def __post_init__(self) -> None:
         for name in _COUNTS:
@@ -259,6 +268,7 @@ class Config:
                 f"offload_activations=True and recompute={self.recompute!r}: the same activations are kept on the "
                 f"host, or computed again; leave out one of them"
             )
+        self._require_partitioner()
         self._require_one_sharding()
         self._require_limits()
         self._require_residency()
@@ -270,6 +280,45 @@ class Config:
             raise ShardwrightError("fp8 and pipeline_mode='messages': a plan says what is in fp8; leave one out")
         if self.cluster is not None and not isinstance(self.cluster, str):
             raise ShardwrightError(f"cluster={self.cluster!r}: expected the name of a hardware profile, such as 'h100'")
+
+    def _require_partitioner(self) -> None:
+        ranks, default, weight = self.pipeline_parallel_degree, self.default_partition, self.memory_weight
+        if type(default) is not int or not 0 <= default < ranks:
+            raise ShardwrightError(
+                f"default_partition={default!r}: expected 0 to {ranks - 1} (pipeline_parallel_degree={ranks})"
+            )
+        if default and self.auto_partition:
+            warnings.warn(
+                f"default_partition={default} has no effect under auto_partition=True, where the planner places every "
+                f"module",
+                stacklevel=5,
+            )
+        if weight is not None and (isinstance(weight, bool) or not isinstance(weight, int | float)):
+            raise ShardwrightError(f"memory_weight={weight!r}: expected a number from 0 (time) to 1 (memory)")
+        if weight is not None and not 0 <= weight <= 1:
+            raise ShardwrightError(f"memory_weight={weight}: expected a number from 0 (time) to 1 (memory)")
+        if self.partitioner is not None:
+            require_partitioner(self.partitioner)
+        if weight is not None and self.partitioner not in (None, "tree"):
+            raise ShardwrightError(
+                f"memory_weight={weight} and partitioner={self.partitioner!r}: only the module tree weighs memory "
+                f"against time; leave out one of them"
+            )
+        by_hand = [name for name in ("partitioner", "memory_weight") if getattr(self, name) is not None]
+        by_hand += ["virtual_stages"] if self.virtual_stages > 1 else []
+        if by_hand and not self.auto_partition:
+            raise ShardwrightError(
+                f"auto_partition=False and {by_hand[0]}={getattr(self, by_hand[0])!r}: modules are placed by hand, one "
+                f"stage on each rank; leave out one of them"
+            )
+
+    @property
+    def cut(self) -> dict[str, Any]:
+        """What cuts the model into stages, as options of `shardwright.plan`."""
+        if self.partitioner != "tree" and self.memory_weight is None:
+            return {} if self.partitioner is None else {"partitioner": self.partitioner}
+        weight = {"speed": 0.2, "memory": 0.8}.get(self.optimize or "memory")
+        return {"partitioner": "tree", "memory_weight": weight if self.memory_weight is None else self.memory_weight}
 
     def _require_one_sharding(self) -> None:
         degree = self.sharded_data_parallel_degree

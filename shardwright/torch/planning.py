@@ -9,13 +9,16 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from shardwright.backends.torch.capture.partition_marks import placed
 from shardwright.backends.torch.machine.mesh import BoundMesh
 from shardwright.backends.torch.program.stage_map import StageMap
 from shardwright.core.cluster.cluster import Cluster
 from shardwright.core.cluster.hardware import Device, load_profile
 from shardwright.core.cost.unit_work import PRECISION_BYTES
-from shardwright.core.errors import ShardwrightError
+from shardwright.core.errors import ShardwrightError, UnrecordableError
+from shardwright.core.model.fold import fold
 from shardwright.core.model.graph import Graph
+from shardwright.core.partition.placed_modules import placed_starts, require_all_ranks
 from shardwright.core.plan.plan import Plan
 from shardwright.core.schedule import AUTO, Schedule, schedule_names
 from shardwright.torch.config import Config
@@ -65,7 +68,7 @@ def plan_at_first_step(config: Config, bound: BoundMesh, model: nn.Module, graph
         hierarchical_gathers=config.hierarchical_gathers if level else None,
         whole_below_bytes=None if level < 3 or entries is None else entries * PRECISION_BYTES[precision],
         precision=precision, layouts=_layouts(config.layouts, model),
-        offload_states=config.offload_states if on_host else None,
+        offload_states=config.offload_states if on_host else None, **_cut(config, model, graph),
     )  # fmt: skip
     if config.offload_activations and recompute == "auto":
         raise ShardwrightError(
@@ -79,12 +82,37 @@ def plan_at_first_step(config: Config, bound: BoundMesh, model: nn.Module, graph
         )
     if config.offload_activations:
         starts = plan.decision.stage_starts
-        plan = find(recompute="full", offloaded_units=plan.recomputed_units, stage_starts=starts,
-                    activation_loading_horizon=config.activation_loading_horizon)  # fmt: skip
+        plan = find(recompute="full", offloaded_units=plan.recomputed_units, stage_starts=starts, partitioner="exact",
+                    memory_weight=None, activation_loading_horizon=config.activation_loading_horizon)  # fmt: skip
     stage_map = StageMap.of_plan(plan, config.schedule(plan.stage_costs()))
     # On nodes of unlike numbers of ranks, which were planned as one, groups may lie evenly all the same.
     asks = config.hierarchical_gathers is not False and not bound.has_even_nodes
     return replace(stage_map, hierarchical=stage_map.hierarchical or asks)
+
+
+def owners_by_hand(config: Config, model: nn.Module) -> dict[str, int] | None:
+    """The rank of each module that has one, by path, with the default for the root; None where the planner places
+    them."""
+    if config.auto_partition:
+        return None
+    return {"": config.default_partition, **placed(model)}
+
+
+def _cut(config: Config, model: nn.Module, graph: Graph) -> dict[str, Any]:
+    """What says where stages begin, as options of `plan`.
+
+    Raises:
+        PlanError: a rank has no module.
+        UnrecordableError: modules are placed by hand so that no row of stages has them.
+    """
+    by_hand = owners_by_hand(config, model)
+    if by_hand is None:
+        return config.cut
+    require_all_ranks(by_hand, config.pipeline_parallel_degree)
+    starts = placed_starts(fold(graph), by_hand, config.pipeline_parallel_degree)
+    if isinstance(starts, str):
+        raise UnrecordableError(f"its modules are placed by hand, and {starts}")
+    return {"stage_starts": starts}
 
 
 def device_peaks(config: Config, plan: Plan | None, device: torch.device) -> Mapping[str, float]:

@@ -1,5 +1,6 @@
 """The form of the steps that the configuration asks for: recorded pipelines, or message passing."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import nn
@@ -10,10 +11,11 @@ from shardwright.backends.torch.program.stage_map import StageMap
 from shardwright.backends.torch.training.messages.engine import BACKWARD_FIRST, FORWARD_FIRST
 from shardwright.core.errors import MissingCapabilityError
 from shardwright.core.model.graph import Graph
+from shardwright.core.partition.placed_modules import innermost, require_all_ranks
 from shardwright.core.plan.plan import Plan
 from shardwright.core.schedule import Schedule
 from shardwright.torch.config import Config
-from shardwright.torch.planning import plan_at_first_step
+from shardwright.torch.planning import owners_by_hand, plan_at_first_step
 
 _CARRIED_OUT = ", ".join(sorted(BACKWARD_FIRST | FORWARD_FIRST))
 
@@ -56,6 +58,15 @@ class ConfiguredMode:
         """Plan a model that came without a plan. Raises PlanError when none satisfies the configuration."""
         return plan_at_first_step(self.config, self.bound, model, graph)
 
+    def owners(self, model: nn.Module) -> Mapping[str, int] | None:
+        """The rank of the pipeline that owns each module, where modules are placed by hand. Raises PlanError where a
+        rank has none."""
+        given = owners_by_hand(self.config, model)
+        if given is None:
+            return None
+        require_all_ranks(given, self.bound.size("pp"))
+        return {path: innermost(path, given) for path, _ in model.named_modules()}
+
     def require_messages(self, plan: Plan | None, model: nn.Module) -> None:
         """Raise MissingCapabilityError where steps that are to run by messages would compute, or hold, something else
         than the configuration or the plan asks for."""
@@ -93,7 +104,8 @@ class ConfiguredMode:
 
 def _without_effect(config: Config) -> list[str]:
     asked = {"virtual_stages": config.virtual_stages > 1, "layouts": config.layouts is not None,
-             "optimize": config.optimize is not None}  # fmt: skip
+             "optimize": config.optimize is not None, "partitioner": config.partitioner is not None,
+             "memory_weight": config.memory_weight is not None}  # fmt: skip
     return [f"{name}={getattr(config, name)!r}" for name, is_asked in asked.items() if is_asked]
 
 

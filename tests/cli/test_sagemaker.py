@@ -51,6 +51,13 @@ def test_defaults_and_what_shards_are_pins_too(models: Path, tmp_path: Path) -> 
     assert alone.code or alone.document["decision"]["shard"] == 0
 
 
+def test_the_weight_of_memory_takes_the_module_tree(models: Path, tmp_path: Path) -> None:
+    ran = planned(models, tmp_path, KEYS | {"memory_weight": 0.3})
+    assert ran.code == 0, ran.err
+    options = dict(ran.document["input"]["options"])
+    assert (options["partitioner"], options["memory_weight"]) == ("tree", 0.3)
+
+
 def test_options_stand_beside_them(models: Path, tmp_path: Path) -> None:
     ran = planned(models, tmp_path, KEYS, "--recompute", "full", "--pp", 2)
     assert ran.code == 0, ran.err
@@ -67,7 +74,7 @@ def test_options_stand_beside_them(models: Path, tmp_path: Path) -> None:
         ({"partitions": 3, "ddp": True}, (), "do not divide the 8 ranks"),
         ({"partitions": 2}, (), "ddp"),
         ({"microbatches": 5, "ddp": True}, (), "5 microbatches on each of 8 replicas do not divide a batch of 16"),
-        ({"auto_partition": False}, (), "stages are cut by the planner"),
+        ({"auto_partition": False, "ddp": True}, (), "leaves the cut to the marks of a script's modules"),
         ({"partitions": 2, "ddp": True}, ("--pp", 4), "pp=4 is given, and"),
     ],
 )

@@ -62,7 +62,7 @@ def test_every_name_is_there_or_refused_by_name(name: names.Name) -> None:
         return
     if name.name != "state.cfg":  # which a run has
         found = getattr(at, last)
-        assert inside or name.name in ("init", "step") or found is getattr(sw, name.name)
+        assert inside or name.name in ("init", "step", "partition", "set_partition") or found is getattr(sw, name.name)
     assert (name.state == "other") == bool(name.says)
 
 
@@ -88,6 +88,8 @@ def test_every_key_acts_or_says_that_it_does_not(key: keys.Key) -> None:
         beside["sharded_data_parallel_degree"] = 2
     if key.name == "activation_loading_horizon":
         beside["offload_activations"] = True
+    if key.name == "default_partition":
+        beside |= {"auto_partition": False, "partitions": 2}
     if key.state == "fixed":
         with pytest.raises(ShardwrightError, match=f"{key.name}={key.example!r}"):
             read_config({key.name: key.example})
@@ -215,7 +217,7 @@ def test_the_command_says_what_is_wrong(tmp_path: Path) -> None:
     assert said() == (2, "usage: python -m shardwright.compat SCRIPT [ARGUMENT …]\n")
     assert said("nothing.py") == (2, "nothing.py: there is no such script\n")
     script = tmp_path / "script.py"
-    script.write_text("import smdistributed.modelparallel.torch as smp, sys\nprint(sys.argv)\nsmp.partition(1)\n")
+    script.write_text("import smdistributed.modelparallel.torch as smp, sys\nprint(sys.argv)\nsmp.is_tracing()\n")
     code, text = said(str(script), "a", "-b")
     assert code == 1
-    assert "smdistributed.modelparallel.torch.partition: stages are cut by the planner" in text
+    assert "smdistributed.modelparallel.torch.is_tracing: not carried out yet" in text

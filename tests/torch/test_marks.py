@@ -33,6 +33,11 @@ class Model(nn.Module):
         return x.square().mean()
 
 
+class Pair(nn.Sequential):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).square().mean()
+
+
 def layouts(model: nn.Module, asked: object = None) -> dict[str, sw.Layout]:
     graph = sw.capture(model, torch.randn(2, 8, 64))
     plan = sw.plan(graph, CLUSTER, batch=8, pp=1, dp=1, tp=2, layouts=asked)
@@ -55,6 +60,16 @@ def test_the_context_ends_with_its_block() -> None:
         inside = Model()
     assert all(layout.is_replicated for layout in layouts(inside).values())
     assert not layouts(Model())["blocks.0.up.weight"].is_replicated
+
+
+def test_the_innermost_context_wins() -> None:
+    with sw.tensor_parallelism(enabled=False):
+        outer = Block()
+        with sw.tensor_parallelism():
+            inner = Block()
+    found = layouts(Pair(outer, inner))
+    assert found["0.up.weight"].is_replicated
+    assert found["1.up.weight"] == sw.Layout.of(tp=sw.Split(0))
 
 
 def test_only_modules_are_marked() -> None:

@@ -1,7 +1,7 @@
 """A model split over this run's ranks, and the training steps that it runs: as recorded pipelines or by messages."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -52,6 +52,9 @@ class StepMode(Protocol):
 
     def plan(self, model: nn.Module, graph: Graph) -> StageMap:
         """Plan a model that came without a plan. Raises PlanError when none satisfies the configuration."""
+
+    def owners(self, model: nn.Module) -> Mapping[str, int] | None:
+        """The pp coordinate that owns each module, where the user says it. Raises PlanError where a rank has none."""
 
     def require_messages(self, plan: Plan | None, model: nn.Module) -> None:
         """Raise MissingCapabilityError where messages would compute something else than was asked for."""
@@ -261,7 +264,9 @@ class Runtime:
                 f"tensor axis, which saves nothing: give these ranks to the pipeline or to replicas instead",
                 stacklevel=5,
             )
-        given = owners_by_module_tree(self.split_model, call) if stage_map is None else owners_of_stages(stage_map)
+        given = owners_of_stages(stage_map) if stage_map is not None else mode.owners(self.split_model.model)
+        if given is None:
+            given = owners_by_module_tree(self.split_model, call)
         schedule = mode.schedule if stage_map is None else stage_map.schedule.name
         self.run_by_messages(Owners.of(self.model, given), active=mode.active_microbatches, schedule=schedule)
 

@@ -93,11 +93,18 @@ def paths_of(folded: Folded) -> tuple[str, ...]:
     return tuple(found)
 
 
-def cut_units(name: str, units: Units, tasks: Callable[[], Tasks], live: Sequence[int]) -> tuple[int, ...] | None:
+def cut_units(
+    name: str,
+    units: Units,
+    tasks: Callable[[], Tasks],
+    live: Sequence[int],
+    memory_weight: float = MEMORY_WEIGHT,
+) -> tuple[int, ...] | None:
     """The first unit of every stage (one stage for each entry of ``live``), by the partitioner of that name.
 
     ``tasks`` gives the ops, for partitioners that look inside units; their stages are rounded to whole units.
-    Returns None where nothing fits. Raises PlanError for an unknown name, or fewer units than stages.
+    ``memory_weight`` is the module tree's. Returns None where nothing fits. Raises PlanError for an unknown name, or
+    fewer units than stages.
     """
     require_partitioner(name)
     stages = len(live)
@@ -105,7 +112,7 @@ def cut_units(name: str, units: Units, tasks: Callable[[], Tasks], live: Sequenc
     if name == "tree":
         seconds = [f + b for f, b in zip(units.forward_s, units.backward_s, strict=True)]
         memory = [s + k for s, k in zip(units.state_bytes, units.kept_bytes, strict=True)]
-        return tuple(tree_cut(units.paths, memory, seconds, stages, MEMORY_WEIGHT))
+        return tuple(tree_cut(units.paths, memory, seconds, stages, memory_weight))
     if name == "blocks":
         cut = block_cut(
             tasks(),

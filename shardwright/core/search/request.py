@@ -12,6 +12,7 @@ from shardwright.core.errors import PlanError
 from shardwright.core.execution import SYSTEMS
 from shardwright.core.layout.pinned_layout import Pin
 from shardwright.core.partition.partitioners import DEFAULT, PARTITIONERS
+from shardwright.core.partition.tree import MEMORY_WEIGHT
 from shardwright.core.plan.decision import (
     Decision,
     LossScope,
@@ -202,6 +203,13 @@ class Options:
         Annotated[str, Words(lambda: PARTITIONERS)],
         Option('what cuts the model into stages: "exact", "pareto", "tree" (SageMaker\'s) or "blocks" (RaNNC\'s)'),
     ] = DEFAULT
+    memory_weight: Annotated[
+        Annotated[float, Ge(0), Le(1)] | None,
+        Option(
+            'under partitioner="tree", what memory weighs against time in a module\'s cost: 1 balances memory alone',
+            f"{MEMORY_WEIGHT}",
+        ),
+    ] = None
     frameworks: Annotated[
         Sequence[str] | None,
         Option(
@@ -381,6 +389,11 @@ class Options:
             raise PlanError(
                 f"stage_starts={list(self.stage_starts)} and partitioner={self.partitioner!r}: the cut is given, and "
                 f"there is none to find; leave out one of them"
+            )
+        if self.memory_weight is not None and self.partitioner != "tree":
+            raise PlanError(
+                f"memory_weight={self.memory_weight} and partitioner={self.partitioner!r}: only the module tree weighs "
+                f'memory against time; add partitioner="tree", or leave it out'
             )
         require_shard_group(self.shard_group, self.shard, self.dp)
         require_states_level(self.offload_states, self.shard)

@@ -168,6 +168,7 @@ def _request(given: PlanInput, decided: Mapping[str, Any]) -> Request:
     beside = dict(given.options)
     if "stage_starts" in pins:  # the cut is given, and there is none to find
         beside.pop("partitioner", None)
+        beside.pop("memory_weight", None)
     asked = Options(**{**beside, **pins, "devices": "all"})
     return replace(request_for(asked, given.pins, given.runtimes), sums_as_level="reduce_after" in decided)
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from shardwright.core.cluster.cluster import Cluster
 from shardwright.core.errors import ScheduleError
 from shardwright.core.partition.partitioners import DEFAULT, cut_units
+from shardwright.core.partition.tree import MEMORY_WEIGHT
 from shardwright.core.plan.decision import Decision, placement_of
 from shardwright.core.plan.record import Predicted
 from shardwright.core.schedule import AUTO, Schedule
@@ -407,7 +408,8 @@ class Scorer:
                 replace(request, limit_bytes=min(tables.limits_bytes)),
             )
             counts = [live[rank] for rank in placement]
-            self._cuts[key] = cut_units(self.request.partitioner, units, tasks, counts)
+            weight = MEMORY_WEIGHT if self.request.memory_weight is None else self.request.memory_weight
+            self._cuts[key] = cut_units(self.request.partitioner, units, tasks, counts, weight)
         return self._cuts[key]
 
     # Times -------------------------------------------------------------------------------------------------------

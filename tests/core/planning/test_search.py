@@ -358,6 +358,8 @@ def test_a_pinned_partitioner_cuts_the_plan(partitioner: str) -> None:
         ({"schedule": "forward-only"}, "no backward passes"),
         ({"placement_order": "PDX"}, "an order of the letters D, P and T"),
         ({"partitioner": "trees"}, "did you mean 'tree'"),
+        ({"memory_weight": 0.2}, "memory_weight=0.2 and partitioner='exact': only the module tree weighs"),
+        ({"partitioner": "tree", "memory_weight": 2}, "memory_weight=2"),
         ({"dp": 4, "batch": 6}, r"batch=6 is not a multiple of dp = 4: use batch=8"),
         ({"batch": 1, "tp": 1, "pp": 1}, r"batch=1 is not a multiple of dp = 4: use batch=4"),
         ({"pp": 1, "virtual_stages": 2}, "pp=1 and virtual_stages=2: "),

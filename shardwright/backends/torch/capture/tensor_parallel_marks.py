@@ -1,23 +1,19 @@
 """SageMaker's marks on modules: modules to be split on the tensor axis, and modules to stay whole.
 
-Marks belong to module objects; capture turns them into pins by the modules' paths.
+Capture turns them into pins by the modules' paths.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import wraps
-from typing import Any
-from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from shardwright.backends.torch.capture.replaced import replaced
-from shardwright.core.errors import ShardwrightError
+from shardwright.backends.torch.capture.module_marks import ModuleMarks
 from shardwright.core.layout.pinned_layout import Pin
 from shardwright.core.model.graph import Parameter
 from shardwright.core.rules.pins import TensorParallelism
 
-_marks: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+_marks: ModuleMarks[bool] = ModuleMarks("set_tensor_parallelism")
 
 
 def set_tensor_parallelism(module: nn.Module, enabled: bool = True) -> None:
@@ -27,32 +23,22 @@ def set_tensor_parallelism(module: nn.Module, enabled: bool = True) -> None:
     stays whole. Call it before the model is captured or planned. Raises ShardwrightError for an argument that is no
     module.
     """
-    if not isinstance(module, nn.Module):
-        raise ShardwrightError(f"set_tensor_parallelism marks a torch.nn.Module, not a {type(module).__name__}")
-    _marks[module] = bool(enabled)
+    _marks.set(module, bool(enabled))
 
 
 @contextmanager
 def tensor_parallelism(enabled: bool = True) -> Iterator[None]:
     """A context in which new modules are marked as by `set_tensor_parallelism`; the innermost context wins."""
-    original = nn.Module.__init__
-
-    @wraps(original)
-    def marking(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        _marks.setdefault(self, bool(enabled))
-
-    with replaced(nn.Module, "__init__", marking):
+    with _marks.of_new_modules(bool(enabled)):
         yield
 
 
 def pins(model: nn.Module, parameters: tuple[Parameter, ...]) -> tuple[Pin, ...]:
     """The pins of a model's marks."""
-    marks = {path: _marks[module] for path, module in model.named_modules() if module in _marks}
     names = [p.name for p in parameters]
     held = {
         path: on
-        for path, on in marks.items()
+        for path, on in _marks.by_path(model).items()
         if not path or any(name == path or name.startswith(f"{path}.") for name in names)
     }
     return TensorParallelism(held).pins(names)
