@@ -7,17 +7,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardwright.backends.torch.capture.held_tensors import tensors_in
 from shardwright.backends.torch.compat import pytree
 from shardwright.core.errors import ShardwrightError
 from shardwright.torch.session import Session, current
+from shardwright.torch.sliced import can_be_sliced, with_tensors
 from shardwright.torch.step import plain
 
-_OWN, _VALUE, _TENSOR = "own", "value", "tensor"
+_OWN, _VALUE, _TENSOR, _SLICED = "own", "value", "tensor", "sliced"
 
 
 def of_first_stage(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a step with the tensors, numbers and texts that pipeline rank 0 was given; models and other
-    objects stay each rank's own. Every rank of the run calls this.
+    """The arguments of a step with the tensors, numbers and texts that pipeline rank 0 was given. Of objects that have
+    ``smp_slice`` the tensors are its; models and other objects stay each rank's own. Every rank of the run calls this.
 
     Raises ShardwrightError where the arguments have another form than on pipeline rank 0, DisagreementError on the
     other ranks then.
@@ -31,7 +33,8 @@ def of_first_stage(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple
     told = _told(session, json.dumps([form, [_described(leaf) for leaf in leaves]]) if is_first else "")
     of_first, described = json.loads(told)
     failure = None
-    if of_first != form:
+    held = [(known, leaf) for (kind, known), leaf in zip(described, leaves, strict=False) if kind == _SLICED]
+    if of_first != form or any(len(known) != len(tensors_in(leaf)) for known, leaf in held):
         failure = ShardwrightError(
             f"the arguments of the step have another form than on pipeline rank 0: {form[:200]} against "
             f"{of_first[:200]}; tensors may differ in shape and dtype, and nothing else"
@@ -45,10 +48,15 @@ def of_first_stage(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple
 def _described(leaf: Any) -> list[Any]:
     if isinstance(leaf, torch.Tensor):
         return [_TENSOR, [str(leaf.dtype).removeprefix("torch."), list(leaf.shape), leaf.requires_grad]]
+    if can_be_sliced(leaf):
+        return [_SLICED, [_described(tensor)[1] for tensor in tensors_in(leaf)]]
     return [_VALUE, leaf] if leaf is None or type(leaf) in (bool, int, float, str) else [_OWN, None]
 
 
 def _taken(session: Session, kind: str, known: Any, leaf: Any) -> Any:
+    if kind == _SLICED:
+        own = tensors_in(leaf)
+        return with_tensors(leaf, [_taken(session, _TENSOR, *pair) for pair in zip(known, own, strict=True)])
     if kind != _TENSOR:
         return known if kind == _VALUE else leaf
     dtype, shape, requires_grad = known

@@ -15,6 +15,7 @@ from shardwright.compat.names import BY_NAME
 from shardwright.core.errors import MissingCapabilityError, PlanWarning, nearest
 from shardwright.torch.config import configuration_of_environment
 from shardwright.torch.session import current
+from shardwright.torch.step import Step
 
 __version__ = "1.15.0"
 """The version of SageMaker's interface whose names these are: scripts ask for it."""
@@ -37,7 +38,8 @@ def step(
     detach_outputs: bool = True,
 ) -> Any:
     """As `shardwright.torch.step`, with SageMaker's rule that only the batch of pipeline rank 0 counts: the other ranks
-    of its pipeline get that, whatever they pass of the same form.
+    of its pipeline get that, whatever they pass of the same form. What it returns beside tensors, such as numbers by
+    ``.item()``, comes as a list with one entry for each microbatch.
 
     Raises MissingCapabilityError for ``detach_outputs=False``: values that a step returns have no gradient.
     """
@@ -45,7 +47,7 @@ def step(
         raise MissingCapabilityError("detach_outputs=False: what a step returns is detached; leave it True")
 
     def wrapped(given: Callable[..., Any]) -> Callable[..., Any]:
-        inner = _torch.step(non_split_inputs=non_split_inputs or (), input_split_axes=input_split_axes)(given)
+        inner = Step(given, frozenset(non_split_inputs or ()), dict(input_split_axes or {}), lists_plain=True)
 
         @functools.wraps(given)
         def call(*args: Any, **kwargs: Any) -> Any:

@@ -42,8 +42,8 @@ NAMES: tuple[Name, ...] = (
     *_same("is_initialized"),
     Name(
         "step", "other",
-        "its Python runs once for each form of its arguments, not once for each microbatch; values that it returns are "
-        "tensors; detach_outputs=False is refused",
+        "its Python runs once for each form of its arguments, not once for each microbatch, but where it reads values "
+        "(.item()): then the step runs by messages; detach_outputs=False is refused",
     ),
     *_same("StepOutput"),
     Name(

@@ -16,10 +16,12 @@ class Batch:
     Attributes:
         samples: of each microbatch; all 1 where arguments of different sizes are cut into equal parts.
         whole_axis: whether these are samples of one batch axis that all arguments share.
+        is_free: whether nothing is cut, so that there is any number of samples.
     """
 
     samples: tuple[int, ...]
     whole_axis: bool
+    is_free: bool = False
 
     @classmethod
     def of(cls, given: Mapping[str, tuple[torch.Tensor, int | None]], microbatches: int) -> "Batch":
@@ -33,7 +35,7 @@ class Batch:
         """
         sizes = {name: tensor.shape[axis] for name, (tensor, axis) in given.items() if axis is not None}
         if not sizes:
-            return cls((1,) * microbatches, False)
+            return cls((1,) * microbatches, False, is_free=True)
         first = next(iter(sizes.values()))
         if min(sizes.values()) == 0:
             empty = next(name for name, size in sizes.items() if size == 0)
@@ -50,6 +52,20 @@ class Batch:
             return cls((1,) * microbatches, False)
         count = min(microbatches, first)
         return cls(even_split(first, count), True)
+
+    def with_samples(self, samples: tuple[int, ...] | None, name: str) -> "Batch":
+        """The batch beside an argument that is divided into microbatches of these samples; None: it is not divided.
+
+        Raises ShardwrightError where the other arguments are divided otherwise.
+        """
+        if samples is None or samples == self.samples:
+            return self
+        if self.is_free:
+            return Batch(samples, True)
+        raise ShardwrightError(
+            f"{name} is cut into microbatches of {list(samples)} samples, and the other arguments into "
+            f"{list(self.samples)}: let its smp_slice cut evenly, the first ones with one more where it does not divide"
+        )
 
     def slices(self, tensor: torch.Tensor, axis: int | None) -> list[torch.Tensor]:
         """One argument's part of each microbatch."""

@@ -72,9 +72,16 @@ class StepOutput:
         )
 
     def concat(self) -> torch.Tensor:
-        """This replica's values joined along the first dim, in order of the samples."""
+        """This replica's values joined along the first dim, in order of the samples. Raises ShardwrightError when their
+        shapes differ in other dims."""
         if self.outputs[0].dim() == 0:
             return torch.stack(self.outputs)
+        if len({tuple(tensor.shape[1:]) for tensor in self.outputs}) > 1:
+            shapes = sorted({tuple(tensor.shape) for tensor in self.outputs})
+            raise ShardwrightError(
+                f"the microbatches gave values of shapes {shapes}, which do not join along their first dim: join "
+                f".outputs along the dim of the samples"
+            )
         return torch.cat(self.outputs)
 
     def stack(self) -> torch.Tensor:

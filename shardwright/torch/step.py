@@ -8,6 +8,7 @@ import weakref
 from collections import UserDict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any, overload
 
 import torch
@@ -19,7 +20,7 @@ from shardwright.backends.torch.machine.digests import code_of, digest_of
 from shardwright.backends.torch.pipeline.step_results import Returned, Shares
 from shardwright.backends.torch.runtime import Runtime
 from shardwright.backends.torch.training.call import StepCall
-from shardwright.core.errors import ShardwrightError
+from shardwright.core.errors import MissingCapabilityError, ShardwrightError
 from shardwright.core.values.step_line import Argument
 from shardwright.torch import session as sessions
 from shardwright.torch.batch import Batch
@@ -28,6 +29,7 @@ from shardwright.torch.output import StepOutput
 from shardwright.torch.peers import of_all_peers, of_this_rank
 from shardwright.torch.run_agreement import batch_claims, mode_claim, session_claims
 from shardwright.torch.scaler import Scalers, noting_scalers
+from shardwright.torch.sliced import Sliced, can_be_sliced, with_tensors
 
 StepFunction = Callable[..., Any]
 
@@ -46,7 +48,9 @@ def step(
 ) -> Any:
     """Make a training or evaluation step of a function of (model, batch …).
 
-    The tensors among its arguments are split into microbatches along axis 0. A batch that does not divide makes
+    The tensors among its arguments are split into microbatches along axis 0. An object with a method
+    ``smp_slice(num_mb, mb, axis)`` is asked for what each microbatch has of it, which may differ in the contents and
+    sizes of tensors alone. A batch that does not divide makes
     microbatches that differ by one sample, and one of fewer samples than microbatches makes fewer of them: each counts
     by its samples, unless ``model.backward`` is given a weight. The body runs once for each signature, on
     stand-ins with the shapes of one microbatch; reading a tensor's value in it is an error. Each tensor that it returns
@@ -63,8 +67,8 @@ def step(
         CaptureError: when first called: the body cannot be recorded.
     """
     if function is None:
-        return lambda given: _Step(given, frozenset(non_split_inputs), dict(input_split_axes or {}))
-    return _Step(function, frozenset(non_split_inputs), dict(input_split_axes or {}))
+        return lambda given: Step(given, frozenset(non_split_inputs), dict(input_split_axes or {}))
+    return Step(function, frozenset(non_split_inputs), dict(input_split_axes or {}))
 
 
 @dataclass(slots=True)
@@ -80,13 +84,27 @@ class _Given:
     batch: Batch
     sized: list[Argument]
     """The tensors of the batch, whole."""
+    sliced: dict[int, Sliced]
+    """By their position among the leaves, objects that say themselves what a microbatch has of them."""
 
 
-class _Step:
-    def __init__(self, function: StepFunction, whole: frozenset[str], axes: dict[str, int]) -> None:
+class Step:
+    """A step of a user's function.
+
+    Args:
+        whole: names of arguments that every microbatch gets whole.
+        axes: for arguments whose batch is not on axis 0, the axis.
+        lists_plain: what it returns beside tensors comes as a list with one entry for each microbatch, as SageMaker's
+            steps return it. Otherwise a number that depends on values becomes a StepOutput, and what is the same for
+            all microbatches stays as it is.
+    """
+
+    def __init__(
+        self, function: StepFunction, whole: frozenset[str], axes: dict[str, int], *, lists_plain: bool = False
+    ) -> None:
         functools.update_wrapper(self, function)
         self.function = function
-        self.whole, self.axes = whole, axes
+        self.whole, self.axes, self._lists_plain = whole, axes, lists_plain
         self._name = getattr(function, "__qualname__", type(function).__name__)
         self._code = f"{digest_of(code_of(function), sorted(whole), sorted(axes.items())) & 0xFFFFFFFF:08x}"
         self._said: set[int] = set()
@@ -101,7 +119,9 @@ class _Step:
         """The place of each leaf in words, by the form of the arguments: ``batch['labels']``."""
         self._signature = inspect.signature(function)
         named = set(self._signature.parameters)
-        takes_any = any(p.kind is p.VAR_KEYWORD for p in self._signature.parameters.values())
+        self._more = next((p.name for p in self._signature.parameters.values() if p.kind is p.VAR_KEYWORD), None)
+        """The name of ``**more``, if the function has it."""
+        takes_any = self._more is not None
         for name in (*whole, *axes):
             if name not in named and not takes_any:
                 raise ShardwrightError(f"the step function has no argument {name!r}: it has {', '.join(sorted(named))}")
@@ -139,10 +159,12 @@ class _Step:
         form = str(spec)
         if form not in self._names:
             paths = pytree.tree_flatten_with_path(arguments, is_leaf=_is_model)[0]
-            self._names[form] = [str(path[0].key) for path, _ in paths]  # type: ignore[attr-defined]
-            self._labels[form] = [
-                f"{name}{pytree.keystr(path[1:])}" for name, (path, _) in zip(self._names[form], paths, strict=True)
+            # Arguments of ``**more`` have names of their own, which `non_split_inputs` and `input_split_axes` mean too.
+            self._names[form] = [
+                str(path[1 if path[0].key == self._more and len(path) > 1 else 0].key)  # type: ignore[attr-defined]
+                for path, _ in paths
             ]
+            self._labels[form] = [f"{path[0].key}{pytree.keystr(path[1:])}" for path, _ in paths]  # type: ignore[attr-defined]
         names = self._names[form]
         own = session.bound.size("tp") > 1 and not session.config.prescaled_batch
         sized: dict[str, tuple[torch.Tensor, int | None]] = {}
@@ -156,9 +178,20 @@ class _Step:
                     whole = leaf.new_empty(shape, device="meta")
                 sized[f"{name} (number {position})"] = (whole, axis)
         batch = Batch.of(sized, session.microbatches)
+        sliced: dict[int, Sliced] = {}
+        for p, leaf in enumerate(leaves):
+            if can_be_sliced(leaf):
+                if own:
+                    raise MissingCapabilityError(
+                        f"{self._labels[form][p]} has smp_slice, and ranks of the tensor axis have batches of their "
+                        f"own: pass its tensors, or set prescaled_batch=True and give these ranks the same batch"
+                    )
+                axis = self.axes.get(names[p], 0)
+                sliced[p] = Sliced.of(leaf, self._labels[form][p], len(batch.samples), axis)
+                batch = batch.with_samples(sliced[p].samples, self._labels[form][p])
         labels = [self._labels[form][p] for p, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         tensors = [_argument(name, *given) for name, given in zip(labels, sized.values(), strict=True)]
-        return _Given(bound, leaves, spec, form, names, batch, tensors)
+        return _Given(bound, leaves, spec, form, names, batch, tensors, sliced)
 
     def _claims(self, given: "_Given", session: sessions.Session, runtime: Runtime) -> list[Claim]:
         """The claims of this call that must be the same on all ranks."""
@@ -169,7 +202,12 @@ class _Step:
         form = Claim.of(
             "the form of the arguments", given.form, "Pass the same arguments on every rank of a replica.", "replica"
         )
-        batch = batch_claims(self._labels[given.form], given.leaves, session, in_full=in_full)
+        labels, leaves = list(self._labels[given.form]), list(given.leaves)
+        for position, parts in given.sliced.items():
+            cut = [tensor for of_one in parts.tensors for tensor in of_one]
+            labels += [f"{labels[position]}, tensor {number} of its parts" for number in range(len(cut))]
+            leaves += cut
+        batch = batch_claims(labels, leaves, session, in_full=in_full)
         split_model = runtime.split_model
         of_model = [*split_model.flags.claims(), *(split_model.claims_in_full() if in_full else ())]
         return [function, mode_claim(), *batch, form, *of_model, *session_claims(session)]
@@ -191,14 +229,21 @@ class _Step:
         inputs = [
             batch.slices(leaves[p].to(device, non_blocking=True), self._axis(leaves[p], names[p])) for p in positions
         ]
+        inputs += [
+            [tensor.to(device, non_blocking=True) for tensor in held]
+            for parts in call.sliced.values() for held in zip(*parts.tensors, strict=True)
+        ]  # fmt: skip
         microbatches = [[pieces[m] for pieces in inputs] for m in range(len(batch.samples))]
 
         def body(stand_ins: list[torch.Tensor]) -> Any:
             given = list(literals)
             for (_, position), number in numbers.items():
                 given[position] = number
-            for position, tensor in zip(positions, stand_ins, strict=True):
-                given[position] = tensor
+            given_tensors = iter(stand_ins)
+            for position in positions:
+                given[position] = next(given_tensors)
+            for position, parts in call.sliced.items():
+                given[position] = with_tensors(parts.parts[0], list(islice(given_tensors, len(parts.axes))))
             again = copy.copy(call.bound)
             again.arguments = {
                 name: _restored(call.bound.arguments[name], value)
@@ -206,13 +251,19 @@ class _Step:
             }
             return self.function(*again.args, **again.kwargs)
 
-        objects = [(item, names[p]) for p, item in enumerate(literals) if item is not None and not _is_model(item)]
+        objects = [
+            (item, names[p]) for p, item in enumerate(literals)
+            if item is not None and not _is_model(item) and p not in call.sliced
+        ]  # fmt: skip
         body.python_roots = (  # type: ignore[attr-defined]
             (self.function, "the step function"), (numbers, "the arguments"), *objects
         )  # fmt: skip
         axes = [self._axis(leaves[p], names[p]) for p in positions]
+        axes += [axis for parts in call.sliced.values() for axis in parts.axes]
+        body.may_read_values = self._lists_plain  # type: ignore[attr-defined]
         body.axes = tuple(axes)  # type: ignore[attr-defined]
-        key = self._key(runtime, call.form, literals, microbatches[0])
+        forms = [parts.form if (parts := call.sliced.get(p)) else item for p, item in enumerate(literals)]
+        key = self._key(runtime, call.form, forms, microbatches[0])
         if session.log is not None:
             session.log.begin()
         with noting_scalers(self._scalers):
@@ -233,6 +284,10 @@ class _Step:
                 for position, found in returned.items()
             }
         outputs = [_output(returned.get(position), leaf) for position, leaf in enumerate(tree.leaves)]
+        if self._lists_plain:
+            outputs = [
+                _listed(output, returned.get(position), len(batch.samples)) for position, output in enumerate(outputs)
+            ]
         return pytree.tree_unflatten(outputs, tree.spec)
 
     def _axis(self, tensor: torch.Tensor, name: str) -> int | None:
@@ -293,6 +348,13 @@ def _output(found: Returned | None, leaf: Any) -> Any:
     return StepOutput(found.outputs, found.everywhere, found.weights, found.first)
 
 
+def _listed(output: Any, found: Returned | None, microbatches: int) -> Any:
+    """A leaf of a result as SageMaker's steps return it: what is no tensor, and not None, once for each microbatch."""
+    if found is None:
+        return None if output is None else [output] * microbatches
+    return [number.item() for number in found.outputs] if found.are_numbers else output
+
+
 def _counted(samples: Sequence[int]) -> str:
     """The sizes of microbatches in words: ``3 x 2, 1 x 1``."""
     return ", ".join(f"{samples.count(size)} x {size}" for size in sorted(set(samples), reverse=True))
@@ -303,11 +365,12 @@ def plain(value: Any) -> Any:
     for another object that holds tensors."""
     if isinstance(value, UserDict):
         return dict(value.data)
-    is_leaf = not isinstance(value, (torch.Tensor, torch.nn.Module)) and pytree.tree_structure(value).is_leaf()
-    if is_leaf and tensors_in(value):
+    for leaf in pytree.tree_leaves(value):
+        if isinstance(leaf, (torch.Tensor, torch.nn.Module)) or can_be_sliced(leaf) or not tensors_in(leaf):
+            continue
         raise ShardwrightError(
-            f"a {type(value).__name__} among the arguments of the step holds tensors: pass tensors, or lists, tuples "
-            f"and dicts of them"
+            f"a {type(leaf).__name__} among the arguments of the step holds tensors: pass tensors, or lists, tuples "
+            f"and dicts of them, or give it smp_slice(num_mb, mb, axis), which returns what a microbatch has of it"
         )
     return value
 

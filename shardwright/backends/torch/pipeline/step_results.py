@@ -25,12 +25,14 @@ class Returned:
         everywhere: for floating scalars, the values of all microbatches of all dp replicas, in order; else None.
         weights: the weight of each entry of ``everywhere`` in their mean, where they differ; else None.
         first: the place of this replica's first microbatch in ``everywhere``.
+        are_numbers: whether the body returned numbers of Python, which became tensors.
     """
 
     outputs: list[torch.Tensor]
     everywhere: torch.Tensor | None
     weights: torch.Tensor | None
     first: int = 0
+    are_numbers: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +141,8 @@ def share(
         elif number is not None and number < len(loss_shares) and (given := loss_shares[number]) is not None:
             equal = len(set(given)) == 1
             own_weights = None if equal else torch.tensor(given, dtype=torch.float32, device=bound.device)
-        found[position] = Returned(tensors, everywhere, own_weights, shares.first)
+        is_number = position in first.program.numbers
+        found[position] = Returned(tensors, everywhere, own_weights, shares.first, is_number)
     return found
 
 

@@ -231,6 +231,8 @@ class Program:
     """FLOPs of the products of one microbatch, forward and backward, by precision; None where they are not known."""
     unknown_flops: str = field(repr=False, default="")
     """An op whose FLOPs are not known."""
+    numbers: frozenset[int] = frozenset()
+    """The leaves of the result that the step returns as numbers of Python, read when it has run."""
 
     @property
     def rests_on_clocks(self) -> bool:

@@ -52,6 +52,7 @@ from shardwright.backends.torch.program.python_places import Holder
 from shardwright.backends.torch.program.python_reads import Reads, undo
 from shardwright.backends.torch.program.python_values import Effect, PythonValues
 from shardwright.backends.torch.program.randomness import Moment, draws
+from shardwright.backends.torch.program.read_later import ReadLater, ValueNeededError
 from shardwright.backends.torch.program.recorded_draws import RecordedDraws
 from shardwright.backends.torch.program.refusals import (
     draws_by_itself,
@@ -105,6 +106,8 @@ class StepRecorder:
         self.moment = moment or Moment()
         self.units_run_again = units_run_again
         self.reads = Reads(model, self._runs_again)
+        self.may_read_values = False
+        """Whether what the body reads by ``.item()`` and returns may be read when the step has run."""
         self.tape = Tape(places, self._is_heard, with_tensors=units_run_again)
         self.clocks = self.reads.reached.clocks = Clocks(self.tape, readings)
         self.ledger = Ledger()
@@ -137,6 +140,7 @@ class StepRecorder:
         Raises CaptureError when the course of the body depends on the values of tensors, or cannot be replayed;
         UnrecordableError, a CaptureError, when it is the model that needs values.
         """
+        self.may_read_values = may_read_values(body)
         mode = nullcontext() if self.real else FakeTensorMode(allow_non_fake_inputs=True)
         state = real_state if self.real else fake_state
         with (
@@ -163,7 +167,7 @@ class StepRecorder:
             with reading, clocks, patched_modules(self.modules), drawing, plain, Functions(self), Ops(self), known:
                 try:
                     result = body(stand_ins)
-                except VALUE_DEPENDENT as error:
+                except (*VALUE_DEPENDENT, ValueNeededError) as error:
                     raise reads_a_value(self.model, self.modules.failed_path, error) from error
                 self._note_host_draws()
             self.reads.close()
@@ -221,6 +225,8 @@ class StepRecorder:
         if self.stack.unit_depth:
             args, kwargs = self.tape.plain((args, kwargs), fix=not self.units_run_again)
             return function(*args, **kwargs)
+        if function is torch.Tensor.item and self.may_read_values and self.stack.path is None:
+            return ReadLater(args[0])
         refuse_function(function, args)
         if any(isinstance(one, torch.Generator) for one in (*args, *kwargs.values())):
             raise draws_by_itself(self.model, self.stack.path)
@@ -341,8 +347,8 @@ class StepRecorder:
         items, spec = pytree.tree_flatten(result)
         leaves: list[Leaf] = []
         for item in items:
-            if isinstance(item, torch.Tensor):
-                leaves.append(self.drafts.leaf(item, None))
+            if isinstance(item, torch.Tensor | ReadLater):
+                leaves.append(self.drafts.leaf(item.tensor if isinstance(item, ReadLater) else item, None))
             elif tensors_in(item):
                 raise CaptureError(
                     f"the step returns a {type(item).__name__}, which holds tensors: return tensors, or lists, tuples "
@@ -374,6 +380,7 @@ class StepRecorder:
             ),
             None if self.flops.unknown else self.flops.by_precision,
             self.flops.unknown,
+            frozenset(position for position, item in enumerate(items) if isinstance(item, ReadLater)),
         )
 
     def _constants(self, result: Iterable[Leaf]) -> set[int]:
@@ -399,8 +406,41 @@ def record(
 ) -> tuple[Program, StepRecorder]:
     """Record a step: on fake tensors, and where the model needs values on real ones.
 
-    ``begin`` is called with the recorder before each run of the body. Raises as `StepRecorder.record`.
+    ``begin`` is called with the recorder before each run of the body. Raises as `StepRecorder.record`, and
+    UnrecordableError too where a body that may read values (`may_read_values`) does more with them than to return them.
     """
+    try:
+        return _record(
+            model, stage_of_call, device, body, inputs, begin, moment, units_run_again=units_run_again, places=places,
+            readings=readings,
+        )  # fmt: skip
+    except UnrecordableError:
+        raise
+    except CaptureError as failed:
+        if not may_read_values(body):
+            raise
+        raise UnrecordableError(f"{failed}") from failed
+
+
+def may_read_values(body: Callable[..., Any]) -> bool:
+    """Whether a step body may read values of tensors, so that it runs by messages where it does more than to return
+    them."""
+    return getattr(body, "may_read_values", False)
+
+
+def _record(
+    model: nn.Module,
+    stage_of_call: Mapping[tuple[str, int], int],
+    device: torch.device,
+    body: Callable[[list[torch.Tensor]], Any],
+    inputs: list[torch.Tensor],
+    begin: Callable[[StepRecorder], None],
+    moment: Moment | None,
+    *,
+    units_run_again: bool,
+    places: Sequence[tuple[Holder, Any]],
+    readings: Sequence[Any] | None,
+) -> tuple[Program, StepRecorder]:
     recorder = StepRecorder(
         model, stage_of_call, device, moment=moment, units_run_again=units_run_again, places=places, readings=readings
     )

@@ -69,6 +69,7 @@ class Outcome:
     Attributes:
         tree: the result with the leaves that are no tensors; None in the place of the others.
         outputs: for each position of a tensor, its value in every microbatch of this replica.
+        numbers: the positions of these that the body returned as numbers of Python.
         everywhere: for floating scalars, the values of all replicas.
         total_weight: the sum of the weights of all microbatches of all replicas, if any were given.
         weights: the weight of each microbatch.
@@ -76,6 +77,7 @@ class Outcome:
 
     tree: Any
     outputs: dict[int, list[torch.Tensor]]
+    numbers: frozenset[int]
     losses: dict[int, int]
     losses_given: int
     training: bool
@@ -97,14 +99,17 @@ class Outcome:
                 )
         leaves: list[Any] = []
         outputs: dict[int, list[torch.Tensor]] = {}
+        numbers: set[int] = set()
         for position, values in enumerate(zip(*(m.leaves for m in microbatches), strict=True)):
             found = _together(position, values)
             if isinstance(found, _Each):
                 outputs[position] = found.values
+                numbers |= {position} if found.are_numbers else set()
             leaves.append(None if isinstance(found, _Each) else found)
         given = max(m.losses_given for m in microbatches)
         weights = _weights([m for m in microbatches if m.losses_given], microbatches)
-        return cls(pytree.tree_unflatten(leaves, first.spec), outputs, first.losses, given, given > 0, weights)
+        tree = pytree.tree_unflatten(leaves, first.spec)
+        return cls(tree, outputs, frozenset(numbers), first.losses, given, given > 0, weights)
 
     @property
     def total_weight(self) -> float | None:
@@ -166,7 +171,11 @@ class Outcome:
         leaves, spec = pytree.tree_flatten(self.tree)
         found = {
             position: Returned(
-                values, self.everywhere.get(position), self._weights_of(position, loss_shares), shares.first
+                values,
+                self.everywhere.get(position),
+                self._weights_of(position, loss_shares),
+                shares.first,
+                position in self.numbers,
             )
             for position, values in self.outputs.items()
         }
@@ -184,18 +193,22 @@ class _Each:
     """A leaf with one tensor for each microbatch."""
 
     values: list[torch.Tensor]
+    are_numbers: bool = False
+    """Whether the body returned numbers of Python."""
 
 
 def _together(position: int, values: Sequence[Any]) -> Any:
-    """One leaf of all microbatches. Numbers that differ become tensors; raises ShardwrightError for other leaves."""
+    """One leaf of all microbatches. Numbers become tensors, whether they differ or not: what a step returns has a form
+    that does not depend on values. Raises ShardwrightError for other leaves that differ."""
     if all(isinstance(value, torch.Tensor) for value in values):
         return _Each(list(values))
+    if all(isinstance(value, (bool, int, float)) for value in values):
+        kinds_of = {type(value) for value in values}
+        dtype = torch.bool if kinds_of == {bool} else torch.float64 if float in kinds_of else torch.int64
+        return _Each([torch.tensor(value, dtype=dtype) for value in values], are_numbers=True)
     first = values[0]
     if all(type(value) is type(first) and value == first for value in values):
         return first
-    if all(isinstance(value, (bool, int, float)) for value in values):
-        dtype = torch.float64 if any(isinstance(value, float) for value in values) else torch.int64
-        return _Each([torch.tensor(value, dtype=dtype) for value in values])
     kinds = sorted({type(value).__name__ for value in values})
     raise ShardwrightError(
         f"leaf {position} of what the step returned differs between the microbatches ({', '.join(kinds)}): return "
