@@ -192,7 +192,9 @@ def publish(
 
 
 def _clear(save: Save, keep: int | None) -> None:
-    """Drop what a complete save makes needless: records, other saves under its tag, older checkpoints."""
+    """Drop what a complete save makes needless: records, other saves under its tag, and where not all are kept, older
+    checkpoints and what other tags have of saves that were never completed."""
+    begun = min((path.stat().st_mtime_ns for path in save.folder.glob(f"*.{save.name}.*")), default=0)
     for path in save.folder.iterdir():
         found = _OF_SAVE.fullmatch(path.name)
         if found is not None and (found["save"] != save.name or found["part"].startswith("record-")):
@@ -201,6 +203,19 @@ def _clear(save: Save, keep: int | None) -> None:
         own = [(tag, other) for tag, other in complete(save.folder.parent) if tag == other.tag]
         for tag, other in own[:-keep]:
             remove(save.folder.parent / tag, other)
+        for folder in save.folder.parent.iterdir():
+            _drop_unfinished(folder, begun)
+
+
+def _drop_unfinished(folder: Path, before_ns: int) -> None:
+    """Drop a folder that has nothing but files of saves without a marker, none of which was written to since."""
+    if folder.is_symlink() or not folder.is_dir() or (folder / MARKER).exists():
+        return
+    held = list(folder.iterdir())
+    if held and all(_OF_SAVE.fullmatch(path.name) and path.stat().st_mtime_ns < before_ns for path in held):
+        for path in held:
+            path.unlink(missing_ok=True)
+        folder.rmdir()
 
 
 def abandon(save: Save) -> None:

@@ -4,6 +4,7 @@ import json
 import os
 import random
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -239,6 +240,30 @@ def test_links_and_copies_are_the_users_own(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["b", "best", "latest"]
     Comparison().equal(read(Reader.open(tmp_path, "best"), "model/layer.weight"), WHOLE).require()
     assert Reader.open(tmp_path).folder.name == "b"
+
+
+def test_what_a_killed_save_left_under_another_tag_goes_where_not_all_are_kept(tmp_path: Path) -> None:
+    def left(tag: str, *, extra: bool = False) -> Path:
+        save = folders.begin(tmp_path, tag)
+        folders.write_rank(save, 0, of_rank(0, WHOLE))
+        if extra:
+            (save.folder / "notes.txt").write_text("mine")
+        return save.folder
+
+    dead, users = left("step_1"), left("step_2", extra=True)
+    write(tmp_path, "step_3")
+    assert dead.exists(), "all are kept"
+    time.sleep(0.02)
+    save = folders.begin(tmp_path, "step_4")
+    for rank in range(2):
+        folders.write_rank(save, rank, of_rank(rank, WHOLE))
+    time.sleep(0.02)
+    other = left("of_another_run")
+    folders.publish(save, 2, 1, step=4, framework="torch", content={}, plan=None, keep=1)
+    assert not dead.exists()
+    assert {path.name for path in users.iterdir()} > {"notes.txt"}, "something else is in it"
+    assert other.exists(), "it is being written"
+    assert [tag for tag, _ in folders.complete(tmp_path)] == ["step_4"]
 
 
 @pytest.mark.parametrize("keep", [0, -1, 2.0, "3", True])
