@@ -4,7 +4,8 @@
     shardwright.compat.install()
     import smdistributed.modelparallel.torch as smp
 
-or, without a change to a script, ``torchrun --nproc-per-node 4 -m shardwright.compat train.py …``. Every name of the
+or, without a change to a script, ``torchrun --nproc-per-node 4 -m shardwright.compat train.py …``, or with
+``SHARDWRIGHT_COMPAT=1`` in the environment, under which every Python process begins with it. Every name of the
 model-parallel library is carried out, or refused by its own name: `names.NAMES` says which, and `docs/sagemaker.md`
 shows it. Of the data-parallel one there is ``smdistributed.dataparallel.torch.torch_smddp``, whose import registers
 the backend ``smddp`` of process groups.
@@ -19,6 +20,8 @@ from types import ModuleType
 from shardwright.core.errors import ShardwrightError
 
 ROOT = "smdistributed"
+VARIABLE = "SHARDWRIGHT_COMPAT"
+"""The variable under which Python processes begin with `install`: ``shardwright_compat.pth`` lies beside the package."""
 MODULES = {
     f"{ROOT}.modelparallel.torch": "shardwright.compat.modelparallel",
     f"{ROOT}.dataparallel.torch.torch_smddp": "shardwright.compat.torch_smddp",

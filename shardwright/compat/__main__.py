@@ -1,10 +1,11 @@
 """``python -m shardwright.compat SCRIPT …``: run a script with SageMaker's module names."""
 
+import os
 import runpy
 import sys
 from pathlib import Path
 
-from shardwright.compat import install
+from shardwright.compat import VARIABLE, install
 
 
 def main() -> int:
@@ -16,6 +17,7 @@ def main() -> int:
         print(f"{script}: there is no such script", file=sys.stderr)
         return 2
     install()
+    os.environ[VARIABLE] = "1"  # for the processes that it starts, as loaders of data do
     sys.argv = sys.argv[1:]
     sys.path[0] = str(script.resolve().parent)  # as `python SCRIPT` has it
     runpy.run_path(str(script), run_name="__main__")

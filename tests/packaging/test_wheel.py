@@ -55,7 +55,8 @@ def test_the_wheel_holds_every_module_and_data_file(built: Path) -> None:
     expected = source_files("*.py") | source_files("*.toml") | source_files("py.typed")
     assert "shardwright/core/cluster/hardware/profiles/a100-80gb.toml" in expected
     assert expected <= names
-    assert not [name for name in names if not name.startswith(("shardwright/", "shardwright-"))]
+    beside = [name for name in names if not name.startswith(("shardwright/", "shardwright-"))]
+    assert beside == ["shardwright_compat.pth"]
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
@@ -112,5 +113,21 @@ def test_an_editable_install_is_visible_to_type_checkers(tmp_path: Path) -> None
     code = f"import os, hatchling.build; os.chdir({str(ROOT)!r}); hatchling.build.build_editable({str(tmp_path)!r})"
     run("-c", code)
     with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
-        (link,) = [name for name in wheel.namelist() if name.endswith(".pth")]
-        assert wheel.read(link).decode().strip() == str(ROOT)
+        links = {name: wheel.read(name).decode().strip() for name in wheel.namelist() if name.endswith(".pth")}
+        begins = links.pop("shardwright_compat.pth")
+        assert list(links.values()) == [str(ROOT)]
+        assert begins.startswith("import os; ")
+
+
+@pytest.mark.parametrize(("value", "finds"), [("1", True), ("0", False), ("", False), (None, False)])
+def test_processes_begin_with_sagemakers_names_where_the_environment_asks(
+    installed: Path, value: str | None, finds: bool
+) -> None:
+    """Of the processes that a script starts too. (`site` reads such files in the folders of packages alone.)"""
+    begin = f"import site; site.addsitedir({str(installed)!r}); "
+    code = begin + (
+        "import importlib.util; print(importlib.util.find_spec('smdistributed') is not None, "
+        "'shardwright' in __import__('sys').modules)"
+    )
+    variable = {} if value is None else {"SHARDWRIGHT_COMPAT": value}
+    assert run("-c", code, **variable).split() == [str(finds), str(finds)]
