@@ -21,7 +21,7 @@ from shardwright.core.errors import ShardwrightError
 
 ROOT = "smdistributed"
 VARIABLE = "SHARDWRIGHT_COMPAT"
-"""The variable under which Python processes begin with `install`: ``shardwright_compat.pth`` lies beside the package."""
+"""The variable under which Python processes begin with `install`: ``shardwright_compat.pth`` is beside the package."""
 MODULES = {
     f"{ROOT}.modelparallel.torch": "shardwright.compat.modelparallel",
     f"{ROOT}.dataparallel.torch.torch_smddp": "shardwright.compat.torch_smddp",
