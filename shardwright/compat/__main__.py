@@ -16,7 +16,11 @@ def main() -> int:
     if not script.is_file():
         print(f"{script}: there is no such script", file=sys.stderr)
         return 2
+    from shardwright.compat import cuda_stand_in  # which imports torch
+
     install()
+    if cuda_stand_in.install() and os.environ.get("RANK", "0") == "0":
+        print("no CUDA device is there: calls of torch.cuda are answered by a stand-in", file=sys.stderr)
     os.environ[VARIABLE] = "1"  # for the processes that it starts, as loaders of data do
     sys.argv = sys.argv[1:]
     sys.path[0] = str(script.resolve().parent)  # as `python SCRIPT` has it

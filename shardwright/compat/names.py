@@ -77,7 +77,9 @@ NAMES: tuple[Name, ...] = (
         for name in ("set_activation_checkpointing", "checkpoint_sequential")
     ),
     Name(
-        "model_creation", "other", "settings of their own distributed modules are refused",
+        "model_creation", "other",
+        "settings of their own distributed modules have no effect, which a warning says, or are refused where they "
+        "would change numbers",
     ),
     Name("save", "other", "what torch.load(weights_only=True) reads, and nothing else"),
     Name("load", "other", "partial files of stages load under any partition"),

@@ -1,6 +1,7 @@
 """Contexts to build a model in, before it is wrapped."""
 
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 
 from shardwright.backends.torch.capture.tensor_parallel_marks import tensor_parallelism as marked_for_tensor_axis
 from shardwright.backends.torch.state.deferred_init import DeferredInit
-from shardwright.core.errors import ShardwrightError
+from shardwright.core.errors import MissingCapabilityError, PlanWarning, ShardwrightError, nearest
 from shardwright.torch import session as sessions
 
 
@@ -31,6 +32,34 @@ def delay_param_initialization(enabled: bool = True) -> Iterator[None]:
         yield
 
 
+_SAME_NUMBERS = (
+    "distribute_embedding", "flash_attention", "fused_bias_gelu", "fused_dropout", "fused_softmax", "zero_init",
+)  # fmt: skip
+_OTHER_NUMBERS = ("attention_in_fp32", "fp32_residual_addition", "query_key_layer_scaling", "use_alibi")
+
+
+def _require_no_other_numbers(settings: Mapping[str, Any]) -> None:
+    """Raise for settings of SageMaker's own modules that would change numbers, and for unknown ones."""
+    for name, value in settings.items():
+        if name not in (*_SAME_NUMBERS, *_OTHER_NUMBERS):
+            raise ShardwrightError(
+                f"model_creation knows no setting {name!r}: {nearest(name, (*_SAME_NUMBERS, *_OTHER_NUMBERS))}"
+            )
+        if value and name in _OTHER_NUMBERS:
+            raise MissingCapabilityError(
+                f"model_creation({name}={value!r}) changes what SageMaker's own modules compute; the original modules "
+                f"are divided here, and compute as they are: leave it out, or set it in the model's own configuration"
+            )
+    left = sorted(name for name, value in settings.items() if value)
+    if left:
+        warnings.warn(
+            f"model_creation: {', '.join(left)} of SageMaker's own modules have no effect; the original modules are "
+            f"divided as they are, with the same numbers",
+            PlanWarning,
+            stacklevel=4,
+        )
+
+
 @contextmanager
 def model_creation(
     tensor_parallelism: bool = False, dtype: torch.dtype | None = None, **tensor_parallel_config: Any
@@ -41,17 +70,15 @@ def model_creation(
     Args:
         tensor_parallelism: whether new modules are marked as by `set_tensor_parallelism`.
         dtype: the default dtype inside of the context; None: as it is.
-        tensor_parallel_config: refused, as `set_tensor_parallelism` takes none either.
+        tensor_parallel_config: settings of SageMaker's own modules, under ``tensor_parallelism``. Original modules are
+            divided as they are: settings that change no number (fused kernels) have no effect, which a warning says.
 
     Raises:
-        ShardwrightError: a dtype that parameters cannot have, or settings of SageMaker's own modules.
+        ShardwrightError: a dtype that parameters cannot have, or an unknown setting.
+        MissingCapabilityError: a setting that would change numbers.
     """
     delayed = sessions.current().config.delayed_parameter_initialization
-    if tensor_parallel_config:
-        raise ShardwrightError(
-            f"model_creation was given {min(tensor_parallel_config)}: it is for SageMaker's own modules; original "
-            f"modules are divided as they are, so leave it out"
-        )
+    _require_no_other_numbers(tensor_parallel_config if tensor_parallelism else {})
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ShardwrightError(f"dtype={dtype!r}: expected a floating dtype of torch, as torch.float16, or None")
     before = torch.get_default_dtype()

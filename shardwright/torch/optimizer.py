@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -24,7 +25,7 @@ from shardwright.backends.torch.state.parts import Parts
 from shardwright.backends.torch.state.saved_parts import SavedParts
 from shardwright.core.checkpoint.reader import FRESH, require_names
 from shardwright.core.checkpoint.saved_tensors import SavedState
-from shardwright.core.errors import CheckpointError, MissingCapabilityError, ShardwrightError
+from shardwright.core.errors import CheckpointError, MissingCapabilityError, PlanWarning, ShardwrightError
 from shardwright.core.model.loss.scaling import LossScale, loss_scale_of
 from shardwright.torch import session as sessions
 from shardwright.torch.run_agreement import optimizers_claim
@@ -43,7 +44,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     which then skips an update on all ranks where a gradient overflows on one.
 
     Args:
-        static_loss_scale: a fixed factor of losses, for float16; gradients are divided by it again.
+        static_loss_scale: a fixed factor of losses; gradients are divided by it again. It acts in float16 alone, as the
+            dynamic one does; elsewhere a warning says that it does not. None is 1.
         dynamic_loss_scale: whether the factor is found while training goes on: a step whose gradients overflow on any
             rank is skipped on all, and said.
         dynamic_loss_args: the arguments of a dynamic factor, which can be given by name too: ``init_scale`` (2**32),
@@ -62,7 +64,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        static_loss_scale: float = 1.0,
+        static_loss_scale: float | None = 1.0,
         dynamic_loss_scale: bool = False,
         dynamic_loss_args: Mapping[str, Any] | None = None,
         **more_dynamic_loss_args: Any,
@@ -87,6 +89,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.overflow = False
         asked = {**(dynamic_loss_args or {}), **more_dynamic_loss_args}
         self._scaling = loss_scale_of(static_loss_scale, dynamic_loss_scale, asked)
+        if self._scaling is not None and not self._is_in_half(session.compute):
+            warnings.warn(
+                "the loss scale has no effect: steps do not compute in float16, whose gradients alone underflow",
+                PlanWarning,
+                stacklevel=2,
+            )
+            self._scaling = None
         if self._scaling is not None:
             runtime.split_model.loss_scale = self._scaling
         runtime.split_model.listeners.append(self._rebind)
@@ -95,6 +104,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         runtime.split_model.after_sharding.append(self._cut_to_pieces)
         self._require_fits_shards()
         session.optimizers.append(weakref.ref(self))
+
+    def _is_in_half(self, compute: torch.dtype | None) -> bool:
+        """Whether gradients are in float16 anywhere."""
+        own = (p.dtype for group in self.optimizer.param_groups for p in group["params"])
+        return torch.float16 in (own if compute is None else (compute,))
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]

@@ -74,7 +74,7 @@ class LossScale:
         self.steps += 1
 
 
-def loss_scale_of(static: float, dynamic: bool, given: Mapping[str, Any]) -> LossScale | None:
+def loss_scale_of(static: float | None, dynamic: bool, given: Mapping[str, Any]) -> LossScale | None:
     """The scaling that SageMaker's arguments ask for: ``static_loss_scale``, ``dynamic_loss_scale`` and
     ``dynamic_loss_args``; None where they ask for nothing. Raises ShardwrightError."""
     if not dynamic:
@@ -82,8 +82,8 @@ def loss_scale_of(static: float, dynamic: bool, given: Mapping[str, Any]) -> Los
             raise ShardwrightError(
                 f"{next(iter(given))} goes with dynamic_loss_scale=True: leave it out, or let the scale be dynamic"
             )
-        return None if static == 1.0 else LossScale(float(static))
-    if static != 1.0:
+        return None if static is None or static == 1.0 else LossScale(float(static))
+    if static not in (None, 1.0):
         raise ShardwrightError(f"static_loss_scale={static} and dynamic_loss_scale=True are both given: keep one")
     for name in given:
         if name not in (*_DYNAMIC, "init_scale"):
