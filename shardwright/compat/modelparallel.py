@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 import shardwright.torch as _torch
+from shardwright.compat.checkpoints import load, resume_from_checkpoint, save, save_checkpoint
 from shardwright.compat.first_stage import of_first_stage
 from shardwright.compat.keys import with_defaults
 from shardwright.compat.names import BY_NAME
@@ -16,6 +17,9 @@ from shardwright.core.errors import MissingCapabilityError, PlanWarning, nearest
 from shardwright.torch.config import configuration_of_environment
 from shardwright.torch.session import current
 from shardwright.torch.step import Step
+
+OWN = (load, resume_from_checkpoint, save, save_checkpoint)
+"""Functions with SageMaker's arguments where those of `shardwright.torch` differ, beside those below."""
 
 __version__ = "1.15.0"
 """The version of SageMaker's interface whose names these are: scripts ask for it."""

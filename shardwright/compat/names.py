@@ -81,10 +81,20 @@ NAMES: tuple[Name, ...] = (
         "settings of their own distributed modules have no effect, which a warning says, or are refused where they "
         "would change numbers",
     ),
-    Name("save", "other", "what torch.load(weights_only=True) reads, and nothing else"),
+    Name(
+        "save", "other",
+        "what torch.load(weights_only=True) reads, and objects with to_dict() as that dict, which a warning says",
+    ),
     Name("load", "other", "partial files of stages load under any partition"),
-    Name("save_checkpoint", "other", "full ones have the optimizer too; safetensors and JSON, nothing is pickled"),
-    Name("resume_from_checkpoint", "other", "under any partition"),
+    Name(
+        "save_checkpoint", "other",
+        "full ones have the optimizer too; safetensors and JSON, nothing is pickled: objects with to_dict() are saved as "
+        "that dict, which a warning says",
+    ),
+    Name(
+        "resume_from_checkpoint", "other",
+        "under any partition; load_sharded_optimizer_state=False and translate_function are refused",
+    ),
     *(
         Name(
             name, "other",

@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from shardwright.backends.torch.capture.precision import step_dtype
 from shardwright.backends.torch.data_parallel.batch_norm import RunningStatistics, norm_over_replicas
 from shardwright.backends.torch.data_parallel.gradients import Gradients
 from shardwright.backends.torch.machine.agreement import Agreement, Claim
@@ -302,12 +303,21 @@ class SplitModel:
         )  # fmt: skip
         self.awaited = None
         self.parts.flat = self.residency.flat = flat
+        self._say_dtypes_of_others()
         if level:
             self.gradients.data = data
         self._looked_at.clear()
         for listener in self.after_sharding:
             listener(self.parts)
         self.watchdog.doing("between steps")
+
+    def _say_dtypes_of_others(self) -> None:
+        """Let parameters that other ranks hold have the dtype that they have there between steps."""
+        compute, held = self.parts.compute, self.ownership.local_parameters()
+        for name in self.ownership.parameter_names if compute is not None else ():
+            parameter = self.ownership.parameter(name)
+            if name not in held and parameter.requires_grad and step_dtype(parameter.dtype, compute) is compute:
+                parameter.data = parameter.data.to(torch.float32)
 
     def _look_at_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Raise an error before the step of an optimizer, wrapped or not, that pieces of parameters will not do for, or
