@@ -42,8 +42,8 @@ def resume_from_checkpoint(
     """As `shardwright.torch.resume_from_checkpoint`.
 
     Raises:
-        MissingCapabilityError: ``load_sharded_optimizer_state=False``, which loads a part of the optimizer's state; or a
-            function that translates weights, which have the names of the original model.
+        MissingCapabilityError: ``load_sharded_optimizer_state=False``, which loads a part of an optimizer's state; or
+            a function that translates weights, which have the names of the original model.
     """
     if not load_sharded_optimizer_state:
         raise MissingCapabilityError(
@@ -59,11 +59,16 @@ def resume_from_checkpoint(
 
 
 def save(
-    obj: Any, f: str | Path, partial: bool = True, pickle_module: Any = None, pickle_protocol: int = 2, *, v3: bool = False
+    obj: Any,
+    f: str | Path,
+    partial: bool = True,
+    pickle_module: Any = None,
+    pickle_protocol: int = 2,
+    *,
+    v3: bool = False,
 ) -> None:
-    """As `shardwright.torch.save`. Objects that have ``to_dict()`` are saved as that dict, which a warning says. Nothing
-    is pickled but tensors, so that what is said of pickling has no effect; nor has ``v3``, SageMaker's name for files of
-    sharded optimizers."""
+    """As `shardwright.torch.save`. Objects that have ``to_dict()`` are saved as that dict, which a warning says. What
+    is said of pickling has no effect, as only tensors are pickled; nor has ``v3``, of files of sharded optimizers."""
     _torch.save(as_values(obj, "the object"), f, partial)
 
 

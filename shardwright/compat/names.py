@@ -88,8 +88,8 @@ NAMES: tuple[Name, ...] = (
     Name("load", "other", "partial files of stages load under any partition"),
     Name(
         "save_checkpoint", "other",
-        "full ones have the optimizer too; safetensors and JSON, nothing is pickled: objects with to_dict() are saved as "
-        "that dict, which a warning says",
+        "full ones have the optimizer too; safetensors and JSON, nothing is pickled: objects with to_dict() are saved "
+        "as that dict, which a warning says",
     ),
     Name(
         "resume_from_checkpoint", "other",

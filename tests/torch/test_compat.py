@@ -13,7 +13,7 @@ import torch
 import shardwright.compat
 import shardwright.torch as sw
 from shardwright.compat import keys, modelparallel, names
-from shardwright.core.errors import ShardwrightError
+from shardwright.core.errors import MissingCapabilityError, PlanWarning, ShardwrightError
 from shardwright.torch import config
 from shardwright.torch.config import read_config
 from tests.comparison import Comparison
@@ -166,6 +166,60 @@ def test_another_library_of_that_name_stays(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setitem(sys.modules, "smdistributed", json)
     with pytest.raises(ShardwrightError, match="is loaded already, and is not Shardwright's"):
         shardwright.compat.install()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_script_that_takes_a_gpu_for_granted_runs_without_one(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        """
+import subprocess, sys, torch
+torch.cuda.set_device(0)
+torch.cuda.synchronize()
+torch.cuda.empty_cache()
+assert torch.cuda.current_device() == 0
+assert not torch.cuda.is_available()
+assert 0 < torch.cuda.memory_allocated() <= torch.cuda.max_memory_allocated()
+device = torch.device("cuda")
+model = torch.nn.Linear(2, 1).to(device).cuda()
+x = torch.ones(1, 2).to("cuda:0", dtype=torch.float32, non_blocking=True).pin_memory().cuda()
+assert model(x).device.type == "cpu"
+assert torch.ones(2).to(torch.float64).dtype is torch.float64
+found = "import os; print(os.environ['SHARDWRIGHT_COMPAT'])"
+assert subprocess.run([sys.executable, "-c", found], capture_output=True, text=True).stdout == "1\\n"
+try:
+    torch.cuda.get_device_name()
+except (AssertionError, RuntimeError) as error:
+    print("torch's own error:", error)
+""",
+        encoding="utf-8",
+    )
+    outcome = run([sys.executable, "-m", "shardwright.compat", str(script)], 60)
+    assert outcome.code == 0, outcome.text[-4000:]
+    assert "calls of torch.cuda are answered by a stand-in" in outcome.text
+    assert "torch's own error" in outcome.text
+
+
+class Settings:
+    def to_dict(self) -> dict[str, object]:
+        return {"width": 4}
+
+
+def test_objects_with_a_dict_are_saved_as_it(tmp_path: Path) -> None:
+    modelparallel.init({})
+    modelparallel.DistributedModel(torch.nn.Linear(2, 2))
+    with pytest.warns(PlanWarning, match="user_content/nested/0 is a Settings, which only a pickle would hold"):
+        modelparallel.save_checkpoint(tmp_path, "one", user_content={"nested": [Settings(), 3]})
+    assert modelparallel.resume_from_checkpoint(tmp_path) == {"nested": [{"width": 4}, 3]}
+    with pytest.warns(PlanWarning, match="the object/settings is a Settings"):
+        modelparallel.save({"settings": Settings()}, tmp_path / "object", partial=False, pickle_protocol=4)
+    assert modelparallel.load(tmp_path / "object", partial=False) == {"settings": {"width": 4}}
+    for given in ({"translate_function": len}, {"load_sharded_optimizer_state": False}):
+        with pytest.raises(MissingCapabilityError, match=next(iter(given))):
+            modelparallel.resume_from_checkpoint(tmp_path, **given)
+    with pytest.raises(ShardwrightError, match="load takes no 'mmap'"):
+        modelparallel.load(tmp_path / "object", partial=False, mmap=True)
+    sw.shutdown()
 
 
 def test_groups_of_the_data_parallel_backend(tmp_path: Path) -> None:

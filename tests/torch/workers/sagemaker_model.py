@@ -25,6 +25,11 @@ def train_step(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 @sw.step
+def evaluate(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return model(**batch).loss
+
+
+@sw.step
 def summed_step(model: Any, x: torch.Tensor) -> torch.Tensor:
     loss: torch.Tensor = model(x).square().sum()
     model.backward(loss)
@@ -133,6 +138,50 @@ def models_are_made_as_the_configuration_says() -> None:
         sw.shutdown()
 
 
+def a_model_made_in_16_bits_trains_and_is_evaluated() -> None:
+    """Its parameters are in float32 between steps where they are held: the other ranks know."""
+    begin(bf16=True, log_every=0)
+    torch.manual_seed(0)
+    with sw.model_creation(dtype=torch.bfloat16):
+        model = sw.DistributedModel(models.build("gpt2"))
+    with pytest.warns(PlanWarning, match="loss scale has no effect: steps do not compute in float16"):
+        optimizer = sw.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            static_loss_scale=None,
+            dynamic_loss_scale=True,
+            dynamic_loss_args={"scale_window": 1000},
+        )
+    torch.manual_seed(0)
+    plain = models.build("gpt2")
+    reference = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for step in range(3):
+        reference.zero_grad()
+        optimizer.zero_grad()
+        expected = plain(**models.batch("gpt2", step, 8)).loss
+        expected.backward()
+        loss = float(train_step(model, models.batch("gpt2", step, 8)).reduce_mean())
+        assert abs(loss - float(expected)) < 2e-2 * float(expected)
+        reference.step()
+        optimizer.step()
+        with torch.no_grad():
+            evaluate(model, models.batch("gpt2", 9, 8))
+    sw.shutdown()
+
+
+def settings_of_their_own_modules_are_known() -> None:
+    begin()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with sw.model_creation(fused_softmax=True, use_alibi=True):  # not for the tensor axis: they are not used
+            pass
+    said = "flash_attention, zero_init of SageMaker's own modules have no effect"
+    given = {"flash_attention": True, "zero_init": True, "use_alibi": False}
+    with pytest.warns(PlanWarning, match=said), sw.model_creation(True, **given):
+        pass
+    refused(MissingCapabilityError, "use_alibi=True", lambda: sw.model_creation(True, use_alibi=True).__enter__())
+    sw.shutdown()
+
+
 def what_is_wrong_is_said() -> None:
     begin()
     module = torch.nn.Linear(2, 2)
@@ -152,8 +201,10 @@ def what_is_wrong_is_said() -> None:
     ], said  # fmt: skip
     with sw.model_creation():
         pass
-    for given in ({"dtype": torch.int8}, {"dtype": "fp16"}, {"num_attention_heads": 4}):
-        refused(ShardwrightError, f"{next(iter(given))}", lambda given=given: sw.model_creation(**given).__enter__())
+    for given in ({"dtype": torch.int8}, {"dtype": "fp16"}, {"use_alibis": 4}):
+        refused(
+            ShardwrightError, f"{next(iter(given))}", lambda given=given: sw.model_creation(True, **given).__enter__()
+        )
     sw.shutdown()
 
 
@@ -163,6 +214,8 @@ CHECKS = (
     parts_are_found_by_their_rank,
     losses_that_are_sums_are_said_to_be,
     models_are_made_as_the_configuration_says,
+    a_model_made_in_16_bits_trains_and_is_evaluated,
+    settings_of_their_own_modules_are_known,
     what_is_wrong_is_said,
 )
 
