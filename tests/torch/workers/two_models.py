@@ -236,26 +236,19 @@ def a_generator_and_a_discriminator() -> None:
 
 
 class Adversaries(nn.Module):
-    """Args:
-    joined: whether the discriminator is called once on real and made samples, as often as in the generator's step, so
-        that both steps make the calls of one plan.
-    """
+    """Both in one module, whose forward is the loss of one of them. The discriminator is called once in either step, so
+    that both make the calls of one plan."""
 
-    def __init__(self, joined: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.generator, self.discriminator = generator(), discriminator()
-        self.joined = joined
 
     def forward(self, noise: torch.Tensor, x: torch.Tensor, *, trains_generator: bool) -> torch.Tensor:
-        """The loss of one of the two."""
         if trains_generator:
             return F.softplus(-self.discriminator(self.generator(noise))).mean()
         with torch.no_grad():
             fakes = self.generator(noise)
-        if self.joined:
-            real, made = self.discriminator(torch.cat([x, fakes])).chunk(2)
-        else:
-            real, made = self.discriminator(x), self.discriminator(fakes)
+        real, made = self.discriminator(torch.cat([x, fakes])).chunk(2)
         found: torch.Tensor = F.softplus(-real).mean() + F.softplus(made).mean()
         return found
 
@@ -270,33 +263,44 @@ def of_discriminator_in_both(model: Any, noise: torch.Tensor, x: torch.Tensor) -
     return found
 
 
-STEP_OF |= {loss: trained(loss) for loss in (of_generator_in_both, of_discriminator_in_both)}
+def of_generator_by_parts(model: Any, noise: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return F.softplus(-model.discriminator(model.generator(noise))).mean()
+
+
+def of_discriminator_by_parts(model: Any, noise: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return of_critic(model.discriminator, x, model.generator(noise).detach())
+
+
+BY_FORWARD = of_discriminator_in_both, of_generator_in_both
+BY_PARTS = of_discriminator_by_parts, of_generator_by_parts
+STEP_OF |= {loss: trained(loss) for loss in (*BY_FORWARD, *BY_PARTS)}
 Gradients = dict[str, torch.Tensor | None]
+Losses = tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]
+"""That of the discriminator, and that of the generator."""
 
 
 def by_turns(
-    ways: Ways, model: Any, optimizers: Any, gradients: Callable[[Any], Gradients]
+    ways: Ways, losses: Losses, model: Any, optimizers: Any, gradients: Callable[[Any], Gradients]
 ) -> Iterator[tuple[float, Gradients]]:
     """Updates of the discriminator and the generator by turns: each loss, with the gradients of both halves."""
-    of_generator, of_discriminator = optimizers
     for step in range(STEPS):
         given = batch(step)
-        for optimizer, loss in ((of_discriminator, of_discriminator_in_both), (of_generator, of_generator_in_both)):
+        for optimizer, loss in zip(optimizers, losses, strict=True):
             model.zero_grad()
             found = ways.backward(loss, model, given["noise"], given["x"])
             yield found, gradients(model)
             optimizer.step()
 
 
-def in_one_module(joined: bool) -> sw.DistributedModel:
+def in_one_module(make: Callable[[], nn.Module], losses: Losses) -> sw.DistributedModel:
     def both(model: Any) -> list[torch.optim.Optimizer]:
-        return [adamw(model.generator), adamw(model.discriminator)]
+        return [adamw(model.discriminator), adamw(model.generator)]
 
-    plain = Adversaries(joined)
-    wanted = list(by_turns(Plain(), plain, both(plain), lambda m: cloned(m.named_parameters())))
-    model = sw.DistributedModel(Adversaries(joined))
+    plain = make()
+    wanted = list(by_turns(Plain(), losses, plain, both(plain), lambda m: cloned(m.named_parameters())))
+    model = sw.DistributedModel(make())
     optimizers = [sw.DistributedOptimizer(one) for one in both(model)]
-    found = list(by_turns(Split(), model, optimizers, whole_gradients))
+    found = list(by_turns(Split(), losses, model, optimizers, whole_gradients))
     same = Comparison("adversaries in one module").losses([f for f, _ in found], [w for w, _ in wanted], moving=0.01)
     for number, ((_, gradients), (_, expected)) in enumerate(zip(found, wanted, strict=True)):
         same.where = f"update {number}"
@@ -313,13 +317,23 @@ def in_one_module(joined: bool) -> sw.DistributedModel:
 
 def adversaries_in_one_module() -> None:
     """By messages with stages, since the steps call different parts."""
-    model = in_one_module(joined=False)
+
+    def make() -> nn.Module:
+        return nn.ModuleDict({"generator": generator(), "discriminator": discriminator()})
+
+    model = in_one_module(make, BY_PARTS)
     assert (model.runtime.messages is not None) == (max(sw.pp_size(), sw.tp_size()) > 1)
 
 
 def adversaries_in_one_module_that_call_the_same_parts() -> None:
-    model = in_one_module(joined=True)
+    model = in_one_module(Adversaries, BY_FORWARD)
     assert model.runtime.messages is None, "not recorded"
+
+
+def a_teacher_and_a_student_by_messages() -> None:
+    sw.shutdown()
+    sw.init(config(sys.argv[1]) | {"pipeline_mode": "messages"})
+    same_as_plain("distillation by messages", distillation, lambda: (teacher(), student()))
 
 
 def cloned(named: Any) -> Gradients:
@@ -617,21 +631,16 @@ def checks_of(how: str) -> tuple[Callable[[], None], ...]:
     """The checks of a way to split models: all with stages, those of training otherwise."""
     if how == "one":
         return (dropout_of_each_model,)
-    if how == "dp:2:3":  # what runs by messages holds whole parameters
+    if how.startswith("dp"):  # what runs by messages holds whole parameters
         return tuple(check for check in TRAINING if check is not adversaries_in_one_module)
     if not how.startswith("pp"):
         return TRAINING
     checkpoints = partial(checkpoints_of_both, sys.argv[2])
     checkpoints.__name__ = checkpoints_of_both.__name__  # type: ignore[attr-defined]
     return (
-        *TRAINING,
-        dropout_of_each_model,
-        checkpoints,
-        hooks_of_each_model,
-        a_scaler_of_both,
-        a_plan_for_each,
-        misuse,
-    )
+        *TRAINING, a_teacher_and_a_student_by_messages, dropout_of_each_model, checkpoints, hooks_of_each_model,
+        a_scaler_of_both, a_plan_for_each, misuse,
+    )  # fmt: skip
 
 
 def main() -> None:
