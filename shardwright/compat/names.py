@@ -48,8 +48,8 @@ NAMES: tuple[Name, ...] = (
     *_same("StepOutput"),
     Name(
         "DistributedModel", "other",
-        "original weights and names stay; arguments about tracing, buckets and overlap have no effect, which a warning "
-        "says; broadcast_buffers=False, join and cpu are refused; with "
+        "a process may have several; original weights and names stay; arguments about tracing, buckets and overlap "
+        "have no effect, which a warning says; broadcast_buffers=False, join and cpu are refused; with "
         "average_grads_across_microbatches=False gradients are sums over replicas too, which a warning says",
     ),
     Name(

@@ -43,25 +43,32 @@ Optimizers = DistributedOptimizer | Sequence[DistributedOptimizer] | None
 
 
 class CheckpointState:
-    """The state of training on this rank."""
+    """The state of training of one model on this rank."""
 
     def __init__(self, session: "sessions.Session", model: DistributedModel | None, optimizer: Optimizers) -> None:
-        """Raises ShardwrightError where there is no model, or something else is given."""
-        if session.runtime is None:
+        """Raises ShardwrightError where there is no model, there are several and none is given, or something else is
+        given."""
+        if model is not None and not isinstance(model, DistributedModel):
+            raise CheckpointError(f"model= is a {type(model).__name__}: expected a sw.DistributedModel of this run")
+        if not session.models:
             raise ShardwrightError("wrap the model first: sw.DistributedModel(model); then save or load checkpoints")
-        if model is not None and getattr(model, "runtime", None) is not session.runtime:
-            raise CheckpointError(f"model= is a {type(model).__name__}: expected the sw.DistributedModel of this run")
-        self.session, self.runtime = session, session.runtime
+        fix = "say which, model=..., and give each a folder of its own"
+        run = session.only("a checkpoint is of one model", fix) if model is None else session.of(model)
+        self.session, self.run, self.runtime = session, run, run.runtime
         self.split_model, self.ownership = self.runtime.split_model, self.runtime.ownership
         if optimizer is None:
-            alive = [reference() for reference in session.optimizers]
-            self.optimizers = [one for one in alive if isinstance(one, DistributedOptimizer)]
+            self.optimizers = [one for one in run.optimizers_alive() if isinstance(one, DistributedOptimizer)]
         else:
             given = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
             for one in given:
                 if not isinstance(one, DistributedOptimizer):
                     raise CheckpointError(
                         f"optimizer= is a {type(one).__name__}: wrap it, sw.DistributedOptimizer(optimizer)"
+                    )
+                if one.model_run is not run:
+                    raise CheckpointError(
+                        f"optimizer= has the parameters of {one.model_run.label}, and the checkpoint is of "
+                        f"{run.label}: each model is saved and loaded with its own optimizers"
                     )
             self.optimizers = given
         self.steps = self.split_model.steps_run
@@ -107,13 +114,13 @@ class CheckpointState:
             "optimizers": [encoded(one, tensor, f"optimizer {number}") for number, one in enumerate(told)],
             "user": encoded(user_content, tensor, "user_content"),
             "ties": {k: v for k, v in self.ownership.first_name.items() if k != v},
-            "seed": self.session.seed, "steps": self.steps, "steps_begun": self.session.steps_begun,
-            "samples": self.session.samples_before + self.session.samples_trained,
+            "seed": self.run.seed, "steps": self.steps, "steps_begun": self.session.steps_begun,
+            "samples": self.run.samples_before + self.run.samples_trained,
         }  # fmt: skip
         pieces[USER] = user
         states = generator_states()
         pieces[RANDOM] = [whole_piece(f"{kind}.{self.session.bound.rank}", state) for kind, state in states.items()]
-        claims = [*_content_claims(content, user), optimizers_claim(self.session)]
+        claims = [*_content_claims(content, user), optimizers_claim(self.run)]
         extra = {key: value for key, value in self.ownership.model.state_dict(keep_vars=True).items() if _is_extra(key)}
         if extra and self.session.bound.size("pp") > 1:
             raise MissingCapabilityError(
@@ -209,9 +216,11 @@ class CheckpointState:
             updates = counts.get(STEP) if counts.get(STEP) is not None else counts.get(SCHEDULE)
             optimizer.resume(told, reader, f"optimizer{number}", updates)
         if content["seed"] is not None:
-            self.session.seed = self.split_model.seed = content["seed"]
+            self.run.set_seed(content["seed"])
+            if len(self.session.models) == 1:
+                self.session.seed = content["seed"]
         self.split_model.steps_run, self.session.steps_begun = content["steps"], content["steps_begun"]
-        self.session.samples_before = content["samples"] - self.session.samples_trained
+        self.run.samples_before = content["samples"] - self.run.samples_trained
         suffix = f".{self.session.bound.rank}"
         mine = [name for name in reader.names(RANDOM) if name.endswith(suffix)]
         set_generator_states({name.removesuffix(suffix): read_whole(reader, f"{RANDOM}/{name}") for name in mine})

@@ -15,9 +15,11 @@ from shardwright.core.checkpoint.folder import Save
 from shardwright.core.checkpoint.name_map import NameMap, Side
 from shardwright.core.checkpoint.reader import Reader
 from shardwright.core.checkpoint.saved_tensors import SavedState
+from shardwright.core.errors import CheckpointError
 from shardwright.torch import session as sessions
 from shardwright.torch.checkpoint_state import USER, CheckpointState, Optimizers, copied
 from shardwright.torch.model import DistributedModel
+from shardwright.torch.model_run import ModelRun
 from shardwright.torch.pending_checkpoint import PendingCheckpoint
 
 BEHIND_S = 600.0
@@ -46,7 +48,9 @@ def save_checkpoint(
         tag: the name of the checkpoint.
         partial: True: every rank writes what it holds. False: the same, put together in one file of parameters and
             buffers, one of each optimizer and so on, by rank 0.
-        model, optimizer: by default the session's model, and all of its optimizers.
+        model: default: the only one of this run. Several are saved each to a folder of its own, in which a run writes
+            no checkpoints of another.
+        optimizer: one or several of the model's; default: all of them.
         user_content: numbers, texts, lists, tuples, dicts and tensors, as state dicts of schedulers and data loaders
             are; the same on every rank. Nothing is pickled.
         num_kept_partial_checkpoints: so many of the newest checkpoints of the folder are kept; None: all.
@@ -54,7 +58,9 @@ def save_checkpoint(
             rank writes. The next checkpoint waits for this one, and so does `shutdown`.
 
     Raises:
-        CheckpointError: the folder cannot be written to, ranks do not share it, or something cannot be saved.
+        ShardwrightError: there are several models, and none is given.
+        CheckpointError: the folder cannot be written to, ranks do not share it, it has checkpoints of another model of
+            this run, or something cannot be saved.
         DisagreementError: on all ranks, where one has failed, or their user_content differs.
     """
     session = sessions.current()
@@ -69,6 +75,8 @@ def save_checkpoint(
         folders.require_keep(num_kept_partial_checkpoints)
         wait_for_checkpoints(session)
         state = CheckpointState(session, model, optimizer)
+        call = state.run.of_model(call)
+        _require_own_folder(session, folder, state.run)
         content, pieces, claims = state.gathered(user_content)
         if session.bound.rank == 0:
             save = folders.begin(folder, tag)
@@ -89,6 +97,7 @@ def save_checkpoint(
         number, sequence, *_ = told[0]
         save = Save(folder / tag, f"{number:012x}", sequence)
     chosen: Save = save
+    session.folders[folder.resolve()] = state.run
 
     def write() -> None:
         folders.write_rank(chosen, session.bound.rank, pieces)
@@ -98,7 +107,7 @@ def save_checkpoint(
     def publish() -> None:
         folders.publish(
             chosen, session.bound.mesh.size, wait_s, step=state.steps, framework="torch",
-            content=content, plan=session.plan_document(), keep=num_kept_partial_checkpoints, together=not partial,
+            content=content, plan=state.run.plan_document(), keep=num_kept_partial_checkpoints, together=not partial,
         )  # fmt: skip
 
     if background:
@@ -145,9 +154,13 @@ def resume_from_checkpoint(
     """Go on from a checkpoint of `save_checkpoint`, under whatever plan it was written: every rank reads what it holds.
     Every rank calls this, once the model and the optimizers are wrapped, before the first step or later.
 
+    Of several models each is read from its own folder: its weights, optimizers, seed, steps and samples. States of
+    random generators are the process's, and are those of the checkpoint that was read last.
+
     Args:
         path: the folder of checkpoints.
         tag: the name of one; None: the newest that is complete.
+        model, optimizer: as of `save_checkpoint`.
         partial: is taken for SageMaker's sake: both forms are read alike.
         strict: whether a model and a checkpoint of different names are refused; else what fits is loaded.
         load_optimizer: whether the states of optimizers are loaded too.
@@ -175,6 +188,7 @@ def resume_from_checkpoint(
     try:
         wait_for_checkpoints(session)
         state = CheckpointState(session, model, optimizer)
+        call = state.run.of_model(call)
         folder = folders.folder_of(path)
         is_missing = missing_ok and tag is None and folders.has_none(folder)
         found = None if is_missing else Reader.open(folder, tag)
@@ -204,6 +218,16 @@ def resume_from_checkpoint(
 
 def _content_of(reader: SavedState) -> Any:
     return reader.content(lambda name: read_whole(reader, name))
+
+
+def _require_own_folder(session: "sessions.Session", folder: Path, run: ModelRun) -> None:
+    """Raise CheckpointError for a folder to which this run has written checkpoints of another model: the newest of a
+    folder, and the number of those that are kept, are of one model."""
+    before = session.folders.get(folder.resolve())
+    if before is not None and before is not run:
+        raise CheckpointError(
+            f"{folder} has checkpoints of {before.label} of this run: give {run.label} a folder of its own"
+        )
 
 
 def wait_for_checkpoints(session: "sessions.Session") -> None:

@@ -9,6 +9,7 @@ from torch.utils.data import Sampler
 from shardwright.core.errors import ShardwrightError
 from shardwright.torch import groups
 from shardwright.torch import session as sessions
+from shardwright.torch.model import DistributedModel
 
 
 class DistributedSampler(Sampler[int]):
@@ -17,7 +18,7 @@ class DistributedSampler(Sampler[int]):
 
     Its place in the data is kept by `state_dict` in samples of all replicas, those that training steps took: what a
     loader has fetched ahead does not count, and `load_state_dict` goes on there under any number of replicas and any
-    ``batch_size``.
+    ``batch_size``. Of several models those that train take the same samples, or ``model`` says which counts.
 
     With ``batch_size``, that of one replica's loader, the replicas' k-th batches laid end to end are the k-th batch of
     the unsplit run, in its order, so that losses compare step by step. Without it samples are dealt out in turn.
@@ -26,6 +27,7 @@ class DistributedSampler(Sampler[int]):
         shuffle: in an order that depends on the seed and on the epoch alone; see `set_epoch`.
         drop_last: leave out the samples that do not fill a round of all replicas, instead of repeating samples from the
             start.
+        model: the model whose training steps count; default: each that trains, which all take the same samples.
     """
 
     def __init__(
@@ -36,6 +38,7 @@ class DistributedSampler(Sampler[int]):
         shuffle: bool = True,
         seed: int = 0,
         drop_last: bool = False,
+        model: DistributedModel | None = None,
     ) -> None:
         if batch_size is not None and batch_size < 1:
             raise ShardwrightError(f"batch_size={batch_size}: expected a whole number of at least 1")
@@ -47,8 +50,8 @@ class DistributedSampler(Sampler[int]):
         self.samples = len(dataset)
         self.block = batch_size or 1
         self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
-        self.epoch, self._first = 0, 0
-        self._trained_before = sessions.current().samples_trained
+        self._run = None if model is None else sessions.current().of(model)
+        self._begin(0, 0)
 
     @property
     def _rounds(self) -> int:
@@ -62,13 +65,27 @@ class DistributedSampler(Sampler[int]):
             self._begin(epoch, 0)
 
     def _begin(self, epoch: int, first: int) -> None:
-        self.epoch, self._first = epoch, first
-        self._trained_before = sessions.current().samples_trained
+        self.epoch, self._first, self._counted_from = epoch, first, first
+        self._trained_before = {run.number: run.samples_trained for run in sessions.current().models}
+
+    def _trained(self) -> int:
+        """The samples that training steps have taken since the count began. Raises ShardwrightError where models took
+        different numbers of them."""
+        models = sessions.current().models if self._run is None else [self._run]
+        taken = {run: run.samples_trained - self._trained_before.get(run.number, 0) for run in models}
+        counts = sorted({count for count in taken.values() if count})
+        if len(counts) > 1:
+            said = ", ".join(f"{run.label}: {count}" for run, count in taken.items())
+            raise ShardwrightError(
+                f"models of this run have trained on different numbers of samples since the epoch was set ({said}), "
+                f"and the sampler's place in the data is of one: say which counts, sw.sampler(dataset, model=...)"
+            )
+        return counts[0] if counts else 0
 
     def state_dict(self) -> dict[str, Any]:
         """The place in the data: the epoch, and the samples of it that training steps of all replicas have taken, for
         the ``user_content`` of a checkpoint. It counts all training steps since the epoch was set."""
-        taken = self._first + sessions.current().samples_trained - self._trained_before
+        taken = self._counted_from + self._trained()
         order = {"samples_in_dataset": self.samples, "shuffle": self.shuffle, "seed": self.seed}
         return {"epoch": self.epoch, "samples": min(taken, self.samples)} | order
 
@@ -97,7 +114,7 @@ class DistributedSampler(Sampler[int]):
             first = self._first + number * per_round + self.replica * self.block
             for position in range(first, first + self.block):
                 yield order[position % self.samples]
-        self._first, self._trained_before = 0, self._trained_before - self._first
+        self._first = 0
 
     def __len__(self) -> int:
         return self._rounds * self.block

@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -26,10 +27,12 @@ from shardwright.backends.torch.state.weight_transfer import take_values
 from shardwright.backends.torch.state.weights import Weights, require_named
 from shardwright.backends.torch.tensor_parallel.registry import replace_registered
 from shardwright.core.errors import ShardwrightError, nearest
+from shardwright.core.plan.plan import Plan
 from shardwright.core.schedule import Schedule, StageCosts
 from shardwright.torch import session as sessions
+from shardwright.torch.model_run import ModelRun
 from shardwright.torch.plain_clipping import refuse_plain_clipping, warn_of_plain_clipping
-from shardwright.torch.run_agreement import optimizers_claim
+from shardwright.torch.run_agreement import optimizers_claim, plan_claim
 from shardwright.torch.sagemaker_model import SageMakerArguments, SageMakerModel
 from shardwright.torch.scaler import require_unscaled, share_overflows
 from shardwright.torch.step_mode import ConfiguredMode
@@ -41,6 +44,9 @@ class DistributedModel(SageMakerModel):
     The tree of modules stays whole, under the names of the unsplit model; tensors that this rank does not hold are on
     the meta device. With a plan the model is split here, else at the first step. Names never get a prefix.
 
+    A process may have several, such as a teacher and a student: each with parameters, a plan, steps, optimizers,
+    gradients, random numbers and checkpoints of its own, all over the same mesh. A step runs one of them.
+
     Args:
         module: the model; split in place. It may be on the meta device.
         weights: data for a model on the meta device: a Hugging Face folder (safetensors in one file, or in several and
@@ -48,6 +54,10 @@ class DistributedModel(SageMakerModel):
             `torch.distributed.checkpoint`, a ``.safetensors`` file, a file of ``torch.save(state_dict)``, a state dict,
             or a function called with every module that owns parameters, as by ``nn.Module.apply``. Each rank makes only
             the tensors that it holds, and reads of files no more than its part of them.
+        plan: a plan of this model, or the path of its file, with the degrees of this run; it decides what `init` takes
+            no keys for beside a plan. Default: the plan that `init` was given, which is that of one model, the first
+            that is wrapped without one of its own; where `init` was given none, the model is planned at its first step
+            with the configuration's keys.
         backward_passes_per_step: the number of training steps after which gradients are summed over the replicas;
             those of the others add up on every replica by itself, as under `no_sync`.
         average_grads_across_microbatches: False says that the losses which `backward` is given are sums over their
@@ -56,8 +66,9 @@ class DistributedModel(SageMakerModel):
         sagemaker: the other arguments of SageMaker's (``trace_device`` and so on): see `SageMakerArguments`.
 
     Raises:
-        ShardwrightError: ``backward_passes_per_step`` is not a whole number of 1 or more.
-        PlanError: the plan is for another model; names the parameters that differ.
+        ShardwrightError: ``backward_passes_per_step`` is not a whole number of 1 or more; the module shares parameters
+            with a model that was wrapped before; or it has no plan, and that of `init` is another model's.
+        PlanError: the plan is for another model, and the parameters that differ are named; or for other degrees.
         CheckpointError: the folder of weights is damaged, or is none of those.
     """
 
@@ -66,13 +77,14 @@ class DistributedModel(SageMakerModel):
         module: nn.Module,
         weights: Weights | None = None,
         *,
+        plan: Plan | str | Path | None = None,
         backward_passes_per_step: int = 1,
         average_grads_across_microbatches: bool = True,
         **sagemaker: Any,
     ) -> None:
         super().__init__()
         if unknown := set(sagemaker) - set(SageMakerArguments.__dataclass_fields__):
-            known = (*SageMakerArguments.__dataclass_fields__, "weights", "backward_passes_per_step")
+            known = (*SageMakerArguments.__dataclass_fields__, "weights", "plan", "backward_passes_per_step")
             name = min(unknown)
             raise TypeError(f"DistributedModel takes no argument {name!r}: {nearest(name, known)}")
         asked = SageMakerArguments(average_grads_across_microbatches=average_grads_across_microbatches, **sagemaker)
@@ -81,21 +93,20 @@ class DistributedModel(SageMakerModel):
             raise ShardwrightError(f"backward_passes_per_step={passes!r}: expected a whole number of 1 or more")
         require_built()
         session = sessions.current()
-        if session.runtime is not None:
-            raise ShardwrightError("this version runs one DistributedModel per process: put both into one module")
+        run = _begun(session, module, plan)
         if session.bound.size("tp") > 1:
             replace_registered(module)
-        self.session = session
+        self.session, self.model_run = session, run
         config, bound, watchdog = session.config, session.bound, session.watchdog
         compiler = "inductor" if config.compile is True else config.compile
         self.runtime = Runtime(
-            module, bound, watchdog, seed=session.seed, weights=weights, agreement=session.agreement,
-            loss_scope=session.loss_scope,
+            module, bound, watchdog, seed=run.own_seed, weights=weights, agreement=session.agreement,
+            loss_scope=run.loss_scope,
             sentinel=Sentinel(config.nonfinite, config.debug == "numerics", watchdog, bound.device),
             compiler=Compiler(compiler) if compiler else None,
-            mode=ConfiguredMode(config, bound), compute=session.compute,
+            mode=ConfiguredMode(config, bound), compute=run.compute,
         )  # fmt: skip
-        session.reduction = asked.reduction
+        run.runtime, run.reduction = self.runtime, asked.reduction
         if asked.reduction == "sum" and bound.size("dp") > 1 and bound.rank == 0:
             warnings.warn(
                 f"average_grads_across_microbatches=False: gradients are those of the sum over all {bound.size('dp')} "
@@ -111,16 +122,25 @@ class DistributedModel(SageMakerModel):
         self.module = module  # last: what is set from here on is the module's own
         self.runtime.split_model.listeners.append(self._watch_clipping)
         self.runtime.split_model.after_sharding.append(self._refuse_plain_clipping)
-        session.runtime = self.runtime
-        self._agree(module)
-        if session.plan is not None:
-            self._warn_of_precision(session.plan.decision.precision)
-            self.runtime.split(StageMap.of_plan(session.plan))
+        try:
+            self._agree(module)
+            self._split_now(module)
+        except Exception:
+            self.runtime.close()
+            raise
+        session.models.append(run)
+
+    def _split_now(self, module: nn.Module) -> None:
+        """Split the model where it has a plan, or needs none; else its first step does."""
+        config, plan = self.session.config, self.model_run.plan
+        if plan is not None:
+            self._warn_of_precision(plan.decision.precision)
+            self.runtime.split(StageMap.of_plan(plan))
         elif self._is_run_whole(module):
             self.runtime.split(
                 StageMap.whole(
-                    session.config.schedule(None),
-                    loss_scope=session.config.loss_scope or "replica",
+                    config.schedule(None),
+                    loss_scope=config.loss_scope or "replica",
                     shard=config.shard_level,
                     shard_group=config.sharing_replicas,
                     hierarchical=config.hierarchical_gathers is not False,
@@ -136,20 +156,20 @@ class DistributedModel(SageMakerModel):
 
     def _agree(self, module: nn.Module) -> None:
         """Go on when all ranks wrap the same model. Take the values of rank 0 where peers begin with others."""
-        session = self.session
+        session, plan = self.session, self.model_run.plan
         claims: list[Claim] = []
         failure: Exception | None = None
         values = 0
         try:
-            if session.plan is not None:
+            if plan is not None:
                 names = tuple(name for name, _ in module.named_parameters())
-                session.plan.require_model("torch", names, type(module).__name__)
+                plan.require_model("torch", names, type(module).__name__)
             split_model = self.runtime.split_model
             split_model.weights = opened(split_model.weights)
             if isinstance(split_model.weights, Mapping):
                 require_named(split_model.ownership, split_model.weights)
             if session.bound.mesh.size > 1:
-                claims = [*model_claims(module), source_claim(split_model.weights)]
+                claims = [*model_claims(module), plan_claim(plan), source_claim(split_model.weights)]
                 values = values_digest(module)
         except Exception as error:
             failure = error
@@ -170,13 +190,14 @@ class DistributedModel(SageMakerModel):
             warnings.warn(
                 f"the plan counts on {planned}, and the model is in {own}: it runs as it is, so time and memory differ "
                 f"from what was predicted; convert the model",
-                stacklevel=3,
+                stacklevel=4,
             )
 
     # Inside a step -----------------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward: inside ``@sw.step``, or outside where one rank holds the whole model."""
+        self._require_own_step("called")
         if not self.runtime.in_step_body and max(self.session.bound.size("pp"), self.session.bound.size("tp")) > 1:
             raise ShardwrightError(
                 "a model that is split over pipeline stages or the tensor axis runs inside a function decorated with "
@@ -196,6 +217,12 @@ class DistributedModel(SageMakerModel):
             with parts.flat.gathered():
                 return self.module(*args, **kwargs)
         return self.module(*args, **kwargs)
+
+    def _require_own_step(self, done: str) -> None:
+        """Raise ShardwrightError where the body of another model's step runs."""
+        running = self.session.running()
+        if running is not None and running is not self.model_run:
+            raise ShardwrightError(f"{self.model_run.label} is {done} in a step of {running.label}: {of_one_model()}")
 
     def backward(
         self,
@@ -223,6 +250,7 @@ class DistributedModel(SageMakerModel):
             LossError: when the step is first run: there are several microbatches, and the relation of the loss to the
                 batch cannot be told.
         """
+        self._require_own_step("asked for the gradient of a loss")
         if not self.runtime.in_step_body:
             raise ShardwrightError("model.backward(loss) belongs inside a function decorated with @sw.step")
         if reduction not in (None, "mean", "sum"):
@@ -231,7 +259,7 @@ class DistributedModel(SageMakerModel):
             raise ShardwrightError(
                 "model.backward takes a weight or a reduction: a weight says that it is a weighted mean"
             )
-        chosen = self.session.reduction if weight is None and reduction is None else reduction
+        chosen = self.model_run.reduction if weight is None and reduction is None else reduction
         self.runtime.backward(_one_loss(tensors, grad_tensors), weight, chosen)
 
     def use_schedule(self, schedule: str | Schedule, costs: StageCosts | None = None) -> None:
@@ -245,7 +273,7 @@ class DistributedModel(SageMakerModel):
         Raises:
             ShardwrightError: the model is not split yet, or the schedule does not fit.
         """
-        stage_map, plan = self.runtime.stage_map, self.session.plan
+        stage_map, plan = self.runtime.stage_map, self.model_run.plan
         if isinstance(schedule, str):
             if stage_map is None:
                 raise ShardwrightError("the model is not split yet: run a step first")
@@ -289,8 +317,8 @@ class DistributedModel(SageMakerModel):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients: those of the parameters that this rank holds."""
-        if self.session.log is not None:
-            self.session.log.restart()
+        if self.model_run.log is not None:
+            self.model_run.log.restart()
         for parameter in self.runtime.ownership.local_parameters().values():
             if set_to_none:
                 parameter.grad = None
@@ -314,9 +342,9 @@ class DistributedModel(SageMakerModel):
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
         """Clip the gradients by the norm of the unsplit model's gradients; every rank calls this. Returns that norm."""
-        require_unscaled(self.session.scalers)
+        require_unscaled(self.model_run)
         call = f"model.clip_grad_norm_({float(max_norm)}, {float(norm_type)})"
-        self.session.agreement.meet(call)
+        self.session.agreement.meet(self.model_run.of_model(call))
         return self.runtime.gradients.clip_norm(float(max_norm), float(norm_type), error_if_nonfinite)
 
     def register_comm_hook(self, state: Any, hook: Callable[[Any, Any], Any]) -> None:
@@ -338,7 +366,8 @@ class DistributedModel(SageMakerModel):
             self.runtime.gradients.hook(state, hook)
         except ShardwrightError as error:
             failure = error
-        self.session.agreement.meet(f"model.register_comm_hook(…, {name})", failure=failure)
+        call = self.model_run.of_model(f"model.register_comm_hook(…, {name})")
+        self.session.agreement.meet(call, failure=failure)
 
     # Saving ------------------------------------------------------------------------------------------------------
 
@@ -347,8 +376,9 @@ class DistributedModel(SageMakerModel):
         if args or kwargs.get("prefix") or kwargs.get("destination") is not None:
             raise ShardwrightError("state_dict of a distributed model takes rank0_only alone: it gives original names")
         if max(self.session.bound.size("pp"), self.session.bound.size("tp")) > 1:
-            claims = [optimizers_claim(self.session)]
-            self.session.agreement.meet(f"model.state_dict({rank0_only=})", claims, in_replica=True)
+            claims = [optimizers_claim(self.model_run)]
+            call = self.model_run.of_model(f"model.state_dict({rank0_only=})")
+            self.session.agreement.meet(call, claims, in_replica=True)
         self.runtime.split_model.make_values()
         return checkpoint.gather(
             self.runtime.ownership,
@@ -405,7 +435,7 @@ class DistributedModel(SageMakerModel):
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute of the model, where attributes are read from too, unless it is one of this class."""
         module = vars(self).get("_modules", {}).get("module")
-        if module is not None and name in ("session", "runtime"):
+        if module is not None and name in ("session", "runtime", "model_run"):
             raise ShardwrightError(
                 f"model.{name} is what runs the split model: to set an attribute of that name on your own module, use "
                 f"model.module.{name}"
@@ -446,6 +476,28 @@ _NO_COPY = (
     "average = {n: p.detach().clone() for n, p in model.local_named_parameters()}; after every update "
     "average[n].lerp_(p.detach(), 1 - decay); to evaluate with it, exchange p.data and average[n] of every name"
 )
+
+
+def of_one_model() -> str:
+    """The rule for steps of several models, with the ways round."""
+    return (
+        "a step runs one model. Run the other in a step of its own, under torch.no_grad() where it is not trained, and "
+        "pass what that step returns (output.concat()) as an argument; where gradients flow through both, put both "
+        "into one module, sw.DistributedModel(nn.ModuleDict({...})), with an optimizer for the parameters of each"
+    )
+
+
+def _begun(session: sessions.Session, module: nn.Module, plan: Plan | str | Path | None) -> ModelRun:
+    """The place of a model in the session. Raises on all ranks where it fails on one; see `Session.begin_model`."""
+    try:
+        wrapped = next((path for path, one in module.named_modules() if isinstance(one, DistributedModel)), None)
+        if wrapped is not None:
+            where = f"{type(module).__name__} holds a DistributedModel, {wrapped}" if wrapped else "the module is one"
+            raise ShardwrightError(f"sw.DistributedModel takes a plain module, and {where}: wrap the whole once")
+        return session.begin_model(module, plan)
+    except Exception as error:
+        session.agreement.meet("sw.DistributedModel", failure=error)  # which raises it, and tells the others
+        raise
 
 
 def _computed_in(dtype: torch.dtype, leaf: Any) -> Any:

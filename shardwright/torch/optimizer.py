@@ -37,7 +37,8 @@ LOSS_SCALE = "loss_scale"
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
-    """A wrapper of an optimizer made from the model's parameters, before or after the model was wrapped or split.
+    """A wrapper of an optimizer made from a model's parameters, before or after the model was wrapped or split. It
+    belongs to the model that has them; a model may have several.
 
     Parameters are matched by identity: those of other ranks leave the groups, those of a model on the meta device are
     replaced by the ones with data. Learning-rate schedulers take the wrapper, and so does ``torch.amp.GradScaler``,
@@ -56,7 +57,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         overflow: whether the last step was skipped, because gradients overflowed.
 
     Raises:
-        ShardwrightError: no model was wrapped, or an argument is not possible.
+        ShardwrightError: no model was wrapped, the parameters are of several models, or of none where there are
+            several, or an argument is not possible.
     """
 
     holds_a_split_model = True
@@ -71,9 +73,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
     ) -> None:
         # Deliberately not torch's own __init__: the groups and the state are those of the wrapped optimizer.
         session = sessions.current()
-        runtime = session.runtime
-        if runtime is None:
+        if not session.models:
             raise ShardwrightError("wrap the model first: sw.DistributedModel(model), then the optimizer")
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self.model_run = session.of_parameters(parameters, f"a DistributedOptimizer ({type(optimizer).__name__})")
+        runtime = self.model_run.runtime
         self.optimizer = optimizer
         self._ownership, self._bound, self._watchdog = runtime.ownership, session.bound, session.watchdog
         self._split_model = runtime.split_model
@@ -85,11 +89,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._note_groups()
         self._rebind()
         self._steps = 0
-        self._log = session.log
+        self._log = self.model_run.log
         self.overflow = False
         asked = {**(dynamic_loss_args or {}), **more_dynamic_loss_args}
         self._scaling = loss_scale_of(static_loss_scale, dynamic_loss_scale, asked)
-        if self._scaling is not None and not self._is_in_half(session.compute):
+        if self._scaling is not None and not self._is_in_half(self.model_run.compute):
             warnings.warn(
                 "the loss scale has no effect: steps do not compute in float16, whose gradients alone underflow",
                 PlanWarning,
@@ -103,7 +107,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         runtime.split_model.before_sharding.append(self._needs_whole_matrices)
         runtime.split_model.after_sharding.append(self._cut_to_pieces)
         self._require_fits_shards()
-        session.optimizers.append(weakref.ref(self))
+        self.model_run.optimizers.append(weakref.ref(self))
 
     def _is_in_half(self, compute: torch.dtype | None) -> bool:
         """Whether gradients are in float16 anywhere."""
@@ -130,9 +134,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.cut_states()
         skipped = self._scaling is not None and self._scaling.is_dynamic and self._overflows(self._scaling)
         if not skipped and self._split_model.clips_at is not None:
-            session = sessions.current()
-            others = [other for reference in session.optimizers if (other := reference()) is not None]
-            require_unscaled(session.scalers, others)
+            require_unscaled(self.model_run, self.model_run.optimizers_alive())
             self._split_model.gradients.clip_once(self._split_model.clips_at)
         found = None if skipped else self._update()
         if self._log is not None:
@@ -150,8 +152,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """SageMaker's name for `DistributedModel.clip_grad_norm_`."""
-        require_unscaled(sessions.current().scalers)
-        sessions.current().agreement.meet(f"optimizer.clip_master_grads({float(max_norm)}, {float(norm_type)})")
+        require_unscaled(self.model_run)
+        call = f"optimizer.clip_master_grads({float(max_norm)}, {float(norm_type)})"
+        sessions.current().agreement.meet(self.model_run.of_model(call))
         return self._split_model.gradients.clip_norm(float(max_norm), float(norm_type), False)
 
     def _overflows(self, scaling: LossScale) -> bool:
@@ -186,8 +189,20 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.optimizer.zero_grad(set_to_none)
         self._split_model.gradients.forget_held(p for group in self.param_groups for p in group["params"])
 
+    def holds(self, parameter: torch.Tensor) -> bool:
+        """Whether a parameter is one of its groups', and none of its model's."""
+        return any(parameter is one for names in self._names for one in names)
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        self.optimizer.add_param_group(param_group)
+        given = param_group["params"]
+        added = [given] if isinstance(given, torch.Tensor) else list(given)
+        for run in sessions.current().models:
+            if run is not self.model_run and any(map(run.runtime.ownership.name_of, added)):
+                raise ShardwrightError(
+                    f"an optimizer of {self.model_run.label} is given a parameter of {run.label}: make one for each "
+                    f"model"
+                )
+        self.optimizer.add_param_group({**param_group, "params": added})
         self._note_groups()
         self._rebind()
 
@@ -202,9 +217,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             MissingCapabilityError: a parameter is sharded along the tensor axis, and has a state of another shape.
         """
         self.cut_states()
-        current = sessions.current()
-        claims = [optimizers_claim(current)]
-        current.agreement.meet(f"optimizer.state_dict({rank0_only=})", claims, in_replica=True)
+        claims = [optimizers_claim(self.model_run)]
+        call = self.model_run.of_model(f"optimizer.state_dict({rank0_only=})")
+        sessions.current().agreement.meet(call, claims, in_replica=True)
         found = gather_states(
             self._ownership, self.optimizer, self.named_groups(), self._bound, self._watchdog, rank0_only,
             self._split_model.parts,

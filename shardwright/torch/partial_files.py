@@ -117,9 +117,15 @@ _KEYS = (*_SIZES, "pp_rank", "tp_rank", "shard")
 
 def _place() -> dict[str, int]:
     """This rank's place, and whether it is a replica of another that holds the same."""
-    session = sessions.current()
-    flat = None if session.runtime is None else session.runtime.split_model.parts.flat
-    shards, shard = (flat.data.ways, flat.data.coordinate) if flat is not None and flat.is_shared else (1, 0)
+    flats = [run.runtime.split_model.parts.flat for run in sessions.current().models]
+    shared = {(flat.data.ways, flat.data.coordinate) for flat in flats if flat is not None and flat.is_shared}
+    if len(shared) > 1:
+        ways = " and ".join(str(ways) for ways, _ in sorted(shared))
+        raise CheckpointError(
+            f"the models of this run have {ways} shards of each parameter, and a file of sw.save(..., partial=True) "
+            f"is for one number: sw.save_checkpoint saves each model by itself"
+        )
+    shards, shard = next(iter(shared), (1, 0))
     return {
         "rank": groups.rank(), "pp_size": groups.pp_size(), "tp_size": groups.tp_size(), "shards": shards,
         "pp_rank": groups.pp_rank(), "tp_rank": groups.tp_rank(), "shard": shard,

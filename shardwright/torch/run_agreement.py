@@ -9,6 +9,9 @@ import torch
 from shardwright.backends.torch.machine.agreement import Among, Claim
 from shardwright.backends.torch.machine.digests import digest_of, fingerprint
 from shardwright.backends.torch.state.model_agreement import plain_text
+from shardwright.core.plan.file import to_document
+from shardwright.core.plan.plan import Plan
+from shardwright.torch.model_run import ModelRun
 from shardwright.torch.session import Session
 
 
@@ -27,14 +30,28 @@ def mode_claim() -> Claim:
     return Claim.of("the mode of torch", value, "Enter torch.no_grad, torch.autocast and the like on every rank.")
 
 
-def session_claims(session: Session) -> list[Claim]:
-    """The claims of the seed, the number of steps, the schedule, the optimizers, and the state dicts loaded since the
-    start."""
-    runtime = session.runtime
-    assert runtime is not None
+def plan_claim(plan: Plan | None) -> Claim:
+    """The claim of the plan that a model is wrapped under."""
+    said = {"the plan": "given" if plan is not None else "not given"}
+    if plan is not None:
+        document = to_document(plan)
+        said |= {f"{name} of the plan": str(value) for name, value in document["decision"].items()}
+        said["the rest of the plan"] = f"{digest_of(str(document)) & 0xFFFFFFFF:08x}"
+    return Claim.of("the plan of the model", said, "Give every rank the same plan.")
+
+
+def model_claim(run: ModelRun) -> Claim:
+    """The claim of the model, of several, that a step runs."""
+    return Claim.of("the model of the step", run.label, "Pass the same model to the step on every rank.")
+
+
+def session_claims(session: Session, run: ModelRun) -> list[Claim]:
+    """The claims of the seed, the number of steps, the schedule and the optimizers of a model, and the state dicts
+    loaded since the start."""
+    runtime = run.runtime
     fix = "Call sw.set_seed, or pass seed to sw.init, with the same number on every rank."
     claims = [
-        Claim.of("the seed", str(session.seed), fix),
+        Claim.of("the seed", str(run.seed), fix),
         Claim.of(
             "the number of training steps so far", str(runtime.split_model.steps_run),
             "Run the same steps on every rank.",
@@ -47,13 +64,13 @@ def session_claims(session: Session) -> list[Claim]:
             "Every rank loads the same whole state dicts.",
         ),
     ]  # fmt: skip
-    return [*claims, optimizers_claim(session)]
+    return [*claims, optimizers_claim(run)]
 
 
-def optimizers_claim(session: Session) -> Claim:
-    """The claim of the settings of all optimizers, and of the number of times that each was stepped."""
+def optimizers_claim(run: ModelRun) -> Claim:
+    """The claim of the settings of all optimizers of a model, and of the number of times that each was stepped."""
     fix = "Every rank makes the same optimizer, with the same settings, and steps it as often."
-    return Claim.of("the optimizers", session.optimizers_said(), fix)
+    return Claim.of("the optimizers", run.optimizers_said(), fix)
 
 
 def batch_claims(names: Sequence[str], leaves: Sequence[Any], session: Session, *, in_full: bool) -> list[Claim]:

@@ -12,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from shardwright.backends.torch.runtime import Runtime
 from shardwright.core.errors import MissingCapabilityError, PlanWarning, ShardwrightError
 from shardwright.torch import session as sessions
+from shardwright.torch.model_run import ModelRun
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,7 @@ class SageMakerModel(nn.Module):
 
     runtime: Runtime
     session: "sessions.Session"
+    model_run: ModelRun
     module: nn.Module
 
     @property
@@ -113,16 +115,17 @@ class SageMakerModel(nn.Module):
 
     def register_post_partition_hook(self, hook: Callable[[Any, Any], Any]) -> RemovableHandle:
         """Let ``hook(model, optimizer)`` be called once, when the model has been split and before its first step runs;
-        the optimizer is the newest that was wrapped, or None. Of a model that is split already it is called at once.
+        the optimizer is the newest of this model that was wrapped, or None. Of a model that is split already it is
+        called at once.
 
         Returns a handle, whose ``remove()`` takes the hook back.
         """
         if not callable(hook):
             raise ShardwrightError(f"hook={hook!r}: expected a function of (model, optimizer)")
-        hooks = self.session.post_partition_hooks
+        hooks = self.model_run.post_partition_hooks
         handle = RemovableHandle(hooks)
         hooks[handle.id] = lambda optimizer: hook(self, optimizer)
-        if self.partitioned and (failure := self.session.run_post_partition_hooks()) is not None:
+        if self.partitioned and (failure := self.model_run.run_post_partition_hooks()) is not None:
             raise failure
         return handle
 

@@ -10,6 +10,7 @@ import torch
 
 from shardwright.core.errors import ShardwrightError
 from shardwright.torch import session as sessions
+from shardwright.torch.model_run import ModelRun
 
 _LOOK = "_unscale_grads_"
 """The method by which a scaler divides gradients, and looks for infinities in them."""
@@ -30,11 +31,13 @@ def noting_scalers(used: Scalers) -> Iterator[None]:
         _used.pop()
 
 
-def require_unscaled(used: Scalers, optimizers: Sequence[Any] = ()) -> None:
-    """Raise ShardwrightError where the gradients of a step whose loss these scalers scaled were not unscaled yet: those
-    of all these optimizers, or where none is named of any."""
-    for scaler in used:
+def require_unscaled(run: ModelRun, optimizers: Sequence[Any] = ()) -> None:
+    """Raise ShardwrightError where the gradients of a model's last training step, whose loss scalers scaled, were not
+    unscaled yet: those of all these optimizers, or where none is named of any."""
+    others = {id(one) for other in sessions.current().models if other is not run for one in other.optimizers_alive()}
+    for scaler in run.scalers:
         states = getattr(scaler, "_per_optimizer_states", {})
+        states = {key: state for key, state in states.items() if key not in others}
         named = [states.get(id(optimizer), {}) for optimizer in optimizers]
         are_ready = [getattr(state.get("stage"), "name", "READY") == "READY" for state in named or states.values()]
         is_unscaled = not any(are_ready) if named else not all(are_ready)
@@ -68,23 +71,24 @@ def share_overflows() -> None:
 def _looked_at_together(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
     found = _original(scaler, optimizer, *args, **kwargs)
     session = sessions.current() if sessions.is_initialized() else None
-    if session is None or session.runtime is None or session.bound.mesh.size == 1:
+    if session is None or not session.models or session.bound.mesh.size == 1:
         return found
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if not hasattr(optimizer, "holds_a_split_model"):
-        of_model = any(
-            session.runtime.ownership.name_of(p) for group in optimizer.param_groups for p in group["params"]
-        )
-        flat = session.runtime.split_model.parts.flat
-        in_pieces = flat is not None and flat.is_shared
-        if of_model and (in_pieces or max(session.bound.size("pp"), session.bound.size("tp")) > 1):
-            raise ShardwrightError(
-                "a gradient scaler is used with an optimizer of this rank's parameters alone, which would skip an "
-                "update that other ranks make: wrap the optimizer, sw.DistributedOptimizer(optimizer), and give the "
-                "scaler that"
-            )
+        is_split = max(session.bound.size("pp"), session.bound.size("tp")) > 1
+        for runtime in [run.runtime for run in session.models]:
+            flat = runtime.split_model.parts.flat
+            in_pieces = flat is not None and flat.is_shared
+            if (in_pieces or is_split) and any(map(runtime.ownership.name_of, parameters)):
+                raise ShardwrightError(
+                    "a gradient scaler is used with an optimizer of this rank's parameters alone, which would skip an "
+                    "update that other ranks make: wrap the optimizer, sw.DistributedOptimizer(optimizer), and give "
+                    "the scaler that"
+                )
         return found
     here = any(bool(flag.any()) for flag in found.values())
-    told = session.agreement.meet("the gradient scaler's look at the gradients", notes=(int(here),))
+    call = optimizer.model_run.of_model("the gradient scaler's look at the gradients")
+    told = session.agreement.meet(call, notes=(int(here),))
     anywhere = any(note for note, *_ in told.values())
     if not found:  # this rank has no gradient, and the scaler wants an answer
         device = session.bound.device

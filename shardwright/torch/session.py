@@ -1,28 +1,23 @@
 """The session that `init` sets up for this process: its place among the ranks, the plan or the configuration, and the
-model."""
+models."""
 
 import atexit
 import gc
-import json
 import os
 import sys
 import traceback
 import warnings
-import weakref
-from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from shardwright.backends.torch import CAPABILITIES
-from shardwright.backends.torch.capture.precision import COMPUTE
 from shardwright.backends.torch.compat import Store
 from shardwright.backends.torch.machine.agreement import Agreement
 from shardwright.backends.torch.machine.digests import digest_of
@@ -31,24 +26,14 @@ from shardwright.backends.torch.machine.mesh import BoundMesh
 from shardwright.backends.torch.machine.messages import Messages
 from shardwright.backends.torch.machine.process import choose_device, start, this_launch, watch_over
 from shardwright.backends.torch.machine.watchdog import Fault, Watchdog, watch_for_stop
-from shardwright.backends.torch.runtime import Runtime
 from shardwright.core.errors import CheckpointError, ShardwrightError
 from shardwright.core.layout.mesh import Mesh
-from shardwright.core.plan.decision import LossScope
-from shardwright.core.plan.file import to_document
 from shardwright.core.plan.plan import Plan
 from shardwright.core.schedule import AUTO
 from shardwright.torch.config import OF_DIVIDED_PARAMETERS, Config, configuration_of_environment, read_config
-from shardwright.torch.planning import device_peaks
+from shardwright.torch.model_run import ModelRun, labels, read_plan, require_apart, require_fits_run
 from shardwright.torch.start_agreement import said_at_start
-from shardwright.torch.step_log import StepLog
 from shardwright.torch.step_mode import require_carried_out
-
-
-class OptimizerSettings(Protocol):
-    """An optimizer that gives its settings in words."""
-
-    def said(self, name: str) -> dict[str, str]: ...
 
 
 class PendingSave(Protocol):
@@ -75,69 +60,96 @@ class Session:
         """Process groups over two axes, by name, once they were asked for."""
         self.config, self.bound, self.watchdog = config, bound, watchdog
         self._given_plan = plan
-        self._told_plan: tuple[Plan | None, Any] | None = None
         self.owns_group = owns_group
         self.seed = config.seed
-        self.runtime: Runtime | None = None
-        """The runtime of the model that was wrapped."""
+        """The seed of the run, for models that are wrapped from now on."""
+        self.models: list[ModelRun] = []
+        """The models that were wrapped, in that order."""
         self.steps_begun = 0
         """The number of steps that were called, evaluation among them."""
-        self.samples_trained = 0
-        """The samples that training steps of all replicas have taken since the session began."""
-        self.samples_before = 0
-        """Those that steps had taken in the run that a checkpoint is of, less those of this session before it was
-        read."""
-        self.scalers: weakref.WeakSet[Any] = weakref.WeakSet()
-        """The gradient scalers that scaled the loss of the last training step."""
         self.loaded = "nothing"
         """The state dicts that were loaded, in words."""
-        self.optimizers: list[Callable[[], OptimizerSettings | None]] = []
-        """References to the optimizers that were made, which give their settings in words."""
-        self.post_partition_hooks: OrderedDict[int, Callable[[Any], Any]] = OrderedDict()
-        """Functions of an optimizer that wait for the model to be split."""
-        self.is_first_step = True
-        """Whether no step has been prepared yet: before the first one runs the hooks of all ranks are called."""
-        self.reduction: Literal["mean", "sum"] | None = None
-        """The relation of losses to their batch, where `backward` is told none."""
+        self.folders: dict[Path, ModelRun] = {}
+        """The model whose checkpoints this run has written to each folder."""
         self.pending: PendingSave | None = None
         """The checkpoint that is being written in the background."""
-        self.log = self._log() if config.log_every and bound.rank == 0 else None
-        """The lines of training steps, on rank 0."""
 
-    def _log(self) -> StepLog:
-        sharing = self.bound.size("pp") * self.bound.size("tp")
-        peaks = partial(device_peaks, self.config, self.plan, self.bound.device)
-        return StepLog(self.config.log_every, self.bound.device, sharing, peaks)
+    # Its models --------------------------------------------------------------------------------------------------
+
+    def begin_model(self, module: torch.nn.Module, plan: Plan | str | Path | None) -> ModelRun:
+        """Make the place of a model that is wrapped. It is one of `models` once its runtime is there.
+
+        Raises:
+            ShardwrightError: it shares tensors with a model that was wrapped before, or has no plan where `init` was
+                given one, which another model has.
+            PlanError: the plan is for other degrees than this run's.
+        """
+        require_apart(module, self.models)
+        chosen = read_plan(plan)
+        if chosen is not None:
+            require_fits_run(chosen, self.bound)
+            _require_fits_settings(chosen, self.config, "DistributedModel was given ")
+        elif self._given_plan is not None:
+            chosen = self._given_plan
+            having = [run for run in self.models if run.plan is chosen]
+            if having:
+                raise ShardwrightError(
+                    f"init was given a plan, and {having[0].label} runs under it: give {type(module).__name__} one of "
+                    f"its own, sw.DistributedModel(module, plan=...), or give init a configuration, under which each "
+                    f"model is planned at its first step"
+                )
+        return ModelRun(
+            len(self.models), type(module).__name__, self.config, self.bound, chosen, self.seed,
+            lambda: len(self.models) <= 1,
+        )  # fmt: skip
+
+    def of(self, model: Any) -> ModelRun:
+        """The place of a DistributedModel. Raises ShardwrightError where it is of a session that has ended."""
+        found: ModelRun | None = next((run for run in self.models if run is getattr(model, "model_run", None)), None)
+        if found is not None:
+            return found
+        raise ShardwrightError(
+            f"the DistributedModel of {type(getattr(model, 'module', model)).__name__} was wrapped before sw.shutdown: "
+            f"wrap the module again after sw.init"
+        )
+
+    def only(self, what: str, fix: str) -> ModelRun:
+        """The place of the only model. Raises ShardwrightError, for what is being done, where there is none, or where
+        there are several, with the way to say which."""
+        if not self.models:
+            raise ShardwrightError("wrap the model first: sw.DistributedModel(model)")
+        if len(self.models) > 1:
+            raise ShardwrightError(f"{what}, and this run has {labels(self.models)}: {fix}")
+        return self.models[0]
+
+    def of_parameters(self, parameters: Iterable[torch.Tensor], whose: str) -> ModelRun:
+        """The place of the model that has these parameters. Raises ShardwrightError, for the owner of the parameters,
+        where they are of several models, or where there are several models and they are of none."""
+        found: dict[int, ModelRun] = {}
+        for parameter in parameters:
+            for run in self.models:
+                if run.runtime.ownership.name_of(parameter) is not None:
+                    found[run.number] = run
+        if len(found) > 1:
+            raise ShardwrightError(
+                f"{whose} has parameters of {labels([found[number] for number in sorted(found)])}: make one for each "
+                f"model"
+            )
+        if found:
+            return next(iter(found.values()))
+        return self.only(f"{whose} has parameters of no model", "make it from the parameters of one of them")
+
+    def running(self) -> ModelRun | None:
+        """The model whose step body runs now."""
+        return next((run for run in self.models if run.runtime.in_step_body), None)
 
     @property
     def plan(self) -> Plan | None:
-        """The plan that `init` was given, or the one by which the model was split at the first step."""
-        if self._given_plan is not None or self.runtime is None or self.runtime.stage_map is None:
+        """The plan of the only model, or before there is one that which `init` was given. Raises ShardwrightError where
+        there are several models."""
+        if not self.models:
             return self._given_plan
-        return self.runtime.stage_map.plan
-
-    def plan_document(self) -> Any:
-        """The plan as plain JSON values, made once for each plan; None where there is none."""
-        plan = self.plan
-        if self._told_plan is None or self._told_plan[0] is not plan:
-            self._told_plan = plan, None if plan is None else json.loads(json.dumps(to_document(plan)))
-        return self._told_plan[1]
-
-    @property
-    def compute(self) -> torch.dtype | None:
-        """The dtype in which steps compute; None: that of the parameters."""
-        asked = self.config.precision if self._given_plan is None else self._given_plan.decision.precision
-        return None if asked is None else COMPUTE[asked]
-
-    @property
-    def loss_scope(self) -> LossScope | None:
-        """The user's choice for a loss that couples samples; None: the user has not said."""
-        planned = None if self.plan is None else self.plan.decision.loss_scope
-        return self.config.loss_scope or planned
-
-    @property
-    def microbatches(self) -> int:
-        return self.config.microbatches if self.plan is None else self.plan.microbatches
+        return self.only("session.plan is the plan of the only model", "ask model.model_run.plan").plan
 
     def note_loaded(self, what: str) -> None:
         """Remember that this rank loaded its share of a whole state dict."""
@@ -147,28 +159,6 @@ class Session:
     def compares_in_full(self) -> bool:
         """Whether the next step is one of those that compare everything."""
         return self.steps_begun % self.config.compare_in_full_every == 0
-
-    def run_post_partition_hooks(self) -> Exception | None:
-        """Call the functions that waited for the model to be split, once each; the failure of one."""
-        alive = [one for reference in self.optimizers if (one := reference()) is not None]
-        failure: Exception | None = None
-        try:
-            while self.post_partition_hooks:
-                number, hook = next(iter(self.post_partition_hooks.items()))
-                hook(alive[-1] if alive else None)
-                self.post_partition_hooks.pop(number, None)
-        except Exception as error:
-            failure = error
-        return failure
-
-    def optimizers_said(self) -> dict[str, str]:
-        """The settings of every optimizer in words."""
-        found: dict[str, str] = {}
-        for number, reference in enumerate(self.optimizers):
-            optimizer = reference()
-            if optimizer is not None:
-                found |= optimizer.said(f"optimizer {number}")
-        return found
 
 
 _session: Session | None = None
@@ -263,24 +253,13 @@ def _read(given: Mapping[str, Any], plan: "Plan | str | Path | None", world_size
         _refuse_degrees(given)
     settings = read_config(given)
     require_carried_out(settings)
-    chosen = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
+    chosen = read_plan(plan)
     level = settings.shard_level if chosen is None else chosen.decision.shard
     for name in OF_DIVIDED_PARAMETERS if level < 3 else ():
         if getattr(settings, name) is not None:
             warnings.warn(f"{name} has no effect under shard={level}, where parameters stay whole", stacklevel=4)
-    if chosen is not None and chosen.decision.gathered_stages and settings.sdp_max_live_parameters is not None:
-        raise ShardwrightError(
-            f"init was given sdp_max_live_parameters={settings.sdp_max_live_parameters} and a plan with "
-            f"gathered_stages={chosen.decision.gathered_stages}: what is whole follows from the number of stages; "
-            f"leave out the limit"
-        )
-    planned_scope = None if chosen is None else chosen.decision.loss_scope or "replica"
-    if chosen is not None and settings.loss_scope not in (None, planned_scope):
-        raise ShardwrightError(
-            f"init was given loss_scope={settings.loss_scope!r} and a plan for {planned_scope!r}: plan "
-            f"anew with that loss_scope"
-        )
     if chosen is not None:
+        _require_fits_settings(chosen, settings)
         chosen.require_world(world_size)
         CAPABILITIES.require_axes({"tp": chosen.decision.tp})
         return _Asked(settings, chosen, chosen.mesh)
@@ -289,6 +268,23 @@ def _read(given: Mapping[str, Any], plan: "Plan | str | Path | None", world_size
     if settings.pipeline != AUTO:  # which is built from costs, at the first step
         settings.schedule(None)
     return _Asked(settings, None, mesh)
+
+
+def _require_fits_settings(plan: Plan, settings: Config, given: str = "") -> None:
+    """Raise ShardwrightError where a plan and the configuration say different things; ``given`` says in an error who
+    was given the plan, where that was not `init`."""
+    if plan.decision.gathered_stages and settings.sdp_max_live_parameters is not None:
+        raise ShardwrightError(
+            f"init was given sdp_max_live_parameters={settings.sdp_max_live_parameters} and {given}a plan with "
+            f"gathered_stages={plan.decision.gathered_stages}: what is whole follows from the number of stages; "
+            f"leave out the limit"
+        )
+    planned_scope = plan.decision.loss_scope or "replica"
+    if settings.loss_scope not in (None, planned_scope):
+        raise ShardwrightError(
+            f"init was given loss_scope={settings.loss_scope!r} and {given}a plan for {planned_scope!r}: plan "
+            f"anew with that loss_scope"
+        )
 
 
 def shutdown() -> None:
@@ -307,13 +303,13 @@ def shutdown() -> None:
 
 def _leave(session: Session) -> None:
     """Leave the others: the rest of `shutdown`."""
-    if session.log is not None:
-        session.log.settle()
+    for log in [run.log for run in session.models if run.log is not None]:
+        log.settle()
     session.agreement.leave("it called sw.shutdown, or its script ended")
     if session.watchdog.pulse is not None:
         session.watchdog.pulse.stop(Fault(session.bound.rank, "left", f"{session.watchdog.who} left"))
-    if session.runtime is not None:
-        session.runtime.close()
+    for number in range(len(session.models)):
+        session.models[number].runtime.close()  # without a name for it, which would keep it below
     session.agreement.close()
     owns, handles = session.owns_group, session.bound.handles
     session.groups.clear()
@@ -418,9 +414,10 @@ def _refuse_degrees(given: Mapping[str, Any]) -> None:
 
 
 def set_seed(seed: int) -> None:
-    """Set the seed of dropout. The numbers that are drawn depend on (seed, step, global microbatch, module call) and on
-    nothing else: not on how the model is split, nor on torch's own generators."""
+    """Set the seed of dropout, of all models. The numbers that are drawn depend on (seed, model, step of the model,
+    global microbatch, module call) and on nothing else: not on how a model is split, nor on torch's own generators, nor
+    on the steps of other models. The model is its number in the order in which they were wrapped."""
     session = current()
     session.seed = int(seed)
-    if session.runtime is not None:
-        session.runtime.split_model.seed = session.seed
+    for run in session.models:
+        run.set_seed(session.seed)

@@ -24,10 +24,11 @@ from shardwright.core.errors import MissingCapabilityError, ShardwrightError
 from shardwright.core.values.step_line import Argument
 from shardwright.torch import session as sessions
 from shardwright.torch.batch import Batch
-from shardwright.torch.model import DistributedModel
+from shardwright.torch.model import DistributedModel, of_one_model
+from shardwright.torch.model_run import ModelRun, labels
 from shardwright.torch.output import StepOutput
 from shardwright.torch.peers import of_all_peers, of_this_rank
-from shardwright.torch.run_agreement import batch_claims, mode_claim, session_claims
+from shardwright.torch.run_agreement import batch_claims, mode_claim, model_claim, session_claims
 from shardwright.torch.scaler import Scalers, noting_scalers
 from shardwright.torch.sliced import Sliced, can_be_sliced, with_tensors
 
@@ -46,7 +47,8 @@ def step(
     non_split_inputs: Iterable[str] = (),
     input_split_axes: Mapping[str, int] | None = None,
 ) -> Any:
-    """Make a training or evaluation step of a function of (model, batch …).
+    """Make a training or evaluation step of a function of (model, batch …). It runs the DistributedModel among its
+    arguments, on that model's plan; where the run has only one, it need not be an argument.
 
     The tensors among its arguments are split into microbatches along axis 0. An object with a method
     ``smp_slice(num_mb, mb, axis)`` is asked for what each microbatch has of it, which may differ in the contents and
@@ -63,7 +65,8 @@ def step(
     Raises:
         DisagreementError: when called, on every rank: ranks were given different batches, differ in the model's modes,
             the seed or another thing that must be the same, or are in different calls; or another rank failed.
-        ShardwrightError: when called: arguments of different sizes do not divide into the microbatches.
+        ShardwrightError: when called: arguments of different sizes do not divide into the microbatches; there are
+            several models, and the arguments hold none of them or two.
         CaptureError: when first called: the body cannot be recorded.
     """
     if function is None:
@@ -75,6 +78,8 @@ def step(
 class _Given:
     """The arguments of one call."""
 
+    run: ModelRun
+    """The model that it is for."""
     bound: inspect.BoundArguments
     leaves: list[Any]
     spec: Any
@@ -107,9 +112,9 @@ class Step:
         self.whole, self.axes, self._lists_plain = whole, axes, lists_plain
         self._name = getattr(function, "__qualname__", type(function).__name__)
         self._code = f"{digest_of(code_of(function), sorted(whole), sorted(axes.items())) & 0xFFFFFFFF:08x}"
-        self._said: set[int] = set()
-        self._scalers: Scalers = weakref.WeakSet()
-        """The scalers that the body has scaled its loss by."""
+        self._said: set[tuple[int, int]] = set()
+        self._scalers: weakref.WeakKeyDictionary[ModelRun, Scalers] = weakref.WeakKeyDictionary()
+        """The scalers that the body has scaled its loss by, by model."""
         self._numbers: dict[str, dict[tuple[str, int], float]] = {}
         """The numbers among the arguments, by the form of the arguments and (name, position): a recording is given them
         anew."""
@@ -133,25 +138,42 @@ class Step:
 
     def _agreed(self, args: Any, kwargs: Any, session: sessions.Session) -> Any:
         """Run the step, once all ranks have come to it with the same claims."""
-        runtime = session.runtime
-        if runtime is None:
+        if not session.models:
             raise ShardwrightError("wrap the model first: sw.DistributedModel(model)")
+        run: ModelRun | None = None
         given: _Given | None = None
         claims: list[Claim] = []
         failure: Exception | None = None
         try:
-            given = self._given(args, kwargs, session)
+            run = self._run_of(args, kwargs, session)
+            given = self._given(args, kwargs, session, run)
             if session.bound.mesh.size > 1:
-                claims = self._claims(given, session, runtime)
+                claims = self._claims(given, session, run)
         except Exception as error:
             failure = error  # which the other ranks are told
         session.steps_begun += 1
+        call = f"the step {self._name}"
+        if run is None:
+            session.agreement.meet(call, failure=failure)
+        assert run is not None
         samples = (1,) if given is None else given.batch.samples
-        shares = runtime.begin(f"the step {self._name}", samples, claims, failure)
+        shares = run.runtime.begin(call, samples, claims, failure)
         assert given is not None
-        return self._run(given, session, runtime, shares)
+        return self._carry_out(given, session, shares)
 
-    def _given(self, args: tuple[Any, ...], kwargs: dict[str, Any], session: sessions.Session) -> "_Given":
+    def _run_of(self, args: tuple[Any, ...], kwargs: dict[str, Any], session: sessions.Session) -> ModelRun:
+        """The model that a call is for. Raises ShardwrightError where that cannot be told."""
+        found = [leaf for leaf in pytree.tree_leaves((args, kwargs), is_leaf=_is_model) if _is_model(leaf)]
+        runs = list(dict.fromkeys(session.of(model) for model in found))
+        if len(runs) > 1:
+            raise ShardwrightError(f"the step {self._name} is given {labels(runs)}, and {of_one_model()}")
+        if runs:
+            return runs[0]
+        return session.only(f"the step {self._name} is given no model", "pass the one that it runs as an argument")
+
+    def _given(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], session: sessions.Session, run: ModelRun
+    ) -> "_Given":
         """The arguments, taken apart, without anything from other ranks."""
         bound = self._signature.bind(*args, **kwargs)
         arguments = {name: plain(value) for name, value in bound.arguments.items()}
@@ -177,7 +199,7 @@ class Step:
                     shape[axis] *= session.bound.size("tp")
                     whole = leaf.new_empty(shape, device="meta")
                 sized[f"{name} (number {position})"] = (whole, axis)
-        batch = Batch.of(sized, session.microbatches)
+        batch = Batch.of(sized, run.microbatches)
         sliced: dict[int, Sliced] = {}
         for p, leaf in enumerate(leaves):
             if can_be_sliced(leaf):
@@ -191,10 +213,12 @@ class Step:
                 batch = batch.with_samples(sliced[p].samples, self._labels[form][p])
         labels = [self._labels[form][p] for p, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         tensors = [_argument(name, *given) for name, given in zip(labels, sized.values(), strict=True)]
-        return _Given(bound, leaves, spec, form, names, batch, tensors, sliced)
+        return _Given(run, bound, leaves, spec, form, names, batch, tensors, sliced)
 
-    def _claims(self, given: "_Given", session: sessions.Session, runtime: Runtime) -> list[Claim]:
+    def _claims(self, given: "_Given", session: sessions.Session, run: ModelRun) -> list[Claim]:
         """The claims of this call that must be the same on all ranks."""
+        runtime = run.runtime
+        which = [model_claim(run)] if len(session.models) > 1 else []
         in_full = session.compares_in_full
         fix = "Every rank runs the same script."
         held = ", whose gradients are not summed" if runtime.gradients.holds_back else ""
@@ -210,9 +234,10 @@ class Step:
         batch = batch_claims(labels, leaves, session, in_full=in_full)
         split_model = runtime.split_model
         of_model = [*split_model.flags.claims(), *(split_model.claims_in_full() if in_full else ())]
-        return [function, mode_claim(), *batch, form, *of_model, *session_claims(session)]
+        return [*which, function, mode_claim(), *batch, form, *of_model, *session_claims(session, run)]
 
-    def _run(self, call: "_Given", session: sessions.Session, runtime: Runtime, shares: Shares) -> Any:
+    def _carry_out(self, call: "_Given", session: sessions.Session, shares: Shares) -> Any:
+        run, runtime = call.run, call.run.runtime
         leaves, names, batch = call.leaves, call.names, call.batch
         device = session.bound.device
         positions = [position for position, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
@@ -225,7 +250,7 @@ class Step:
         literals = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         numbers = self._numbers.setdefault(call.form, {})
         numbers.update({(names[p], p): leaf for p, leaf in enumerate(leaves) if type(leaf) in (int, float)})
-        self._say_of_size(session, batch)
+        self._say_of_size(run, batch)
         inputs = [
             batch.slices(leaves[p].to(device, non_blocking=True), self._axis(leaves[p], names[p])) for p in positions
         ]
@@ -264,20 +289,21 @@ class Step:
         body.axes = tuple(axes)  # type: ignore[attr-defined]
         forms = [parts.form if (parts := call.sliced.get(p)) else item for p, item in enumerate(literals)]
         key = self._key(runtime, call.form, forms, microbatches[0])
-        if session.log is not None:
-            session.log.begin()
-        with noting_scalers(self._scalers):
+        if run.log is not None:
+            run.log.begin()
+        scalers = self._scalers.setdefault(run, weakref.WeakSet())
+        with noting_scalers(scalers):
             prepared = runtime.prepare(StepCall(key, body, microbatches, shares, axes))
-            if session.is_first_step:
-                session.is_first_step = False
-                failure = session.run_post_partition_hooks()
-                session.agreement.meet("the hooks behind the split", failure=failure)
+            if run.is_first_step:
+                run.is_first_step = False
+                failure = run.run_post_partition_hooks()
+                session.agreement.meet(run.of_model("the hooks behind the split"), failure=failure)
             tree, returned, trained = prepared.run()
         if trained is not None:
-            session.scalers = self._scalers
-            session.samples_trained += sum(shares.flat)
-        if session.log is not None and trained is not None:
-            session.log.worked(trained, sum(batch.samples), call.sized)
+            run.scalers = scalers
+            run.samples_trained += sum(shares.flat)
+        if run.log is not None and trained is not None:
+            run.log.worked(trained, sum(batch.samples), call.sized)
         if own and batch.whole_axis:
             returned = {
                 position: replace(found, outputs=of_this_rank(found.outputs, batch.samples, session.bound))
@@ -299,13 +325,13 @@ class Step:
             raise ShardwrightError(f"input_split_axes has axis {axis} for {name!r}, of shape {tuple(tensor.shape)}")
         return axis
 
-    def _say_of_size(self, session: sessions.Session, batch: Batch) -> None:
+    def _say_of_size(self, run: ModelRun, batch: Batch) -> None:
         """Warn, once for each size, of a training batch whose size is not the planned one."""
         total = sum(batch.samples)
-        if total in self._said or not torch.is_grad_enabled():
+        if (run.number, total) in self._said or not torch.is_grad_enabled():
             return
-        self._said.add(total)
-        planned = None if session.plan is None else session.plan.decision.microbatch * session.plan.microbatches
+        self._said.add((run.number, total))
+        planned = None if run.plan is None else run.plan.decision.microbatch * run.plan.microbatches
         if planned is not None and total != planned and batch.whole_axis:
             warnings.warn(
                 f"a step was given {total} samples, and the plan has {planned} on each replica: it runs microbatches "

@@ -52,19 +52,20 @@ class _Reading:
 
 
 class StepLog:
-    """The lines of rank 0.
+    """The lines of rank 0 about one model.
 
     Args:
         every: a line is said after the first update and after every so many.
         device: the device of this rank.
         sharing: the number of devices that work on the batch of one replica.
-        peaks: see `StepLines`.
+        peaks, before: see `StepLines`.
     """
 
     def __init__(
-        self, every: int, device: torch.device, sharing: int, peaks: Callable[[], Mapping[str, float]]
-    ) -> None:
-        self._lines = StepLines(every, peaks)
+        self, every: int, device: torch.device, sharing: int, peaks: Callable[[], Mapping[str, float]],
+        before: Callable[[], str] = str,
+    ) -> None:  # fmt: skip
+        self._lines = StepLines(every, peaks, before)
         self._device, self._sharing = device, sharing
         self._begun: _Moment | None = None
         self._losses: list[Sequence[LossOfBatch] | None] = []

@@ -165,10 +165,11 @@ class StepLines:
     Args:
         every: a line is due after the first update and after every so many; at least 1.
         peaks: gives FLOPs per second of one device at best, by precision; asked before the first line.
+        before: gives what stands before each line, such as the model where a run has several.
     """
 
-    def __init__(self, every: int, peaks: Callable[[], Mapping[str, float]]) -> None:
-        self._every, self._ask = every, peaks
+    def __init__(self, every: int, peaks: Callable[[], Mapping[str, float]], before: Callable[[], str] = str) -> None:
+        self._every, self._ask, self._before = every, peaks, before
         self._peaks: Mapping[str, float] | None = None
         self._work: Work | None = None
         self._skipped = 0
@@ -212,8 +213,9 @@ class StepLines:
             if not self._has_legend:
                 self._has_legend = True
                 used = line.work.flops or {}
-                LINES.info("%s", legend(self._every, self._tokens, self._peaks, used, self._unknown))
-            LINES.info("%s", replace(line, peaks=self._peaks, **reading.figures()).text())
+                LINES.info("%s%s", self._before(), legend(self._every, self._tokens, self._peaks, used, self._unknown))
+            text = replace(line, peaks=self._peaks, **reading.figures()).text()
+            LINES.info("%s%s", self._before(), text)
 
 
 def _show_lines() -> None:

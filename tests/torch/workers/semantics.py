@@ -292,7 +292,7 @@ def wrong_inputs() -> None:
     sw.init(CONFIG)
     expect(ShardwrightError, "init was called twice", lambda: sw.init(CONFIG))
     model = sw.DistributedModel(build("gpt2"))
-    expect(ShardwrightError, "one DistributedModel", lambda: sw.DistributedModel(build("gpt2")))
+    expect(ShardwrightError, "wrapped already, as GPT2LMHeadModel (model 0)", lambda: sw.DistributedModel(model.module))
     seven = batch("gpt2", 0)
     seven["labels"] = seven["labels"][:7]
     expect(ShardwrightError, "7 samples, which 4 microbatches do not divide", lambda: train_step(model, seven))

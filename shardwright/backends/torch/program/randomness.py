@@ -60,6 +60,15 @@ def stream_seed(seed: int, step: int, microbatch: int, context: Context) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
 
 
+def seed_of_model(seed: int, number: int) -> int:
+    """The seed of one of several models of a run: for the first the run's own, for each other one of its own, so that
+    they draw different numbers in modules of the same path."""
+    if number == 0:
+        return seed
+    text = f"{seed}/model {number}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
+
+
 def draws(function: OpOverload, args: Any, kwargs: Any) -> bool:
     """Whether a call of an op draws random numbers: attention without dropout does not, though its op may."""
     if torch.Tag.nondeterministic_seeded not in function.tags:
