@@ -71,10 +71,18 @@ class _Module:
         return sorted(self._held)
 
 
+class _ModuleManager:
+    """What Hugging Face's ``save_pretrained`` asks of SageMaker's table of modules."""
+
+    translate_functions: tuple[Any, ...] = ()
+    """Functions from names of SageMaker's own modules to the original ones: models have the original ones here."""
+
+
 amp = _Module("amp", GradScaler=lambda: torch.amp.GradScaler)
+model = _Module("model", DistributedModel=lambda: _torch.DistributedModel)
 nn = _Module("nn", FusedLayerNorm=lambda: torch.nn.LayerNorm)
 optimizers = _Module("optimizers")
-state = _Module("state", cfg=lambda: current().config)
+state = _Module("state", cfg=lambda: current().config, module_manager=lambda: _ModuleManager())
 
 
 def __getattr__(name: str) -> Any:

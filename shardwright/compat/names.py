@@ -86,7 +86,7 @@ NAMES: tuple[Name, ...] = (
     *_refused(
         "stages are cut by the planner, or by a plan file: sw.plan(…), init(plan=…)", "partition", "set_partition",
     ),
-    *_same("amp.GradScaler", "state.cfg"),
+    *_same("amp.GradScaler", "state.cfg", "state.module_manager", "model.DistributedModel"),
     Name("nn.FusedLayerNorm", "other", "torch's own LayerNorm, which is fused where units are compiled"),
     *_refused(
         f"{_LATER}: build the original modules, which are divided as they are",

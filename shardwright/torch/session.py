@@ -10,7 +10,7 @@ import traceback
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,6 +32,7 @@ from shardwright.backends.torch.machine.messages import Messages
 from shardwright.backends.torch.machine.process import choose_device, start, this_launch, watch_over
 from shardwright.backends.torch.machine.watchdog import Fault, Watchdog, watch_for_stop
 from shardwright.backends.torch.runtime import Runtime
+from shardwright.backends.torch.training.call import LossOfBatch
 from shardwright.core.errors import CheckpointError, ShardwrightError
 from shardwright.core.layout.mesh import Mesh
 from shardwright.core.plan.decision import LossScope
@@ -99,6 +100,9 @@ class Session:
         """Whether no step has been prepared yet: before the first one runs the hooks of all ranks are called."""
         self.reduction: Literal["mean", "sum"] | None = None
         """The relation of losses to their batch, where `backward` is told none."""
+        self.batch_losses: Sequence[LossOfBatch] | None = None
+        """The losses of the last training step, of the batch of all replicas; None where the step did not return all
+        that it gave to ``model.backward``."""
         self.pending: PendingSave | None = None
         """The checkpoint that is being written in the background."""
         self.log = self._log() if config.log_every and bound.rank == 0 else None

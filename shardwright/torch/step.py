@@ -223,7 +223,7 @@ class _Step:
                 session.agreement.meet("the hooks behind the split", failure=failure)
             tree, returned, trained = prepared.run()
         if trained is not None:
-            session.scalers = self._scalers
+            session.scalers, session.batch_losses = self._scalers, trained.losses
             session.samples_trained += sum(shares.flat)
         if session.log is not None and trained is not None:
             session.log.worked(trained, sum(batch.samples), call.sized)
