@@ -18,7 +18,7 @@ import torch
 import shardwright.compat
 from shardwright.backends.torch.compat import pytree
 from shardwright.backends.torch.state.weight_files import opened
-from shardwright.core.errors import MissingCapabilityError, MissingFrameworkError, ShardwrightError
+from shardwright.core.errors import CheckpointError, MissingCapabilityError, MissingFrameworkError, ShardwrightError
 from shardwright.torch import groups
 from shardwright.torch.config import ENVIRONMENT
 from shardwright.torch.model import DistributedModel
@@ -263,7 +263,17 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             super()._save_rng_state(output_dir)  # the others would write files of the same names
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        self._wrap_model(self.model).load_state_dict(opened(resume_from_checkpoint))
+        wrapped, weights = self._wrap_model(self.model), opened(resume_from_checkpoint)
+        first = wrapped.runtime.ownership.first_name
+        loaded = {first.get(name, name) for name in weights}  # of tied parameters one is in the file
+        left_out = self.model._keys_to_ignore_on_save or () if hasattr(self.model, "_keys_to_ignore_on_save") else ()
+        lacks = [
+            name for name in self.model.state_dict() if first.get(name, name) not in loaded and name not in left_out
+        ]
+        if lacks or (more := sorted(loaded - {first.get(name, name) for name in self.model.state_dict()})):
+            said = f"lacks {lacks[0]!r}" if lacks else f"has {more[0]!r}, which the model lacks"
+            raise CheckpointError(f"{resume_from_checkpoint} is a checkpoint of another model: it {said}")
+        wrapped.load_state_dict(weights, strict=False)
 
     def _load_best_model(self) -> None:
         self._load_from_checkpoint(self.state.best_model_checkpoint)
