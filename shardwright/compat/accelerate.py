@@ -20,36 +20,20 @@ from typing import Any, NoReturn
 import torch
 
 from shardwright.backends.torch.compat import pytree
+from shardwright.compat.whole_batches import batches, group_of_batches, place_of_batch
 from shardwright.core.errors import MissingCapabilityError, MissingFrameworkError, ShardwrightError
 from shardwright.torch import groups
-from shardwright.torch.groups import CommGroup
 from shardwright.torch.model import DistributedModel
 from shardwright.torch.optimizer import DistributedOptimizer
-from shardwright.torch.session import current, init, is_initialized
+from shardwright.torch.session import init, is_initialized
 
 try:
     import accelerate
-    from accelerate.utils import gather_object  # noqa: F401  (that it is Accelerate, and no module of this name)
+    from accelerate.optimizer import AcceleratedOptimizer
 except ImportError as failed:
     raise MissingFrameworkError(
         f"shardwright.compat.accelerate needs Hugging Face Accelerate: pip install accelerate ({failed})"
     ) from failed
-
-
-def group_of_batches() -> CommGroup:
-    """The group of the ranks that take different batches: replicas, and ranks of the tensor axis where each has samples
-    of its own (``prescaled_batch=False``)."""
-    return CommGroup.RDP_GROUP if current().config.prescaled_batch else CommGroup.DP_GROUP
-
-
-def batches() -> int:
-    """The number of ranks that take different batches."""
-    return groups.rdp_size() if group_of_batches() is CommGroup.RDP_GROUP else groups.dp_size()
-
-
-def place_of_batch() -> int:
-    """This rank's place among the ranks that take different batches."""
-    return groups.rdp_rank() if group_of_batches() is CommGroup.RDP_GROUP else groups.dp_rank()
 
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
@@ -101,9 +85,12 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
         """The optimizer of the split model, which was prepared before."""
-        if not isinstance(getattr(optimizer, "optimizer", None), DistributedOptimizer):
-            if not isinstance(optimizer, DistributedOptimizer):
-                optimizer = DistributedOptimizer(optimizer)
+        if not isinstance(optimizer, DistributedOptimizer | AcceleratedOptimizer):
+            optimizer = DistributedOptimizer(optimizer)
+        if isinstance(optimizer, AcceleratedOptimizer):
+            if not any(known is optimizer for known in self._optimizers):
+                self._optimizers.append(optimizer)
+            return optimizer
         return super().prepare_optimizer(optimizer, device_placement=False)
 
     def unwrap_model(self, model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:

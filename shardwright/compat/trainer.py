@@ -40,7 +40,8 @@ except ImportError as failed:
     ) from failed
 
 from shardwright.compat import modelparallel as smp  # noqa: E402
-from shardwright.compat.accelerate import Accelerator, batches  # noqa: E402
+from shardwright.compat.accelerate import Accelerator  # noqa: E402
+from shardwright.compat.whole_batches import batches, numbered, samples, whole  # noqa: E402
 
 OPTIMIZER, SCHEDULER = "optimizer.pt", "scheduler.pt"
 """The files of the optimizer and of the scheduler in a checkpoint of `Trainer`."""
@@ -50,7 +51,7 @@ def _require_enabled() -> None:
     if not is_sagemaker_mp_enabled() or not hasattr(_trainer, "smp"):
         raise ShardwrightError(
             f"Trainer takes the path of a split model only where the environment says so before transformers is "
-            f'imported: {ENVIRONMENT}=\'{{"partitions": 2, …}}\' and {FRAMEWORK}=\'{{"sagemaker_mpi_enabled": true}}\''
+            f"imported: {ENVIRONMENT}='{{\"partitions\": 2, …}}' and {FRAMEWORK}='{{\"sagemaker_mpi_enabled\": true}}'"
         )
 
 
@@ -204,10 +205,10 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         labels = tuple(inputs.get(name).to(self.args.device) for name in names) if wants_loss and names else None
         if labels is not None and len(labels) == 1:
             labels = labels[0]
-        whole = pytree.tree_map(lambda leaf: leaf[None] if isinstance(leaf, torch.Tensor) else leaf, dict(inputs))
         with torch.no_grad():
+            count = self._own_count(inputs) if wants_loss else None
             loss, logits = self._steps.evaluate(
-                model, whole, self._own_count(inputs) if wants_loss else None, wants_loss, prediction_loss_only,
+                model, pytree.tree_map(whole, dict(inputs)), count, wants_loss, prediction_loss_only,
                 ",".join(ignore_keys),
             )  # fmt: skip
         found = None if loss is None else loss.reduce_mean().detach()
@@ -241,7 +242,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         state = _split_optimizer(self.optimizer).state_dict(rank0_only=True)
         if groups.rank() == 0:
             Path(output_dir).mkdir(parents=True, exist_ok=True)
-            torch.save(_numbered(state), os.path.join(output_dir, OPTIMIZER))
+            torch.save(numbered(state), os.path.join(output_dir, OPTIMIZER))
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER))
         groups.barrier()
 
@@ -291,10 +292,14 @@ class _StepFunctions:
 
         @smp.step
         def evaluate(
-            model: Any, inputs: dict[str, Any], count: torch.Tensor | None, wants_loss: bool, loss_only: bool,
+            model: Any,
+            inputs: dict[str, Any],
+            count: torch.Tensor | None,
+            wants_loss: bool,
+            loss_only: bool,
             ignored: str,
         ) -> tuple[Any, tuple[Any, ...]]:
-            inputs = pytree.tree_map(_samples, inputs)
+            inputs = pytree.tree_map(samples, inputs)
             loss = None
             if wants_loss:
                 count = None if count is None else count.sum()  # of all tensor-parallel peers in this microbatch
@@ -312,13 +317,6 @@ class _StepFunctions:
         self.train, self.evaluate = train, evaluate
 
 
-def _samples(leaf: Any) -> Any:
-    """The samples of a microbatch that is one batch, or those of all tensor-parallel peers."""
-    if not isinstance(leaf, torch.Tensor):
-        return leaf
-    return leaf.flatten(0, 1) if leaf.dim() > 1 else leaf[0]
-
-
 def _is_split(optimizer: Any) -> bool:
     return isinstance(optimizer, DistributedOptimizer) or isinstance(
         getattr(optimizer, "optimizer", None), DistributedOptimizer
@@ -329,11 +327,3 @@ def _split_optimizer(optimizer: Any) -> DistributedOptimizer:
     found = optimizer if isinstance(optimizer, DistributedOptimizer) else optimizer.optimizer
     assert isinstance(found, DistributedOptimizer)
     return found
-
-
-def _numbered(state: dict[str, Any]) -> dict[str, Any]:
-    """The state dict of an optimizer as torch's own has it, with numbers in place of names."""
-    names = [name for group in state["param_groups"] for name in group["params"]]
-    number = {name: position for position, name in enumerate(names)}
-    groups_ = [group | {"params": [number[name] for name in group["params"]]} for group in state["param_groups"]]
-    return {"state": {number[name]: held for name, held in state["state"].items()}, "param_groups": groups_}
