@@ -93,6 +93,10 @@ class SplitStrategy(ParallelStrategy):  # type: ignore[misc]
         super().__init__(**options)
         self._config = config
         self._logged: dict[str, Any] = {}
+        self._numbers: dict[str, Any] = {}
+        """What was logged and is no tensor."""
+        self._same: list[str] = []
+        """The names under which the loss itself was logged."""
         self._log_options: dict[str, dict[str, Any]] = {}
         self._is_ahead = self._is_due = self._resets = False
         """Whether a step has run whose backward pass Lightning has not asked for; whether gradients were reset before
@@ -218,23 +222,20 @@ class SplitStrategy(ParallelStrategy):  # type: ignore[misc]
     def _steps(self) -> tuple[Any, Any]:
         @step
         def train(model: Any, given: tuple[Any, ...], named: dict[str, Any], accumulated: float) -> Any:
-            self._logged = {}
-            found = model(*given, **named)
+            found, logged = model(*given, **named)
             loss = found.get("loss") if isinstance(found, Mapping) else found
             if not isinstance(loss, torch.Tensor):
                 raise MissingCapabilityError("training_step gave no loss: skipping a batch is not carried out")
-            same = [name for name, value in self._logged.items() if value is loss]
             scaled = loss / accumulated
             model.backward(scaled)
             more = {key: value for key, value in found.items() if key != "loss"} if isinstance(found, Mapping) else None
-            return scaled, {name: _scalar(value) for name, value in self._logged.items()}, ",".join(same), more
+            return scaled, logged | self._numbers, ",".join(self._same), more
 
         @step
         def evaluate(model: Any, given: tuple[Any, ...], named: dict[str, Any], _method: str) -> Any:
-            self._logged = {}
             given, named = pytree.tree_map(samples, (given, named))
-            found = model(*given, **named)
-            return found, {name: _scalar(value) for name, value in self._logged.items()}
+            found, logged = model(*given, **named)
+            return found, logged | self._numbers
 
         return train, evaluate
 
@@ -259,23 +260,29 @@ class SplitStrategy(ParallelStrategy):  # type: ignore[misc]
                 del vars(module)[name]
 
     def _forward_as(self, method: str) -> Callable[..., Any]:
-        """A ``forward`` of the module that calls a method of it, in which ``forward`` is the module's own."""
+        """A ``forward`` of the module that calls a method of it, in which ``forward`` is the module's own. It gives
+        what the method does, and the tensors that this has logged."""
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             module = self.lightning_module
             if self._is_in_method:
                 return type(module).forward(module, *args, **kwargs)
-            self._is_in_method = True
+            self._is_in_method, self._logged = True, {}
             try:
-                return getattr(module, method)(*args, **kwargs)
+                found = getattr(module, method)(*args, **kwargs)
             finally:
                 self._is_in_method = False
+            loss = found.get("loss") if isinstance(found, Mapping) else found
+            tensors = {name: value for name, value in self._logged.items() if isinstance(value, torch.Tensor)}
+            self._numbers = {name: value for name, value in self._logged.items() if name not in tensors}
+            self._same = [name for name, value in tensors.items() if value is loss]
+            return found, {name: value.detach() for name, value in tensors.items()}
 
         return forward
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a step, and give the loss of the batch of all replicas. Gradients are reset before it where Lightning does
-        so after it: it asks for the backward pass then, which has run."""
+        """Run a step, and give the loss of the batch of all replicas. Gradients are reset before it where Lightning
+        does so after it: it asks for the backward pass then, which has run."""
         trainer = self.lightning_module.trainer
         accumulated, self._resets = trainer.accumulate_grad_batches, False
         self._is_due = trainer.fit_loop.batch_idx % accumulated == 0
@@ -292,14 +299,14 @@ class SplitStrategy(ParallelStrategy):  # type: ignore[misc]
         return loss if more is None else {"loss": loss} | pytree.tree_map(_joined, more)
 
     def end_backward(self) -> None:
-        """Note that Lightning has come to the backward pass. Raises ShardwrightError where it did not reset gradients as
-        `training_step` has done for it."""
+        """Note that Lightning has come to the backward pass. Raises ShardwrightError where it did not reset gradients
+        as `training_step` has done for it."""
         self._is_ahead = False
         if self._resets != self._is_due:
             done, asked = ("reset", "kept") if self._is_due else ("kept", "reset")
             raise ShardwrightError(
-                f"the gradients of earlier batches were {done} before this one, and Lightning wants them {asked}: leave "
-                f"resetting them to Lightning"
+                f"the gradients of earlier batches were {done} before this one, and Lightning wants them {asked}: "
+                f"leave resetting them to Lightning"
             )
 
     def skips_reset(self) -> bool:
@@ -375,10 +382,6 @@ def _require_possible(module: Any, precision: Any) -> None:
             raise MissingCapabilityError(
                 f"{type(module).__name__}.{name} is not called for a split model: leave it out"
             )
-
-
-def _scalar(value: Any) -> Any:
-    return value.detach() if isinstance(value, torch.Tensor) else value
 
 
 def _of_all_replicas(value: Any) -> Any:
