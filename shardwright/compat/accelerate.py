@@ -14,7 +14,8 @@
 The rest of a script stays as it is: loaders, accumulation, clipping, metrics and schedulers.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -30,6 +31,8 @@ from shardwright.torch.session import init, is_initialized
 try:
     import accelerate
     from accelerate.optimizer import AcceleratedOptimizer
+    from accelerate.scheduler import AcceleratedScheduler
+    from accelerate.state import PartialState
 except ImportError as failed:
     raise MissingFrameworkError(
         f"shardwright.compat.accelerate needs Hugging Face Accelerate: pip install accelerate ({failed})"
@@ -68,9 +71,44 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if self.dispatch_batches:
             raise MissingCapabilityError("dispatch_batches=True: every rank reads its own batches; leave it out")
         self.dataloader_config.dispatch_batches = False  # not decided by the class of the data set
-        self.state.num_processes = batches()
-        self.state.process_index = place_of_batch()
+        if batches() > 1:  # replicas shuffle alike, each for its share
+            self.dataloader_config.use_seedable_sampler = True
+            if self.dataloader_config.data_seed is None:
+                self.dataloader_config.data_seed = groups.allgather(torch.initial_seed())[0]
+        shared = PartialState()  # which knows of no ranks on CPUs
+        shared.num_processes, shared.process_index = groups.size(), groups.rank()
+        shared.local_process_index = groups.local_rank()
         self._split_model: DistributedModel | None = None
+
+    @property
+    def num_processes(self) -> int:
+        """The number of ranks that take different batches."""
+        return batches()
+
+    @property
+    def process_index(self) -> int:
+        """This rank's place among the ranks that take different batches."""
+        return place_of_batch()
+
+    @property
+    def local_process_index(self) -> int:
+        """This rank's place on its node."""
+        return groups.local_rank()
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is rank 0."""
+        return groups.rank() == 0
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """Whether this is the first rank of its node."""
+        return groups.local_rank() == 0
+
+    @property
+    def is_last_process(self) -> bool:
+        """Whether this is the last rank."""
+        return groups.rank() == groups.size() - 1
 
     # Preparing -------------------------------------------------------------------------------------------------------
 
@@ -93,6 +131,17 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             return optimizer
         return super().prepare_optimizer(optimizer, device_placement=False)
 
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """The scheduler, which steps once for each batch that an update is over, as Accelerate's does."""
+        if not isinstance(scheduler, AcceleratedScheduler):
+            scheduler = SplitScheduler(
+                scheduler, self._optimizers, step_with_optimizer=self.step_scheduler_with_optimizer,
+                steps=1 if self.split_batches else batches(),
+            )  # fmt: skip
+        if not any(known is scheduler for known in self._schedulers):
+            self._schedulers.append(scheduler)
+        return scheduler
+
     def unwrap_model(self, model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
         """The module that was prepared. Parameters that other ranks hold are on the meta device."""
         if isinstance(model, DistributedModel):
@@ -114,6 +163,12 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if kwargs:
             raise MissingCapabilityError(f"accelerator.backward takes the loss alone: leave out {', '.join(kwargs)}")
         self._model().backward(loss / self.gradient_accumulation_steps)
+
+    @contextmanager
+    def no_sync(self, model: Any) -> Iterator[None]:
+        """A context in which gradients add up on every replica by itself."""
+        with model.no_sync():
+            yield
 
     def clip_grad_norm_(self, parameters: Iterable[Any], max_norm: float, norm_type: float = 2) -> torch.Tensor:
         """Clip the gradients by the norm of all of the model's gradients, which is returned. Every rank calls this.
@@ -206,6 +261,20 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if self._split_model is None:
             raise ShardwrightError("no model was prepared: call accelerator.prepare(model, optimizer, …) first")
         return self._split_model
+
+
+class SplitScheduler(AcceleratedScheduler):  # type: ignore[misc]
+    """A scheduler that steps so many times with each update."""
+
+    def __init__(self, scheduler: Any, optimizers: Any, *, step_with_optimizer: bool, steps: int) -> None:
+        super().__init__(scheduler, optimizers, step_with_optimizer=step_with_optimizer, split_batches=True)
+        self._steps = steps
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Step with an update."""
+        often = self._steps if self.step_with_optimizer and self.gradient_state.sync_gradients else 1
+        for _ in range(often):
+            super().step(*args, **kwargs)
 
 
 _PLUGINS = (
