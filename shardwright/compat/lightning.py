@@ -88,6 +88,9 @@ class SplitStrategy(ParallelStrategy):  # type: ignore[misc]
     """
 
     strategy_name = "shardwright"
+    model: Any
+    optimizers: Any
+    precision_plugin: Any
 
     def __init__(self, config: Mapping[str, Any] | None = None, **options: Any) -> None:
         super().__init__(**options)
@@ -171,7 +174,7 @@ class SplitStrategy(ParallelStrategy):  # type: ignore[misc]
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether all ranks, or any, decide so."""
         every = groups.allgather(bool(decision))
-        return min(every) if all else max(every)
+        return bool(min(every) if all else max(every))
 
     def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> Any:
         """The tensors of the ranks that take different batches, along a new axis 0."""
@@ -251,13 +254,12 @@ class SplitStrategy(ParallelStrategy):  # type: ignore[misc]
 
     def _run(self, function: Callable[..., Any], method: str, *arguments: Any) -> Any:
         """Run a step whose model is called as ``method``, with what it logs noted."""
-        module = self.lightning_module
-        vars(module).update(log=self._note, forward=self._forwards[method])
+        attributes: dict[str, Any] = self.lightning_module.__dict__
+        attributes |= {"log": self._note, "forward": self._forwards[method]}
         try:
             return function(self.split_model(), *arguments)
         finally:
-            for name in ("log", "forward"):
-                del vars(module)[name]
+            del attributes["log"], attributes["forward"]
 
     def _forward_as(self, method: str) -> Callable[..., Any]:
         """A ``forward`` of the module that calls a method of it, in which ``forward`` is the module's own. It gives

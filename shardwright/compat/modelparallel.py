@@ -43,6 +43,8 @@ def step(
         raise MissingCapabilityError("detach_outputs=False: what a step returns is detached; leave it True")
 
     def wrapped(given: Callable[..., Any]) -> Callable[..., Any]:
+        if given.__module__ == _OF_TRAINER:
+            return _refused_step(given)
         inner = _torch.step(non_split_inputs=non_split_inputs or (), input_split_axes=input_split_axes)(given)
 
         @functools.wraps(given)
@@ -53,6 +55,22 @@ def step(
         return call
 
     return wrapped if function is None else wrapped(function)
+
+
+_OF_TRAINER = "transformers.trainer_pt_utils"
+
+
+def _refused_step(function: Callable[..., Any]) -> Callable[..., Any]:
+    """In place of a step of Hugging Face's `Trainer` itself, which on this path gives each process other samples."""
+
+    @functools.wraps(function)
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise MissingCapabilityError(
+            f"transformers.Trainer ({function.__name__}) gives every process other samples, of which those of pipeline "
+            f"rank 0 alone count: from shardwright.compat.trainer import Trainer, TrainingArguments"
+        )
+
+    return refuse
 
 
 class _Module:

@@ -117,6 +117,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         MissingCapabilityError: an argument that is not carried out.
     """
 
+    model_wrapped: Any
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         _require_enabled()
         self._steps = _StepFunctions(self)
