@@ -22,7 +22,7 @@ model = loop_models.model(kind)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 # It steps as often with each update as there are processes.
 scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda at: 1 - 0.5 * (at // accelerator.num_processes) / 20)
-data, others = loop_models.Data(160 + 4, 1), loop_models.Data(18, 2)
+data, others = loop_models.Data(160 + 4, 1, is_masked=False), loop_models.Data(18, 2)
 loaders = DataLoader(data, batch_size=int(batch), drop_last=True), DataLoader(others, batch_size=int(batch))
 model, optimizer, training, validation, scheduler = accelerator.prepare(model, optimizer, *loaders, scheduler)
 
