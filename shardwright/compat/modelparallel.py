@@ -1,6 +1,7 @@
 """``smdistributed.modelparallel.torch``, as scripts import it: `shardwright.torch` with SageMaker's own defaults."""
 
 import functools
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -58,6 +59,10 @@ def step(
 
 
 _OF_TRAINER = "transformers.trainer_pt_utils"
+_TRAINER = (
+    "transformers.Trainer gives every process other samples, of which those of pipeline rank 0 alone count, and "
+    "releases 5 make no optimizer here: from shardwright.compat.trainer import Trainer, TrainingArguments"
+)
 
 
 def _refused_step(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -65,12 +70,16 @@ def _refused_step(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise MissingCapabilityError(
-            f"transformers.Trainer ({function.__name__}) gives every process other samples, of which those of pipeline "
-            f"rank 0 alone count: from shardwright.compat.trainer import Trainer, TrainingArguments"
-        )
+        raise MissingCapabilityError(_TRAINER)
 
     return refuse
+
+
+def _model_class() -> Any:
+    """The class of distributed models, which Hugging Face's `Trainer` asks for before it wraps one."""
+    if sys._getframe(2).f_globals.get("__name__") == "transformers.trainer":
+        raise MissingCapabilityError(_TRAINER)
+    return _torch.DistributedModel
 
 
 class _Module:
@@ -97,7 +106,7 @@ class _ModuleManager:
 
 
 amp = _Module("amp", GradScaler=lambda: torch.amp.GradScaler)
-model = _Module("model", DistributedModel=lambda: _torch.DistributedModel)
+model = _Module("model", DistributedModel=_model_class)
 nn = _Module("nn", FusedLayerNorm=lambda: torch.nn.LayerNorm)
 optimizers = _Module("optimizers")
 state = _Module("state", cfg=lambda: current().config, module_manager=lambda: _ModuleManager())
