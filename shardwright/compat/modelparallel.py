@@ -51,6 +51,8 @@ def step(
         raise MissingCapabilityError("detach_outputs=False: what a step returns is detached; leave it True")
 
     def wrapped(given: Callable[..., Any]) -> Callable[..., Any]:
+        if given.__module__ == _OF_TRAINER:
+            return _refused_step(given)
         inner = Step(given, frozenset(non_split_inputs or ()), dict(input_split_axes or {}), lists_plain=True)
 
         @functools.wraps(given)
@@ -91,6 +93,23 @@ def _warn_of_places(said: str) -> None:
     )
 
 
+_OF_TRAINER = "transformers.trainer_pt_utils"
+_TRAINER = (
+    "transformers.Trainer gives every process other samples, of which those of pipeline rank 0 alone count, and "
+    "releases 5 make no optimizer here: from shardwright.compat.trainer import Trainer, TrainingArguments"
+)
+
+
+def _refused_step(function: Callable[..., Any]) -> Callable[..., Any]:
+    """In place of a step of Hugging Face's `Trainer` itself, which on this path gives each process other samples."""
+
+    @functools.wraps(function)
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise MissingCapabilityError(_TRAINER)
+
+    return refuse
+
+
 class _Module:
     """A module of SageMaker's within this one."""
 
@@ -107,10 +126,18 @@ class _Module:
         return sorted(self._held)
 
 
+class _ModuleManager:
+    """What Hugging Face's ``save_pretrained`` asks of SageMaker's table of modules."""
+
+    translate_functions: tuple[Any, ...] = ()
+    """Functions from names of SageMaker's own modules to the original ones: models have the original ones here."""
+
+
 amp = _Module("amp", GradScaler=lambda: torch.amp.GradScaler)
+model = _Module("model", DistributedModel=lambda: _torch.DistributedModel)
 nn = _Module("nn", FusedLayerNorm=lambda: torch.nn.LayerNorm)
 optimizers = _Module("optimizers")
-state = _Module("state", cfg=lambda: current().config)
+state = _Module("state", cfg=lambda: current().config, module_manager=lambda: _ModuleManager())
 
 
 def __getattr__(name: str) -> Any:

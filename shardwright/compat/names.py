@@ -103,7 +103,7 @@ NAMES: tuple[Name, ...] = (
         )
         for name in ("partition", "set_partition")
     ),
-    *_same("amp.GradScaler", "state.cfg"),
+    *_same("amp.GradScaler", "state.cfg", "state.module_manager", "model.DistributedModel"),
     Name("nn.FusedLayerNorm", "other", "torch's own LayerNorm, which is fused where units are compiled"),
     *_refused(
         f"{_LATER}: build the original modules, which are divided as they are",

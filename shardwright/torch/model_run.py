@@ -16,6 +16,7 @@ from shardwright.backends.torch.capture.precision import COMPUTE
 from shardwright.backends.torch.machine.mesh import BoundMesh
 from shardwright.backends.torch.program.randomness import seed_of_model
 from shardwright.backends.torch.runtime import Runtime
+from shardwright.backends.torch.training.call import LossOfBatch
 from shardwright.core.errors import PlanError, ShardwrightError
 from shardwright.core.plan.decision import LossScope
 from shardwright.core.plan.file import to_document
@@ -50,6 +51,8 @@ class ModelRun:
         post_partition_hooks: functions of an optimizer that wait for the model to be split.
         is_first_step: whether no step was prepared yet: before the first one runs the hooks of all ranks are called.
         reduction: the relation of losses to their batch, where `backward` is told none.
+        batch_losses: the losses of the last training step, of the batch of all replicas; None where the step did not
+            return all that it gave to ``model.backward``.
         log: the lines of its training steps, on rank 0.
     """
 
@@ -70,6 +73,7 @@ class ModelRun:
         self.post_partition_hooks: OrderedDict[int, Callable[[Any], Any]] = OrderedDict()
         self.is_first_step = True
         self.reduction: Literal["mean", "sum"] | None = None
+        self.batch_losses: Sequence[LossOfBatch] | None = None
         self.log = self._log() if config.log_every and bound.rank == 0 else None
 
     def _log(self) -> StepLog:

@@ -300,7 +300,7 @@ class Step:
                 session.agreement.meet(run.of_model("the hooks behind the split"), failure=failure)
             tree, returned, trained = prepared.run()
         if trained is not None:
-            run.scalers = scalers
+            run.scalers, run.batch_losses = scalers, trained.losses
             run.samples_trained += sum(shares.flat)
         if run.log is not None and trained is not None:
             run.log.worked(trained, sum(batch.samples), call.sized)

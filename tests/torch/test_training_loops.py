@@ -1,0 +1,246 @@
+"""Hugging Face's `Trainer`, Accelerate and Lightning over a split model: what they do in one process."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.comparison import Comparison
+from tests.torch.launch import ROOT, WORKERS, Outcome, run
+
+pytestmark = pytest.mark.timeout(600)
+PIPELINE = {"partitions": 2, "microbatches": 4}
+TENSOR = {"partitions": 1, "tensor_parallel_degree": 2, "ddp": True, "microbatches": 2}
+SHARDED = {"partitions": 1, "sharded_data_parallel_degree": 2, "ddp": True, "sdp_param_persistence_threshold": 10}
+REPLICAS = {"partitions": 2, "ddp": True, "microbatches": 2}
+FRAMEWORK = {"SM_FRAMEWORK_PARAMS": '{"sagemaker_mpi_enabled": true}'}
+
+
+def torchrun(processes: int) -> list[str]:
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+
+
+def results(outcome: Outcome, folder: Path) -> Any:
+    assert outcome.code == 0, outcome.text[-4000:]
+    return json.loads(folder.with_suffix(".json").read_text(encoding="utf-8"))
+
+
+def trainer(kind: str, folder: Path, batch: int = 8, *more: str, **extra: str) -> Any:
+    """The log of a run in one process."""
+    command = [sys.executable, str(WORKERS / "loop_trainer.py"), kind, str(folder), str(batch), *more]
+    return results(run(command, 90, extra), folder)
+
+
+def split_trainer(
+    kind: str, folder: Path, processes: int, keys: dict[str, Any], batch: int = 8, *more: str, **extra: str
+) -> Any:
+    """The log of a run over several."""
+    script = ["-m", "shardwright.compat", str(WORKERS / "loop_trainer.py")]
+    given = {"SM_HP_MP_PARAMETERS": json.dumps(keys)} | FRAMEWORK | extra
+    command = [*torchrun(processes), *script, kind, str(folder), str(batch), *more]
+    return results(run(command, 90, given), folder)
+
+
+def column(log: Any, key: str) -> list[float]:
+    return [entry[key] for entry in log if key in entry]
+
+
+def require_equal(found: Any, expected: Any, losses: int = 20) -> None:
+    for key in ("loss", "grad_norm", "eval_loss", "eval_sum"):
+        one, other = column(found, key), column(expected, key)
+        assert len(one) == len(other) == (losses if key in ("loss", "grad_norm") else 2)
+        Comparison(key).losses(one, other).require()
+    assert column(found, "learning_rate") == column(expected, "learning_rate")
+    assert column(found, "eval_size") == column(expected, "eval_size")
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The folder and the log of a run of `Trainer` in one process, by the model's kind, each made once."""
+    made: dict[str, tuple[Path, Any]] = {}
+
+    def of(kind: str) -> tuple[Path, Any]:
+        if kind not in made:
+            folder = tmp_path_factory.mktemp("plain") / kind
+            made[kind] = folder, trainer(kind, folder)
+        return made[kind]
+
+    return of
+
+
+@pytest.mark.parametrize(
+    ("kind", "processes", "keys", "batch"),
+    [
+        ("gpt2", 2, PIPELINE, 8), ("bert", 2, PIPELINE, 8), ("gpt2", 2, TENSOR, 4), ("bert", 2, SHARDED, 4),
+        ("gpt2", 4, REPLICAS, 4),
+    ],
+    ids=["gpt2-pp2", "bert-pp2", "gpt2-tp2", "bert-sharded2", "gpt2-pp2-dp2"],
+)  # fmt: skip
+def test_trainer_trains_as_in_one_process(
+    kind: str, processes: int, keys: dict[str, Any], batch: int, plain: Any, tmp_path: Path
+) -> None:
+    """20 updates over two batches each, of which labels are left out, with evaluation and clipped gradients."""
+    require_equal(split_trainer(kind, tmp_path / "out", processes, keys, batch), plain(kind)[1])
+
+
+def test_trainer_resumes_under_another_split(plain: Any, tmp_path: Path) -> None:
+    """A checkpoint of one process in two, and theirs in one."""
+    folder, expected = plain("gpt2")
+    once = split_trainer("gpt2", tmp_path / "split", 2, SHARDED, 4, str(folder / "checkpoint-10"))
+    require_equal(once, expected)
+    again = trainer("gpt2", tmp_path / "plain", 8, str(tmp_path / "split" / "checkpoint-20"))
+    assert column(again, "loss") == column(once, "loss")
+    there = {one.name for one in (tmp_path / "split" / "checkpoint-20").iterdir()}
+    assert there >= {one.name for one in (folder / "checkpoint-20").iterdir()} - {"rng_state.pth"}
+    assert there >= {"rng_state_0.pth", "rng_state_1.pth"}, "one for each share of the data"
+
+
+def test_trainer_smooths_labels_and_loads_the_best_model(tmp_path: Path) -> None:
+    extra = {"ASKED": json.dumps({"label_smoothing_factor": 0.1, "load_best_model_at_end": True}), "first": "1"}
+    expected = trainer("gpt2", tmp_path / "plain", 8, **extra)
+    found = split_trainer("gpt2", tmp_path / "split", 2, PIPELINE, 8, **extra)
+    Comparison("before training").losses([found[0]["eval_loss"]], [expected[0]["eval_loss"]]).require()
+    require_equal(found[1:], expected[1:])
+
+
+def lightning(kind: str, folder: Path, processes: int, keys: dict[str, Any] | None, batch: int, *more: str) -> Any:
+    config = "-" if keys is None else json.dumps(keys)
+    script = [str(WORKERS / "loop_lightning.py"), kind, str(folder), str(batch), config, *more]
+    command = [sys.executable] if processes == 1 else torchrun(processes)
+    return results(run([*command, *script], 90), folder)
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys", "batch"),
+    [
+        ("gpt2", {"pipeline_parallel_degree": 2, "microbatches": 4}, 8),
+        ("bert", {"tensor_parallel_degree": 2, "microbatches": 2}, 8),
+        ("bert", {"ddp": True, "shard": 3, "microbatches": 2}, 4),
+    ],
+    ids=["gpt2-pp2", "bert-tp2", "bert-sharded2"],
+)
+def test_lightning_trains_and_resumes_as_in_one_process(
+    kind: str, keys: dict[str, Any], batch: int, tmp_path: Path
+) -> None:
+    plain, split = tmp_path / "plain", tmp_path / "split"
+    expected = lightning(kind, plain, 1, None, 8)
+    found = lightning(kind, split, 2, keys, batch)
+    assert len(found["losses"]) == 40
+    for key in ("losses", "validation"):
+        Comparison(key).losses(found[key], expected[key]).require()
+    (at_10,) = split.glob("step=10.ckpt")
+    again = lightning(kind, tmp_path / "again", 1, None, 8, str(at_10))
+    Comparison("resumed").losses(again["losses"], expected["losses"][20:]).require()
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys", "batch"),
+    [
+        ("gpt2", {"pipeline_parallel_degree": 2, "microbatches": 4}, 8),
+        ("bert", {"ddp": True, "shard": 3, "microbatches": 2}, 4),
+    ],
+    ids=["gpt2-pp2", "bert-sharded2"],
+)
+def test_accelerate_trains_as_in_one_process(kind: str, keys: dict[str, Any], batch: int, tmp_path: Path) -> None:
+    script = str(WORKERS / "loop_accelerate.py")
+    plain, split = tmp_path / "plain", tmp_path / "split"
+    expected = results(run([sys.executable, script, kind, str(plain), "8", "-"], 90), plain)
+    found = results(run([*torchrun(2), script, kind, str(split), str(batch), json.dumps(keys)], 90), split)
+    assert len(found["losses"]) == 20
+    assert len(found["predicted"]) == 18
+    for key in ("losses", "norms", "predicted", "state", "rate"):
+        Comparison(key).losses(found[key], expected[key]).require()
+
+
+def said_by(code: str, **environment: str) -> str:
+    """The last line of what a program writes, which fails."""
+    outcome = run([sys.executable, "-c", code], 60, environment)
+    assert outcome.code != 0, outcome.text[-2000:]
+    return outcome.text.strip().splitlines()[-1]
+
+
+def test_what_trainer_cannot_carry_out_is_refused() -> None:
+    begin = "from shardwright.compat.trainer import Trainer, TrainingArguments\n"
+    given = {"SM_HP_MP_PARAMETERS": '{"partitions": 1}'} | FRAMEWORK
+    assert "sagemaker_mpi_enabled" in said_by(f"{begin}TrainingArguments('out')")
+    code = f"""{begin}
+import torch, transformers, shardwright.torch as sw
+from shardwright.core.errors import MissingCapabilityError
+model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=8))
+for name, value in (("fp16", True), ("auto_find_batch_size", True), ("neftune_noise_alpha", 1.0)):
+    args = TrainingArguments("out", report_to=[])
+    setattr(args, name, value)
+    try:
+        Trainer(model, args)
+    except MissingCapabilityError as error:
+        assert name in str(error), error
+    else:
+        raise SystemExit(name)
+raise SystemExit("all refused")
+"""
+    assert said_by(code, **given) == "all refused"
+    code = """
+import shardwright.compat
+shardwright.compat.install()
+import transformers.trainer_pt_utils as utils
+utils.smp_forward_backward(None, {})
+"""
+    assert "shardwright.compat.trainer" in said_by(code, **given)
+    code = """
+import shardwright.compat.modelparallel as smp
+assert smp.model.DistributedModel is smp.DistributedModel
+exec("smp.model.DistributedModel", {"smp": smp, "__name__": "transformers.trainer"})
+"""
+    assert "shardwright.compat.trainer" in said_by(code)
+
+
+def test_what_the_others_cannot_carry_out_is_refused() -> None:
+    code = """
+import torch, lightning.pytorch as pl, shardwright.torch as sw
+from shardwright.compat.accelerate import Accelerator
+from shardwright.compat.lightning import _require_possible
+from lightning.pytorch.plugins.precision import Precision, DoublePrecision
+from shardwright.core.errors import ShardwrightError
+class Manual(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+class Own(pl.LightningModule):
+    def optimizer_zero_grad(self, *given): ...
+class Fine(pl.LightningModule): ...
+model = torch.nn.Linear(2, 2)
+def prepared():
+    accelerator = Accelerator()
+    accelerator.prepare(torch.nn.Linear(2, 2))
+    return accelerator
+cases = [
+    ("automatic_optimization", lambda: _require_possible(Manual(), Precision())),
+    ("optimizer_zero_grad", lambda: _require_possible(Own(), Precision())),
+    ("DoublePrecision", lambda: _require_possible(Fine(), DoublePrecision())),
+    ("mixed_precision", lambda: Accelerator(mixed_precision="bf16")),
+    ("no model was prepared", lambda: Accelerator().backward(torch.ones(()))),
+    ("save_state", lambda: Accelerator().save_state("out")),
+    ("0 of the model's 2 parameters", lambda: prepared().clip_grad_norm_(model.parameters(), 1.0)),
+    ("takes tensors", lambda: Accelerator().gather_for_metrics(["text"])),
+]
+for said, call in cases:
+    try:
+        call()
+    except ShardwrightError as error:
+        assert said in str(error), (said, error)
+    else:
+        raise SystemExit(said)
+raise SystemExit("all refused")
+"""
+    assert said_by(code) == "all refused"
+
+
+def test_they_are_loaded_where_they_are_asked_for() -> None:
+    code = "import sys, shardwright.compat, shardwright.torch; print([n for n in ('transformers', 'accelerate', 'lightning') if n in sys.modules])"  # noqa: E501
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT, timeout=120
+    )
+    assert done.stdout.strip() == "[]"
