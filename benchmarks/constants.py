@@ -366,9 +366,9 @@ def _missed(runs: Sequence[Run]) -> list[str]:
         "",
         "Heads (with the embedding), read off over predicted, means: "
         + ", ".join(f"{np.mean(found):.1f} at tp {tp}" for tp, found in sorted(heads.items()))
-        + ". What is missing at tp 1 grows with samples × width, as the product with the vocabulary does, and that would "
-        "run at a third of its rate; half as wide, at tp 2, it does not. No mechanism is known that does this to one "
-        "and not to the other, so none is here; the layers of tp 1 that lie above what was read off make up for it.",
+        + ". What is missing at tp 1 grows with samples × width, as the product with the vocabulary does: that would "
+        "run at a third of its rate. Half as wide, at tp 2, it does not. No mechanism is known that does this to one "
+        "and not to the other, so none is here; layers of tp 1 that are predicted too slow make up for it.",
     ]
 
 
