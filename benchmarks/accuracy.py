@@ -1,11 +1,12 @@
 """How far predictions are from published measurements.
 
-    python benchmarks/accuracy.py [--data FOLDER] [--write benchmarks/results/accuracy.md]
+    python benchmarks/accuracy.py [--composed] [--data FOLDER] [--write benchmarks/results/accuracy.md]
 
 Every prediction is a plan with its degrees, cut, recompute and precision pinned, as a user would make it; nothing is
 fitted here. `fit_cost_model.py` fitted the efficiencies, without the models held out. Measured: MAPE, Spearman's rank
 correlation inside a model, and top-1 regret: how much slower what is ranked first really is than the fastest measured:
 of a model, among all of its runs by samples per second; and the same among runs of equal model, batch and devices.
+``--composed`` shows one node alone, its steps composed in closed form as for the fit: in seconds, not in minutes.
 """
 
 import argparse
@@ -13,18 +14,20 @@ import itertools
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import claims
 import numpy as np
+from fit_cost_model import Machine, predicted_s
 from horovod import horovod_lines
 from predict import plan_of
-from published import DATA, Run, held_out, selective, single_node
+from published import DATA, Run, held_out, regrets, same_work, selective, single_node
 from sagemaker import sagemaker_lines
 from scipy.stats import spearmanr
 
 import shardwright as sw
+from shardwright.core.cluster.hardware import load_profile
 
 GIB = 2**30
 FAULTY = 3.5
@@ -35,10 +38,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=DATA)
     parser.add_argument("--write", type=Path)
+    parser.add_argument("--composed", action="store_true")
     options = parser.parse_args()
     started = time.perf_counter()
     lines = ["# Predictions against published measurements", "", "    python benchmarks/accuracy.py", ""]
-    one_node, errors = one_node_lines(single_node(options.data / "a100_single_node_gpt.csv"))
+    runs = single_node(options.data / "a100_single_node_gpt.csv")
+    one_node, errors = one_node_lines(runs, composed(runs) if options.composed else planned(runs))
+    if options.composed:
+        print("\n".join(one_node))
+        return 0
     lines += one_node
     lines += selective_lines(options.data / "a100_selective_recompute.csv")
     lines += [*sagemaker_lines(), "", *horovod_lines()]
@@ -53,10 +61,21 @@ def main() -> int:
     return verdict.exit_code
 
 
-def one_node_lines(runs: Sequence[Run]) -> tuple[list[str], dict[str, float]]:
-    """What is said of the runs of one node; and the mean relative error of all, and of those held out."""
+def planned(runs: Sequence[Run]) -> np.ndarray:
+    """The step of each run in seconds, by the plan that it followed."""
     clusters = {n: sw.Cluster("a100-80gb", devices_per_node=n) for n in {run.devices for run in runs}}
-    predicted = np.array([plan_of(run, clusters[run.devices]).predicted.step_time_s for run in runs])
+    return np.array([plan_of(run, clusters[run.devices]).predicted.step_time_s for run in runs])
+
+
+def composed(runs: Sequence[Run]) -> np.ndarray:
+    """The same in closed form."""
+    profile = load_profile("a100-80gb")
+    machine = Machine(profile.device, profile.intra_node)
+    return np.array([predicted_s(run, machine) for run in runs])
+
+
+def one_node_lines(runs: Sequence[Run], predicted: np.ndarray) -> tuple[list[str], dict[str, float]]:
+    """What is said of the runs of one node; and the mean relative error of all, and of those held out."""
     measured = np.array([run.measured_s for run in runs])
     ratio = np.log(predicted / measured)
     spread = 1.4826 * np.median(np.abs(ratio - np.median(ratio)))
@@ -116,30 +135,14 @@ def _row(name: str, runs: Sequence[Run], predicted: np.ndarray, measured: np.nda
         own = chosen & np.array([run.model == model for run in runs])
         if own.sum() > 2:
             ranks.append(float(spearmanr(predicted[own], measured[own]).statistic))
-    by_model = list(_regrets(runs, predicted, measured, chosen, lambda r: r.model))
-    regrets = list(_regrets(runs, predicted, measured, chosen, lambda r: (r.model, r.batch, r.devices)))
+    indices = [int(index) for index in np.flatnonzero(chosen)]
+    by_model = list(regrets(runs, predicted, indices, lambda r: r.model))
+    by_work = list(regrets(runs, predicted, indices, same_work))
     return (
         f"| {name} | {int(chosen.sum())} | {np.mean(np.abs(error)):.1%} | {np.mean(error):+.1%} "
         f"| {np.median(ranks):.3f} | {min(ranks):.3f} | {np.mean(by_model):.1%} | {max(by_model):.1%} "
-        f"| {np.mean(regrets):.1%} | {max(regrets):.1%} |"
+        f"| {np.mean(by_work):.1%} | {max(by_work):.1%} |"
     )
-
-
-def _regrets(
-    runs: Sequence[Run],
-    predicted: np.ndarray,
-    measured: np.ndarray,
-    chosen: np.ndarray,
-    alike: Callable[[Run], object],
-) -> Iterable[float]:
-    groups: dict[object, list[int]] = defaultdict(list)
-    for index in np.flatnonzero(chosen):
-        groups[alike(runs[index])].append(int(index))
-    for members in groups.values():
-        if len(members) > 1:
-            picked = min(members, key=lambda i: predicted[i] / runs[i].batch)
-            fastest = min(measured[i] / runs[i].batch for i in members)
-            yield measured[picked] / runs[picked].batch / fastest - 1
 
 
 def _straightness(runs: Sequence[Run]) -> float:

@@ -19,7 +19,7 @@ from megatron import EXECUTION
 from numpy.typing import NDArray
 from predict import graph_of
 from published import DATA, Run, held_out, selective, single_node
-from scipy.optimize import minimize
+from scipy.optimize import least_squares
 
 import shardwright.core.cost.unit_seconds as unit_module
 from shardwright.core.cluster.groups import Group
@@ -41,14 +41,14 @@ PRIORS: dict[str, tuple[float, float]] = {
     "nvlink3.latency_s": (3.4e-6, 0.5),
     "BACKWARD_DISPATCH": (1.5, 0.4),
     "OVERLAP_POWER": (3.0, 0.5),
-    "COLLECTIVE_DISPATCH": (0.5, 0.5),
+    "COLLECTIVE_DISPATCH": (0.25, 1.0),
 }
 """Constant → (prior, standard deviation of its logarithm)."""
 DEVICE = ("matmul_efficiency", "tile_depth", "vector_efficiency", "kernel_launch_s", "dispatch_s")
 UNIT_SECONDS = ("BACKWARD_DISPATCH", "OVERLAP_POWER", "COLLECTIVE_DISPATCH")
 """The constants of the device, and those of `cost.unit_seconds`."""
 PRIOR_WEIGHT = 0.003
-RESTARTS = 2
+LARGER_WEIGHT = 0.5
 LARGER = ("22B", "175B", "530B", "1T")
 
 
@@ -57,8 +57,8 @@ class Machine:
 
     def __init__(self, device: Device, link: Link) -> None:
         self.device, self.link = device, link
-        self.known: dict[object, tuple[UnitCost, ...]] = {}
-        """What was counted of a shape: the costs of embedding, layer and head."""
+        self.known: dict[tuple[int, int, int, int, int], tuple[UnitCost, ...]] = {}
+        """Width, heads, sequence, tensor degree and microbatch → the costs of embedding, layer and head."""
 
     @classmethod
     def of(cls, constants: dict[str, float]) -> "Machine":
@@ -149,38 +149,35 @@ def errors(runs: list[Run], machine: Machine) -> NDArray[np.float64]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=DATA)
-    parser.add_argument("--evaluations", type=int, default=600)
     options = parser.parse_args()
     runs = [run for run in single_node(options.data / "a100_single_node_gpt.csv") if not held_out(run)]
     larger = [row.full for row in selective(options.data / "a100_selective_recompute.csv")]
     deviations = np.array([deviation for _, deviation in PRIORS.values()])
+    most = [np.log(1 / prior) if name.endswith("efficiency") else 3.0 for name, (prior, _) in PRIORS.items()]
 
-    def loss(logs: NDArray[np.float64]) -> float:
+    def parts(logs: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Half the sum of their squares is the loss."""
         machine = machine_of(constants_of(logs))
-        near, far = errors(runs, machine), errors(larger, machine)
-        smooth = np.mean(np.sqrt(near**2 + 1e-4)) + 0.5 * np.mean(np.sqrt(far**2 + 1e-4))
-        return float(smooth + PRIOR_WEIGHT * np.sum((logs / deviations) ** 2))
+        return np.concatenate(
+            [
+                _rooted(errors(runs, machine)) / np.sqrt(len(runs)),
+                _rooted(errors(larger, machine)) * np.sqrt(LARGER_WEIGHT / len(larger)),
+                np.sqrt(2 * PRIOR_WEIGHT) * logs / deviations,
+            ]
+        )
 
-    logs = np.zeros(len(PRIORS))
-    for _ in range(RESTARTS):  # a simplex that has shrunk early goes on from a fresh one
-        logs = minimize(
-            loss,
-            logs,
-            method="Nelder-Mead",
-            options={
-                "maxfev": options.evaluations,
-                "xatol": 1e-3,
-                "fatol": 1e-5,
-                "adaptive": True,
-                "initial_simplex": logs + 0.15 * np.vstack([np.zeros(len(logs)), np.diag(deviations)]) / 0.3,
-            },
-        ).x
+    logs = least_squares(parts, np.zeros(len(PRIORS)), bounds=(-3.0, most), diff_step=3e-3).x
     constants = constants_of(logs)
     machine = machine_of(constants)
     for (name, (prior, _)), value in zip(PRIORS.items(), constants.values(), strict=True):
         print(f"{name:20} {value:.4g}   (prior {prior:g})")
     near, far = errors(runs, machine), errors(larger, machine)
     print(f"one node: MAPE {np.mean(np.abs(near)):.2%}; larger: {np.round(far, 3).tolist()}")
+
+
+def _rooted(error: NDArray[np.float64], blunt: float = 0.01) -> NDArray[np.float64]:
+    """Half the square of it is the absolute error, but for a blunt tip."""
+    return np.sign(error) * np.sqrt(2 * (np.sqrt(error**2 + blunt**2) - blunt))
 
 
 if __name__ == "__main__":

@@ -4,9 +4,10 @@
 
 Five models, so small that the ops themselves take no time, are trained on one core. Least squares of relative errors
 over the models give the time to issue a product (with its module, views and autograd function) and the time of another
-op; their ratio is `EAGER_OP_DISPATCH` of the cost model. Seconds are CPU seconds, so that other work on the machine
-matters little. Judged: the fitted times give each model's back within 30%, forward and backward, and the ratio is
-within a factor of three of the constant.
+op; their ratio is `EAGER_OP_DISPATCH` of the cost model. What the calling thread takes to start an all-reduce in an
+autograd function, in a group of one rank, over the time of a product is `COLLECTIVE_DISPATCH`. Seconds are CPU seconds,
+so that other work on the machine matters little. Judged: the fitted times give each model's back within 30%, forward
+and backward, and the ratios are within a factor of three of the constants.
 """
 
 import argparse
@@ -20,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import claims
 import numpy as np
 import torch
+import torch.distributed as dist
 from step_models import Mixer, images, tokens
 from torch import nn
 from transformers import (
@@ -35,7 +37,7 @@ from transformers import (
 from transformers.utils import logging
 
 import shardwright as sw
-from shardwright.core.cost.unit_seconds import EAGER_OP_DISPATCH
+from shardwright.core.cost.unit_seconds import COLLECTIVE_DISPATCH, EAGER_OP_DISPATCH
 from shardwright.core.cost.unit_work import WorkCounter
 from shardwright.core.model.fold import fold
 
@@ -84,6 +86,33 @@ def passes_s(model: nn.Module, sample: dict[str, torch.Tensor]) -> tuple[float, 
     return sorted(forward)[STEPS // 4], sorted(backward)[STEPS // 4]
 
 
+class _Reduced(torch.autograd.Function):
+    """The sum over ranks on its way forward, as tensor parallelism has it behind a product."""
+
+    @staticmethod
+    def forward(ctx: object, partial: torch.Tensor) -> torch.Tensor:
+        dist.all_reduce(partial, async_op=True)
+        return partial
+
+    @staticmethod
+    def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+def all_reduce_s(calls: int = 400) -> float:
+    """CPU seconds of the calling thread to start an all-reduce, the lower quartile of `STEPS`."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    partial = nn.Linear(WIDTH, WIDTH)(torch.ones(8, WIDTH))
+    seconds = []
+    for _ in range(STEPS):
+        begun = time.thread_time()
+        for _ in range(calls):
+            _Reduced.apply(partial)
+        seconds.append((time.thread_time() - begun) / calls)
+    dist.destroy_process_group()
+    return sorted(seconds)[STEPS // 4]
+
+
 def main() -> int:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     warnings.simplefilter("ignore")
@@ -100,17 +129,26 @@ def main() -> int:
     print("|---" * (4 + len(names)) + "|")
     errors: dict[str, float] = {}
     ratios: dict[str, float] = {}
+    products: list[float] = []
     for column, which in enumerate(("forward", "backward")):
         measured = taken[:, column]
         (product, other), *_ = np.linalg.lstsq(kernels / measured[:, None], np.ones(len(names)), rcond=None)
         found = kernels @ np.array([product, other]) / measured - 1
         ratios[which] = float(other / product)
+        products.append(float(product))
         errors |= {f"{name}, {which}": float(error) for name, error in zip(names, found, strict=True)}
         cells = " | ".join(f"{error:+.0%}" for error in found)
         print(f"| {which} | {1e6 * product:.0f} | {1e6 * other:.0f} | {other / product:.2f} | {cells} |")
-    verdict = claims.host_time(errors, ratios, EAGER_OP_DISPATCH)
-    print(verdict.verdict())
-    return verdict.exit_code
+    issued_s = all_reduce_s()
+    share = issued_s / products[0]
+    print(f"\nAn all-reduce: {1e6 * issued_s:.0f} µs, {share:.2f} of a product of the forward pass.")
+    verdicts = (
+        claims.host_time(errors, ratios, EAGER_OP_DISPATCH),
+        claims.host_time({}, {"forward, all-reduce": share}, COLLECTIVE_DISPATCH),
+    )
+    for verdict in verdicts:
+        print(verdict.verdict())
+    return max(verdict.exit_code for verdict in verdicts)
 
 
 if __name__ == "__main__":

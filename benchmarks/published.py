@@ -1,7 +1,7 @@
 """The published runs that predictions are compared with: read from data files, one value for each run."""
 
 import csv
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -98,9 +98,10 @@ def selective(path: Path, sequence: int = 2048) -> list[Recomputed]:
     return found
 
 
-def layer_times(runs: Sequence[Run]) -> dict[tuple[int, int, int], float]:
-    """Seconds of one microbatch of one layer, full recompute in it, by (hidden, tensor degree, microbatch): the slope
-    of a step over the number of microbatches, without pipeline, over the number of layers."""
+def unit_times(runs: Sequence[Run]) -> dict[tuple[int, int, int], tuple[float, float]]:
+    """Seconds of one microbatch of one layer, full recompute in it, and of embedding and head, by (hidden, tensor
+    degree, microbatch): the slope of a step over the number of microbatches, without pipeline, is a straight line over
+    the number of layers."""
     steps: dict[tuple[int, int, int], dict[int, dict[int, list[tuple[int, float]]]]] = {}
     for r in runs:
         if r.pp == 1:
@@ -117,8 +118,29 @@ def layer_times(runs: Sequence[Run]) -> dict[tuple[int, int, int], float]:
                 slopes[layers] = (points[-1][1] - points[0][1]) / (points[-1][0] - points[0][0])
         if len(slopes) > 1:
             few, many = min(slopes), max(slopes)
-            found[shape] = (slopes[many] - slopes[few]) / (many - few)
+            layer_s = (slopes[many] - slopes[few]) / (many - few)
+            found[shape] = layer_s, slopes[few] - few * layer_s
     return found
+
+
+def regrets(
+    runs: Sequence[Run], predicted: Sequence[float], chosen: Iterable[int], alike: Callable[[Run], object]
+) -> Iterator[float]:
+    """Of each group of runs that are alike, how much slower per sample the one predicted to be fastest really is than
+    the fastest."""
+    groups: dict[object, list[int]] = {}
+    for index in chosen:
+        groups.setdefault(alike(runs[index]), []).append(index)
+    for members in groups.values():
+        if len(members) > 1:
+            picked = min(members, key=lambda i: predicted[i] / runs[i].batch)
+            fastest = min(runs[i].measured_s / runs[i].batch for i in members)
+            yield runs[picked].measured_s / runs[picked].batch / fastest - 1
+
+
+def same_work(run: Run) -> object:
+    """What runs have in common that are a choice between plans: model, batch and devices."""
+    return run.model, run.batch, run.devices
 
 
 def held_out(run: Run) -> bool:

@@ -204,8 +204,8 @@ def test_a_profile_file_of_ones_own(tmp_path) -> None:
         ("[links]", "[links", "is not a TOML hardware profile"),
         ("format = 1", "format = 0", "there is no format 0; this version reads format 1"),
         ("matmul_efficiency = {", "matmul_efficency = {", "matmul_efficiency: missing; add matmul_efficiency = { val"),
-        ("value = 0.884", "value = 86.8", "matmul_efficiency: 86.8 is not plausible, expected 0.001 to 1; the unit"),
-        ("value = 0.884", "value = 1e-30", "matmul_efficiency: 1e-30 is not plausible"),
+        ("value = 0.882", "value = 86.8", "matmul_efficiency: 86.8 is not plausible, expected 0.001 to 1; the unit"),
+        ("value = 0.882", "value = 1e-30", "matmul_efficiency: 1e-30 is not plausible"),
         ("value = 108", "value = 1e300", "compute_units: 1e+300 is not plausible, expected 1 to 100000; the unit is"),
         ("value = 61", "value = -1", "tile_depth: -1 is not plausible, expected 0 to 4096; the unit is contracted"),
         (

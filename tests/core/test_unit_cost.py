@@ -10,6 +10,7 @@ from shardwright.core.cluster.hardware.device import Device
 from shardwright.core.cost.unit_seconds import (
     BACKWARD_DISPATCH,
     COLLECTIVE_DISPATCH,
+    OVERLAP_POWER,
     SLOWED_BY_COLLECTIVE,
     UnitCost,
     seconds_of,
@@ -139,10 +140,18 @@ def test_a_host_that_is_slower_is_waited_for() -> None:
     assert found.input_grad_s == pytest.approx(found.weight_grad_s, rel=1e-3)  # ten launches each
 
 
+def test_a_collective_is_not_hidden_behind_a_host_that_is_slower() -> None:
+    of = work(kernels=10, forward_moved=AHEAD, backward_moved=BACK)
+    swift, slow = (cost(of, 100.0, collective_s=lambda collective, s=s: s) for s in (0.0, 7.0))
+    assert slow.forward_s - swift.forward_s == pytest.approx(7.0 * len(AHEAD)) == slow.forward_collective_s
+    assert slow.input_grad_s - swift.input_grad_s == pytest.approx(7.0 * len(BACK))
+    assert slow.weight_grad_s == swift.weight_grad_s
+
+
 def test_host_and_device_as_slow_as_each_other_take_longer_than_either() -> None:
-    """(1 + 1)^(1/2.99) times as long."""
+    """(1 + 1)^(1/p) times as long."""
     found = cost(work(kernels=10), LAUNCH_S)
-    assert found.forward_s == pytest.approx(10 * LAUNCH_S * 2 ** (1 / 2.99))
+    assert found.forward_s == pytest.approx(10 * LAUNCH_S * 2 ** (1 / OVERLAP_POWER))
 
 
 def test_nothing_takes_no_time() -> None:

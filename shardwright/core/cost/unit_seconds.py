@@ -18,7 +18,7 @@ FUSED_ATTENTION_EFFICIENCY = 0.75
 FlashAttention-2 (arXiv 2307.08691, section 4.1) reaches 50 to 73% of an A100's peak, where large products reach about
 80%."""
 
-BACKWARD_DISPATCH = 1.57
+BACKWARD_DISPATCH = 1.54
 """The host's time to issue a backward pass, as a multiple of that for a forward pass. Fitted:
 benchmarks/fit_cost_model.py."""
 
@@ -27,13 +27,14 @@ EAGER_OP_DISPATCH = 0.25
 autograd function take longer. Measured: forward and backward of five tiny models on a CPU by least squares
 (`benchmarks/host_time.py`)."""
 
-OVERLAP_POWER = 2.99
+OVERLAP_POWER = 3.06
 """The sharpness with which the slower of host and device decides: (host^p + device^p)^(1/p). Some kernels of a unit are
 waited for and others queue, so near equality both count. Fitted: benchmarks/fit_cost_model.py."""
 
-COLLECTIVE_DISPATCH = 0.37
+COLLECTIVE_DISPATCH = 0.16
 """The host's time to issue an all-reduce, as a share of that for a product; half of that for each of a gather and a
-scatter. Fitted: benchmarks/fit_cost_model.py."""
+scatter. Fitted: benchmarks/fit_cost_model.py; prior: 0.25, PyTorch's call in an autograd function on a CPU takes 0.17
+to 0.34 (`benchmarks/host_time.py`)."""
 
 SLOWED_BY_COLLECTIVE = 0.25
 """The time by which a collective slows the products beside it, as a share of the collective's time. Prior: NCCL takes
@@ -135,9 +136,10 @@ def unit_cost(
     """The cost of a unit's work on a device.
 
     The device takes the time of its products (`cost.matrix_products`), of the bytes that everything else moves (once
-    forward; twice backward, for values and gradients), of a launch for each kernel, and of the collectives over the
-    tensor axis (``collective_s`` gives the seconds of one; None: there is no tensor axis). The host meanwhile issues
-    the kernels, one after the other; where that takes longer, the device waits for it.
+    forward; twice backward, for values and gradients), and of a launch for each kernel. The host meanwhile issues the
+    kernels, one after the other; where that takes longer, the device waits for it. The collectives over the tensor axis
+    (``collective_s`` gives the seconds of one; None: there is no tensor axis) come on top of the longer of the two, as
+    all ranks start one together and read its result next: a host that is behind gains nothing while they run.
 
     ``parameter_tensors`` is the number of the unit's parameters, ``parameters`` the number of entries that the rank
     holds of them, ``trained`` the number of those that have gradients, ``gradient_bytes`` the bytes that it moves in
@@ -164,24 +166,24 @@ def unit_cost(
     input_grad += 2 * vector + launches
     weight_grad += launches + gradient_bytes / (device.memory_bandwidth_bytes_per_s * device.memory_efficiency)
     on_device = forward
-    collective = ahead = hidden = 0.0
+    collective = ahead = back = hidden = 0.0
     issued = len(work.products) + (kernels - len(work.products)) * (EAGER_OP_DISPATCH if is_eager else 1.0)
     issued += sum(p.casts is not None for p in work.products) * FORWARD_KERNELS * ISSUED
     if collective_s is not None:
         ahead, under = _beside_products(work.forward_moved, collective_s, chunks, products[0])
         back, over = _beside_products(work.backward_moved, collective_s, chunks, products[1])
-        hidden = under + over
-        slowed = hidden * SLOWED_BY_COLLECTIVE
-        forward, input_grad, collective = forward + ahead, input_grad + back + slowed, ahead + back
-        input_grad += sum(map(collective_s, work.backward_gathered)) * SLOWED_BY_COLLECTIVE
+        hidden, collective = under + over, ahead + back
+        beside = hidden + sum(map(collective_s, work.backward_gathered))
+        input_grad += beside * SLOWED_BY_COLLECTIVE
         moved = (*work.forward_moved, *work.backward_moved)
         issued += sum(COLLECTIVE_DISPATCH * (1.0 if c.kind == "all_reduce" else 0.5) for c in moved)
     host = issued * device.dispatched_s * execution.dispatch_share
-    forward = _overlapped(forward, host)
+    forward = _overlapped(forward, host) + ahead
     backward = input_grad + weight_grad
     if backward > 0:
         longer = _overlapped(backward, host * BACKWARD_DISPATCH) / backward
         input_grad, weight_grad = input_grad * longer, weight_grad * longer
+    input_grad += back
     is_compiled = execution.kernels == "compiled"
 
     def again_s(made: Result) -> float:
