@@ -98,8 +98,8 @@ NAMES: tuple[Name, ...] = (
     *(
         Name(
             name, "other",
-            "an ordinary module with whole parameters, which the planner divides as it divides any; with a layer norm "
-            "before and none after there is a residual connection all the same; " + more,
+            "an ordinary module with whole parameters, which the planner divides as any other; the residual connection "
+            "is there under post_layernorm=False too; " + more,
         )
         for name, more in (
             ("nn.DistributedAttentionLayer", "add_residual=False leaves it out"),
@@ -107,11 +107,11 @@ NAMES: tuple[Name, ...] = (
                 "nn.DistributedTransformerOutputLayer",
                 "add_residual=False leaves it out; fp32_residual_addition=True is refused",
             ),
-            ("nn.DistributedTransformerLayer", "alibi takes no other kernel"),
-            ("nn.DistributedTransformer", "alibi takes no other kernel"),
+            ("nn.DistributedTransformerLayer", "use_alibi=True takes no kernel of its own"),
+            ("nn.DistributedTransformer", "use_alibi=True takes no kernel of its own"),
             (
                 "nn.DistributedTransformerLMHead",
-                "then another layer norm follows the last layer; with labels it returns the loss and the logits",
+                "then a layer norm follows the last layer; with labels it returns the loss and the logits",
             ),
         )
     ),

@@ -173,12 +173,13 @@ class DistributedAttentionLayer(DistributedModule):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
         given: AttentionArguments = self.arguments
-        is_causal = given.causal_mask_size is not None and not given.cross_attention
+        longest = None if given.cross_attention else given.causal_mask_size
+        is_causal = longest is not None
         length = key.shape[-2]
-        if is_causal and length > given.causal_mask_size:
+        if longest is not None and length > longest:
             raise ShardwrightError(
-                f"a sequence of {length} tokens is longer than causal_mask_size={given.causal_mask_size}: give a "
-                f"larger causal_mask_size"
+                f"a sequence of {length} tokens is longer than causal_mask_size={longest}: give a larger "
+                f"causal_mask_size"
             )
         if given.use_alibi and not given.cross_attention:
             biases = linear_biases(given.num_attention_heads, length, given.alibi_bias_max, query)

@@ -53,9 +53,7 @@ def bound(module: str, arguments: type, args: tuple[Any, ...], kwargs: Mapping[s
         raise ShardwrightError(f"{module} was given {twice[0]} twice: by its place, and by its name")
     given |= kwargs
     needed = [
-        one.name
-        for one in known
-        if one.default is MISSING and one.default_factory is MISSING and one.name not in given
+        one.name for one in known if one.default is MISSING and one.default_factory is MISSING and one.name not in given
     ]
     if needed:
         raise ShardwrightError(f"{module} needs {needed[0]}: give it as {needed[0]}=…")

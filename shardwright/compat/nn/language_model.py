@@ -167,7 +167,7 @@ class DistributedTransformerLMHead(DistributedModule):
         mask = named["attention_mask"]
         if mask is not None:
             mask = mask[:, None, None, :].to(hidden.dtype) * torch.finfo(hidden.dtype).min
-        held = (hidden, mask)
+        held: tuple[torch.Tensor | None, ...] = (hidden, mask)
         if self.arguments.add_cross_attention:
             held = (hidden, named["cross_states"], mask, named["cross_mask"])
         is_turned = self.arguments.rotary_dim is not None and named["position_ids"] is not None

@@ -21,10 +21,7 @@ def rotated(
     """
     steps = torch.arange(0, dim, 2, dtype=torch.float32, device=states.device)
     angles = position_ids[..., None].float() * base ** (-steps / dim)  # [N or 1, S, dim / 2]
-    if pairs == "adjacent":
-        angles = angles.repeat_interleave(2, dim=-1)
-    else:
-        angles = torch.cat([angles, angles], dim=-1)
+    angles = angles.repeat_interleave(2, dim=-1) if pairs == "adjacent" else torch.cat([angles, angles], dim=-1)
     cosines, sines = angles.cos()[:, None].to(states.dtype), angles.sin()[:, None].to(states.dtype)
     turned, same = states[..., :dim], states[..., dim:]
     turned = turned * cosines + _quarter_turn(turned, pairs) * sines

@@ -194,7 +194,7 @@ class DistributedTransformerLayer(DistributedModule):
 
     def forward(self, inputs: Any) -> tuple[torch.Tensor | None, ...]:
         given: LayerArguments = self.arguments
-        names = ("hidden_states", "attention_mask")
+        names: tuple[str, ...] = ("hidden_states", "attention_mask")
         if given.add_cross_attention:
             names = ("hidden_states", "cross_states", "attention_mask", "cross_mask")
         optional = () if given.rotary_dim is None else ("position_ids",)

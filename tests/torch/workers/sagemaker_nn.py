@@ -140,12 +140,11 @@ class OwnModel(nn.Module):
 
     def forward(self, inputs: Any) -> tuple[torch.Tensor]:
         ids, mask = inputs
-        least = torch.finfo(torch.float32).min
-        additive = mask[:, None, None].float() * least
+        additive = mask[:, None, None].float() * torch.finfo(torch.float32).min
         states, _ = self.first((self.embedding(ids), additive))
         qkv = self.qkv(states).unflatten(-1, (3, 4, 4))
         other = self.flash(qkv, causal=True).transpose(1, 2).flatten(2)
-        states = self.second((states, other, additive, additive))[0]
+        states = self.second((states, other, additive, additive * 0.5))[0]
         logits = self.head(states)
         return (nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten()),)
 

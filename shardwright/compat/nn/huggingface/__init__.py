@@ -4,9 +4,9 @@ A model made of Hugging Face's classes keeps its names here under any plan. What
 of it has Hugging Face's names already, and is returned as it is.
 """
 
+from shardwright.compat.names import refused
 from shardwright.compat.nn.huggingface import bert, gpt2, gptj, gptneox, roberta
 from shardwright.compat.nn.huggingface.forms import distributed_form
-from shardwright.compat.names import refused
 
 __all__ = ["bert", "distributed_form", "gpt2", "gptj", "gptneox", "roberta"]
 

@@ -62,7 +62,9 @@ class CausalLM(DistributedTransformerLMHead):
 class Encoder(DistributedTransformer):
     """A `DistributedTransformer` that is called as Hugging Face's encoders are, and returns their output."""
 
-    def forward(self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, **other: Any) -> Any:
+    def forward(  # type: ignore[override]
+        self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, **other: Any
+    ) -> Any:
         from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
         for name in ("past_key_values", "encoder_hidden_states"):
@@ -73,7 +75,9 @@ class Encoder(DistributedTransformer):
             attention_mask = torch.zeros_like(attention_mask, dtype=hidden_states.dtype).masked_fill(
                 ~attention_mask, least
             )
-        return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=super().forward((hidden_states, attention_mask))[0])
+        return BaseModelOutputWithPastAndCrossAttentions(
+            last_hidden_state=super().forward((hidden_states, attention_mask))[0]
+        )
 
 
 def _of_gpt(config: Any, *, inner: int | None, activation: str) -> dict[str, Any]:
@@ -127,8 +131,7 @@ def _of_gptneox(config: Any) -> dict[str, Any]:
     head_size = config.hidden_size // config.num_attention_heads
     if rope["rope_type"] != "default":
         raise MissingCapabilityError(
-            f"rope_type={rope['rope_type']!r}: the distributed form has the default one; take the original model, which "
-            f"is divided as it is"
+            f"rope_type={rope['rope_type']!r}: the distributed form has the default one. {_INSTEAD}"
         )
     return _of_gpt(config, inner=config.intermediate_size, activation=config.hidden_act) | {
         "attention_dropout_prob": config.attention_dropout,
