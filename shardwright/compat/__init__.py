@@ -25,7 +25,7 @@ MODULES = {
     f"{ROOT}.modelparallel.torch.nn.huggingface": "shardwright.compat.nn.huggingface",
     **{
         f"{ROOT}.modelparallel.torch.nn.huggingface.{family}": f"shardwright.compat.nn.huggingface.{family}"
-        for family in ("bert", "gpt2", "gptj", "gptneox", "roberta")
+        for family in ("bert", "gpt2", "gptj", "gptneo", "gptneox", "roberta")
     },
     f"{ROOT}.dataparallel.torch.torch_smddp": "shardwright.compat.torch_smddp",
 }

@@ -131,10 +131,7 @@ NAMES: tuple[Name, ...] = (
             "models made of Hugging Face's classes keep their names, and translating to those names leaves them; "
             "max_seq_len has no effect; nn.huggingface.distributed_form(model) makes the distributed form",
         )
-        for name in ("gpt2", "bert", "roberta", "gptj", "gptneox")
-    ),
-    *_refused(
-        f"{_LATER}: build the original model, which is divided as it is, and keeps its names", "nn.huggingface.gptneo",
+        for name in ("gpt2", "bert", "roberta", "gptj", "gptneo", "gptneox")
     ),
     *_refused(f"{_LATER}: models are captured without a run of their own", "is_tracing"),
     *_refused(f"{_LATER}: take torch.optim.AdamW", "optimizers.FusedLAMB", "optimizers.FusedNovoGrad"),

@@ -206,9 +206,9 @@ def test_a_language_model() -> None:
 
 def test_how_weights_begin() -> None:
     torch.manual_seed(0)
-    assert 0.018 < float(smp_nn.DistributedEmbedding(100, 50).weight.std()) < 0.022
+    assert 0.018 < float(smp_nn.DistributedEmbedding(100, 50).weight.detach().std()) < 0.022
     padded = smp_nn.DistributedEmbedding(100, 50, padding_idx=3, initializer_range=0.5)
-    assert 0.45 < float(padded.weight.std()) < 0.55
+    assert 0.45 < float(padded.weight.detach().std()) < 0.55
     assert float(padded.weight[3].abs().max()) == 0
     kept = torch.ones(4, 2)
     assert torch.equal(smp_nn.DistributedEmbedding(4, 2, _weight=kept).weight, kept)
@@ -216,7 +216,7 @@ def test_how_weights_begin() -> None:
     uniform = smp_nn.DistributedTransformer(**LAYER, num_layers=1)
     for name, module in normal.named_modules():
         if isinstance(module, nn.Linear):
-            assert 0.25 < float(module.weight.std()) < 0.35, name
+            assert 0.25 < float(module.weight.detach().std()) < 0.35, name
             assert float(uniform.get_submodule(name).weight.abs().max()) <= module.in_features**-0.5
 
 
@@ -275,6 +275,8 @@ def test_arguments_are_those_of_the_documentation(name: str) -> None:
         ("DistributedAttentionLayer", {"scale_attn_by_layer_idx": True}, "needs layer_idx"),
         ("DistributedAttentionLayer", {"rotary_dim": 2, "cross_attention": True}, "has no rotary_dim"),
         ("DistributedAttentionLayer", {"rotary_pairs": "thirds"}, "expected 'adjacent' or 'halves'"),
+        ("DistributedAttentionLayer", {"attention_window": 4}, "attention_window needs causal_mask_size"),
+        ("DistributedTransformer", {"attention_windows": (4,)}, "attention_windows has 1 entries"),
         ("DistributedTransformerOutputLayer", {"fp32_residual_addition": True}, "take bf16"),
         ("DistributedTransformerOutputLayer", {"activation": "tanh"}, "expected one of 'gelu', 'relu'"),
         ("DistributedTransformerLayer", {"post_layernorm": False}, "at least one of them must be True"),

@@ -24,6 +24,7 @@ class AttentionVariants:
 
     Attributes:
         attention_bias: whether the projections have a bias.
+        dense_bias: whether the one after the attention has; None: as the others.
         fused_qkv: whether one linear layer gives queries, keys and values, head by head: q, k and v of the first head,
             then of the second.
         rotary_dim: how many channels of each head are turned by their position; None: none.
@@ -34,6 +35,7 @@ class AttentionVariants:
     """
 
     attention_bias: bool = True
+    dense_bias: bool | None = None
     fused_qkv: bool = False
     rotary_dim: int | None = None
     rotary_base: float = 10000.0
@@ -49,6 +51,8 @@ class AttentionArguments(AttentionVariants):
     Attributes:
         cross_attention: whether keys and values are those of the ``cross_states`` that it is given.
         layer_idx: the number of the layer, from 0, of ``scale_attn_by_layer_idx``.
+        attention_window: how many tokens each one sees, itself and those before it, under ``causal_mask_size``; None:
+            all before it.
         add_residual: whether what it is given is added to what it gives.
     """
 
@@ -67,6 +71,7 @@ class AttentionArguments(AttentionVariants):
     use_alibi: bool = False
     alibi_bias_max: int = 8
     layer_idx: int | None = None
+    attention_window: int | None = None
     add_residual: bool = True
 
     def __post_init__(self) -> None:
@@ -77,6 +82,10 @@ class AttentionArguments(AttentionVariants):
         require_layer_norms(self.pre_layernorm, self.post_layernorm, self.add_residual)
         if self.causal_mask_size is not None:
             require_size("causal_mask_size", self.causal_mask_size)
+        if self.attention_window is not None:
+            require_size("attention_window", self.attention_window)
+            if self.causal_mask_size is None:
+                raise ShardwrightError("attention_window needs causal_mask_size: it is of tokens before each one")
         if self.scale_attn_by_layer_idx and self.layer_idx is None:
             raise ShardwrightError("scale_attn_by_layer_idx=True needs layer_idx, the number of the layer from 0")
         if self.rotary_pairs not in ("adjacent", "halves"):
@@ -120,7 +129,9 @@ class DistributedAttentionLayer(DistributedModule):
             self.query = nn.Linear(given.hidden_size, inner, bias=given.attention_bias)
             self.key = nn.Linear(given.hidden_size, inner, bias=given.attention_bias)
             self.value = nn.Linear(given.hidden_size, inner, bias=given.attention_bias)
-        self.dense = nn.Linear(inner, given.hidden_size, bias=given.attention_bias)
+        self.dense = nn.Linear(
+            inner, given.hidden_size, bias=given.attention_bias if given.dense_bias is None else given.dense_bias
+        )
         self.dropout2 = nn.Dropout(given.hidden_dropout_prob)
         if given.pre_layernorm:
             self.pre_layernorm = nn.LayerNorm(given.hidden_size, eps=given.layernorm_epsilon)
@@ -184,9 +195,13 @@ class DistributedAttentionLayer(DistributedModule):
         if given.use_alibi and not given.cross_attention:
             biases = linear_biases(given.num_attention_heads, length, given.alibi_bias_max, query)
             mask = biases if mask is None else mask + biases
-        if is_causal and mask is not None:
+        window = given.attention_window if is_causal else None
+        if is_causal and (mask is not None or window is not None):
             places = torch.arange(length, device=query.device)
-            mask = torch.where(places[:, None] >= places, mask, torch.finfo(mask.dtype).min)
+            before = places[:, None] - places
+            is_seen = before >= 0 if window is None else (before >= 0) & (before < window)
+            none = torch.zeros((), dtype=query.dtype, device=query.device)
+            mask = torch.where(is_seen, none if mask is None else mask, torch.finfo(query.dtype).min)
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, dropout_p=given.attention_dropout_prob if self.training else 0.0,
             is_causal=is_causal and mask is None,

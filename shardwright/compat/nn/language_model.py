@@ -18,15 +18,15 @@ from shardwright.compat.nn.distributed_module import (
 from shardwright.compat.nn.linear_and_embedding import DistributedEmbedding
 from shardwright.compat.nn.transformer import (
     DistributedTransformer,
-    LayerVariants,
     TransformerArguments,
-    require_layer,
+    TransformerVariants,
+    require_layers,
 )
 from shardwright.core.errors import ShardwrightError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeadVariants(LayerVariants):
+class HeadVariants(TransformerVariants):
     """Forms of a language model that SageMaker's pages do not name as arguments.
 
     Attributes:
@@ -73,13 +73,12 @@ class LMHeadArguments(HeadVariants):
     alibi_bias_max: int = 8
 
     def __post_init__(self) -> None:
-        require_size("num_layers", self.num_layers)
         require_size("vocab_size", self.vocab_size)
         require_size("num_positions", self.num_positions, 0)
         require_size("num_token_types", self.num_token_types, 0)
         if self.embedding_dropout_prob is not None:
             require_probability("embedding_dropout_prob", self.embedding_dropout_prob)
-        require_layer(self)
+        require_layers(self)
 
 
 class DistributedTransformerLMHead(DistributedModule):

@@ -132,6 +132,7 @@ class LayerArguments(LayerVariants):
         pre_layernorm, post_layernorm: whether there are layer norms before and after. At least one is True.
         use_alibi, alibi_bias_max: whether scores fall linearly with the distance, and how steeply (ALiBi).
         layer_idx: the number of the layer, from 0, of ``scale_attn_by_layer_idx``.
+        attention_window: how many tokens each one sees, itself and those before it; None: all before it.
     """
 
     num_attention_heads: int = 32
@@ -151,6 +152,7 @@ class LayerArguments(LayerVariants):
     use_alibi: bool = False
     alibi_bias_max: int = 8
     layer_idx: int | None = None
+    attention_window: int | None = None
 
     def __post_init__(self) -> None:
         require_layer(self)
@@ -212,8 +214,27 @@ class DistributedTransformerLayer(DistributedModule):
         return self.output(states), *rest
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransformerVariants(LayerVariants):
+    """Forms of a row of layers that models have and SageMaker's pages do not name as arguments.
+
+    Attributes:
+        attention_windows: the ``attention_window`` of each layer; none: that of no layer (GPT-Neo has them).
+    """
+
+    attention_windows: tuple[int | None, ...] = ()
+
+
+def require_layers(given: Any) -> None:
+    """Raise ShardwrightError for arguments of a row of layers that do not go together."""
+    require_size("num_layers", given.num_layers)
+    if len(given.attention_windows) not in (0, given.num_layers):
+        raise ShardwrightError(f"attention_windows has {len(given.attention_windows)} entries: expected one a layer")
+    require_layer(given)
+
+
 @dataclass(frozen=True, slots=True)
-class TransformerArguments(LayerVariants):
+class TransformerArguments(TransformerVariants):
     """The arguments of `DistributedTransformer`: the number of layers, and those of each (`LayerArguments`)."""
 
     num_layers: int = 12
@@ -235,8 +256,7 @@ class TransformerArguments(LayerVariants):
     alibi_bias_max: int = 8
 
     def __post_init__(self) -> None:
-        require_size("num_layers", self.num_layers)
-        require_layer(self)
+        require_layers(self)
 
 
 class DistributedTransformer(DistributedModule):
@@ -248,8 +268,8 @@ class DistributedTransformer(DistributedModule):
         super().__init__(*args, **kwargs)
         given: TransformerArguments = self.arguments
         layers = (
-            DistributedTransformerLayer(**common(LayerArguments, given, layer_idx=index))
-            for index in range(given.num_layers)
+            DistributedTransformerLayer(**common(LayerArguments, given, layer_idx=index, attention_window=window))
+            for index, window in enumerate(given.attention_windows or (None,) * given.num_layers)
         )
         self.seq_layers = nn.Sequential(*layers)
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 VOCABULARY, LENGTH = 40, 12
-FAMILIES = ("gpt2", "bert", "roberta", "gptj", "gpt_neox")
+FAMILIES = ("gpt2", "bert", "roberta", "gptj", "gpt_neo", "gpt_neox")
 
 
 def build(family: str, **more: Any) -> nn.Module:
@@ -26,6 +26,13 @@ def build(family: str, **more: Any) -> nn.Module:
         made = hf.GPT2LMHeadModel(hf.GPT2Config(**gpt | ids | more))
     elif family == "gptj":
         made = hf.GPTJForCausalLM(hf.GPTJConfig(**gpt | ids | {"rotary_dim": 4} | more))
+    elif family == "gpt_neo":
+        config = {
+            "vocab_size": VOCABULARY, "max_position_embeddings": 16, "hidden_size": 32, "num_layers": 2, "num_heads": 4,
+            "attention_types": [[["global", "local"], 1]], "window_size": 4, "attention_dropout": 0.0,
+            "embed_dropout": 0.0, "resid_dropout": 0.0,
+        }  # fmt: skip
+        made = hf.GPTNeoForCausalLM(hf.GPTNeoConfig(**config | ids | more))
     elif family == "gpt_neox":
         config = {
             "vocab_size": VOCABULARY, "max_position_embeddings": 16, "hidden_size": 32, "num_hidden_layers": 2,

@@ -118,6 +118,10 @@ def gptj_trains_as_the_original() -> None:
     train("gptj", is_masked=False)
 
 
+def gptneo_trains_as_the_original() -> None:
+    train("gpt_neo", is_masked=False)
+
+
 def gptneox_trains_as_the_original() -> None:
     train("gpt_neox", is_masked=True)
 
@@ -202,6 +206,7 @@ CHECKS = (
     bert_trains_as_the_original,
     roberta_trains_as_the_original,
     gptj_trains_as_the_original,
+    gptneo_trains_as_the_original,
     gptneox_trains_as_the_original,
     own_models_train_as_alone,
     language_models_train_as_alone,

@@ -5,10 +5,10 @@ of it has Hugging Face's names already, and is returned as it is.
 """
 
 from shardwright.compat.names import refused
-from shardwright.compat.nn.huggingface import bert, gpt2, gptj, gptneox, roberta
+from shardwright.compat.nn.huggingface import bert, gpt2, gptj, gptneo, gptneox, roberta
 from shardwright.compat.nn.huggingface.forms import distributed_form
 
-__all__ = ["bert", "distributed_form", "gpt2", "gptj", "gptneox", "roberta"]
+__all__ = ["bert", "distributed_form", "gpt2", "gptj", "gptneo", "gptneox", "roberta"]
 
 
 def __getattr__(name: str) -> object:

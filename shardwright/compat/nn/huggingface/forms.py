@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwright.compat.nn.huggingface import bert, gpt2, gptj, gptneox, roberta
+from shardwright.compat.nn.huggingface import bert, gpt2, gptj, gptneo, gptneox, roberta
 from shardwright.compat.nn.huggingface.translation import Translation
 from shardwright.compat.nn.language_model import DistributedTransformerLMHead
 from shardwright.compat.nn.transformer import ACTIVATIONS, DistributedTransformer
@@ -81,7 +81,7 @@ class Encoder(DistributedTransformer):
 
 
 def _of_gpt(config: Any, *, inner: int | None, activation: str) -> dict[str, Any]:
-    """What the three families of GPT have in common."""
+    """What the families of GPT have in common."""
     return {
         "num_layers": config.num_hidden_layers,
         "num_attention_heads": config.num_attention_heads,
@@ -123,6 +123,21 @@ def _of_gptj(config: Any) -> dict[str, Any]:
         "rotary_dim": config.rotary_dim or config.hidden_size // config.num_attention_heads,
         "parallel_residual": True,
         "shared_layernorm": True,
+    }
+
+
+def _of_gptneo(config: Any) -> dict[str, Any]:
+    windows = {"global": None, "local": config.window_size}
+    return _of_gpt(config, inner=config.intermediate_size, activation=config.activation_function) | {
+        "num_positions": config.max_position_embeddings,
+        "attention_dropout_prob": float(config.attention_dropout),
+        "hidden_dropout_prob": float(config.resid_dropout),
+        "embedding_dropout_prob": float(config.embed_dropout),
+        "layernorm_epsilon": config.layer_norm_epsilon,
+        "attention_bias": False,
+        "dense_bias": True,
+        "scale_attention_scores": False,
+        "attention_windows": tuple(windows[kind] for kind in config.attention_layers),
     }
 
 
@@ -174,6 +189,7 @@ FAMILIES: dict[str, Family] = {
     "bert": Family(bert.TRANSLATION, "Bert", _of_encoder, ("bert.encoder", "encoder"), _DECODER),
     "roberta": Family(roberta.TRANSLATION, "Roberta", _of_encoder, ("roberta.encoder", "encoder"), _DECODER),
     "gptj": Family(gptj.TRANSLATION, "GPTJForCausalLM", _of_gptj),
+    "gpt_neo": Family(gptneo.TRANSLATION, "GPTNeoForCausalLM", _of_gptneo),
     "gpt_neox": Family(gptneox.TRANSLATION, "GPTNeoXForCausalLM", _of_gptneox),
 }  # fmt: skip
 """By the ``model_type`` of their configurations."""
@@ -182,8 +198,8 @@ FAMILIES: dict[str, Family] = {
 def distributed_form(model: nn.Module) -> nn.Module:
     """The form of a Hugging Face model that is made of SageMaker's modules, with the same weights, for the same calls.
 
-    GPT-2, GPT-J and GPT-NeoX become a `DistributedTransformerLMHead`; of BERT and RoBERTa the encoder becomes a
-    `DistributedTransformer`. It takes ``input_ids``, ``attention_mask``, ``token_type_ids``, ``position_ids`` and
+    GPT-2, GPT-J, GPT-Neo and GPT-NeoX become a `DistributedTransformerLMHead`; of BERT and RoBERTa the encoder becomes
+    a `DistributedTransformer`. It takes ``input_ids``, ``attention_mask``, ``token_type_ids``, ``position_ids`` and
     ``labels``, and has no cache: generate with the original model.
 
     Raises MissingCapabilityError for a model of another family, or with a configuration that the form does not have.
