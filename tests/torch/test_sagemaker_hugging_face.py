@@ -30,6 +30,8 @@ OTHER_CONFIGURATIONS: list[tuple[str, dict[str, Any]]] = [
     ("bert", {"hidden_act": "gelu_new", "type_vocab_size": 3}),
     ("gptj", {"rotary_dim": 8, "tie_word_embeddings": True}),
     ("gpt_neox", {"use_parallel_residual": False, "attention_bias": False}),
+    ("gpt_neox", {"rope_parameters": {"rope_type": "default", "rope_theta": 50.0, "partial_rotary_factor": 1.0}}),
+    ("gpt_neo", {"attention_types": [[["local"], 2]], "window_size": 3}),
 ]
 
 
@@ -51,6 +53,27 @@ def test_the_distributed_form_gives_what_the_original_gives(family: str, more: d
     same.values(form(**places).logits, moved, relative=1e-5, absolute=1e-5, what="logits of other positions")
     same.require()
     assert float((moved - original(input_ids=batch["input_ids"]).logits).detach().abs().max()) > 0.01
+
+
+def test_the_distributed_form_drops_as_the_original_does() -> None:
+    gpt2 = nn_models.build("gpt2", embd_pdrop=0.3, resid_pdrop=0.2, attn_pdrop=0.1).train()
+    form: Any = smp_nn.huggingface.distributed_form(gpt2)
+    assert form.training
+    assert not smp_nn.huggingface.distributed_form(gpt2.eval()).training
+    layer = form.transformer.seq_layers[1]
+    assert (form.dropout.p, layer.attention.dropout2.p, layer.output.dropout.p) == (0.3, 0.2, 0.2)
+    assert layer.attention.arguments.attention_dropout_prob == 0.1
+    for one in (form.dropout, layer.attention.dropout2, layer.output.dropout):
+        one.p = 0.0
+    ids = nn_models.batch(0)["input_ids"]
+    assert not torch.equal(form(ids).logits, form(ids).logits), "the attention drops"
+    form.eval()
+    assert torch.equal(form(ids).logits, form(ids).logits)
+    bert: Any = smp_nn.huggingface.distributed_form(
+        nn_models.build("bert", hidden_dropout_prob=0.2, attention_probs_dropout_prob=0.1)
+    )
+    given = bert.bert.encoder.seq_layers[0].arguments
+    assert (given.hidden_dropout_prob, given.attention_dropout_prob) == (0.2, 0.1)
 
 
 @pytest.mark.parametrize("family", nn_models.FAMILIES)
@@ -141,9 +164,15 @@ def test_masks_of_older_versions_are_no_weights() -> None:
         (lambda: nn_models.build("gpt2", activation_function="silu"), "activation 'silu': the distributed form has"),
         (lambda: nn_models.build("bert", is_decoder=True), "is_decoder=True"),
         (lambda: nn_models.build("gpt2").transformer, "no distributed form of GPT2Model, but of GPT2LMHeadModel"),
+        (
+            lambda: nn_models.build(
+                "gpt_neox", rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
+            ),
+            "rope_type='linear': the distributed form has the default one",
+        ),
         (lambda: nn.Linear(2, 2), "no distributed form of Linear"),
     ],
-    ids=["cross", "upcast", "silu", "decoder", "body", "other"],
+    ids=["cross", "upcast", "silu", "decoder", "body", "rope", "other"],
 )
 def test_models_without_a_distributed_form_are_refused(make: Callable[[], nn.Module], said: str) -> None:
     with pytest.raises(MissingCapabilityError, match=said) as refused:
