@@ -48,7 +48,7 @@ def test_the_distributed_form_gives_what_the_original_gives(family: str, more: d
     same = Comparison(family)
     same.values(found.logits, wanted.logits, relative=1e-5, absolute=1e-5, what="logits")
     same.losses([found.loss.item()], [wanted.loss.item()])
-    places = {"input_ids": batch["input_ids"], "position_ids": torch.arange(14, 2, -1).expand(4, -1).clone()}
+    places = {"input_ids": batch["input_ids"], "position_ids": torch.arange(4)[:, None] + torch.arange(11, -1, -1)}
     moved = original(**places).logits
     same.values(form(**places).logits, moved, relative=1e-5, absolute=1e-5, what="logits of other positions")
     same.require()
@@ -91,6 +91,7 @@ def test_state_dicts_are_translated_bit_for_bit(family: str) -> None:
         assert all(torch.equal(given[name], state[name]) for name in state)
         assert all(tensor.is_contiguous() for tensor in given.values())
     assert own.keys() == form.state_dict().keys() != state.keys()
+    assert all(tensor.is_contiguous() for tensor in own.values())
     assert all(torch.equal(own[name], tensor) for name, tensor in there(back(own)).items())
     for translate, kept in ((back, state), (there, own)):  # which has those names already
         assert {name: id(tensor) for name, tensor in translate(kept).items()} == {k: id(v) for k, v in kept.items()}
