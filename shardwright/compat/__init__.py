@@ -24,6 +24,12 @@ VARIABLE = "SHARDWRIGHT_COMPAT"
 """The variable under which Python processes begin with `install`: ``shardwright_compat.pth`` is beside the package."""
 MODULES = {
     f"{ROOT}.modelparallel.torch": "shardwright.compat.modelparallel",
+    f"{ROOT}.modelparallel.torch.nn": "shardwright.compat.nn",
+    f"{ROOT}.modelparallel.torch.nn.huggingface": "shardwright.compat.nn.huggingface",
+    **{
+        f"{ROOT}.modelparallel.torch.nn.huggingface.{family}": f"shardwright.compat.nn.huggingface.{family}"
+        for family in ("bert", "gpt2", "gptj", "gptneo", "gptneox", "roberta")
+    },
     f"{ROOT}.dataparallel.torch.torch_smddp": "shardwright.compat.torch_smddp",
 }
 """The modules of SageMaker's that there are, and what is in their place."""

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 
 import shardwright.torch as _torch
+from shardwright.compat import nn as nn  # a name of SageMaker's
 from shardwright.compat.checkpoints import load, resume_from_checkpoint, save, save_checkpoint
 from shardwright.compat.first_stage import of_first_stage
 from shardwright.compat.keys import with_defaults
-from shardwright.compat.names import BY_NAME
-from shardwright.core.errors import MissingCapabilityError, PlanWarning, nearest
+from shardwright.compat.names import BY_NAME, refused
+from shardwright.core.errors import MissingCapabilityError, PlanWarning
 from shardwright.torch.config import configuration_of_environment
 from shardwright.torch.session import current
 from shardwright.torch.step import Step
@@ -119,7 +120,7 @@ class _Module:
     def __getattr__(self, name: str) -> Any:
         found = self.__dict__.get("_held", {}).get(name)
         if found is None:
-            raise _refused(f"{self._name}.{name}")
+            raise refused(f"{self._name}.{name}")
         return found()
 
     def __dir__(self) -> list[str]:
@@ -135,7 +136,6 @@ class _ModuleManager:
 
 amp = _Module("amp", GradScaler=lambda: torch.amp.GradScaler)
 model = _Module("model", DistributedModel=lambda: _torch.DistributedModel)
-nn = _Module("nn", FusedLayerNorm=lambda: torch.nn.LayerNorm)
 optimizers = _Module("optimizers")
 state = _Module("state", cfg=lambda: current().config, module_manager=lambda: _ModuleManager())
 
@@ -144,14 +144,8 @@ def __getattr__(name: str) -> Any:
     """A name of SageMaker's. Raises AttributeError for one that is refused, or that it does not have."""
     known = BY_NAME.get(name)
     if known is None or known.state == "refused":
-        raise _refused(name)
+        raise refused(name)
     return getattr(_torch, name)
-
-
-def _refused(name: str) -> AttributeError:
-    known = BY_NAME.get(name)
-    why = known.says if known is not None else nearest(name, BY_NAME)
-    return AttributeError(f"smdistributed.modelparallel.torch.{name}: {why}")
 
 
 def __dir__() -> list[str]:

@@ -6,6 +6,8 @@ The list is drawn from its public API pages by hand. A name that it lacks is ref
 from dataclasses import dataclass
 from typing import Literal
 
+from shardwright.core.errors import nearest
+
 State = Literal["same", "other", "refused"]
 
 
@@ -105,16 +107,55 @@ NAMES: tuple[Name, ...] = (
     ),
     *_same("amp.GradScaler", "state.cfg", "state.module_manager", "model.DistributedModel"),
     Name("nn.FusedLayerNorm", "other", "torch's own LayerNorm, which is fused where units are compiled"),
-    *_refused(
-        f"{_LATER}: build the original modules, which are divided as they are",
-        "nn.DistributedTransformer", "nn.DistributedTransformerLayer", "nn.DistributedTransformerLMHead",
-        "nn.DistributedAttentionLayer", "nn.DistributedTransformerOutputLayer", "nn.DistributedLinear",
-        "nn.DistributedEmbedding", "nn.FlashAttentionLayer", "nn.huggingface",
+    *(
+        Name(
+            name, "other",
+            "an ordinary module with whole parameters, which the planner divides as any other; the residual connection "
+            "is there under post_layernorm=False too; " + more,
+        )
+        for name, more in (
+            ("nn.DistributedAttentionLayer", "add_residual=False leaves it out"),
+            (
+                "nn.DistributedTransformerOutputLayer",
+                "add_residual=False leaves it out; fp32_residual_addition=True is refused",
+            ),
+            ("nn.DistributedTransformerLayer", "use_alibi=True takes no kernel of its own"),
+            ("nn.DistributedTransformer", "use_alibi=True takes no kernel of its own"),
+            (
+                "nn.DistributedTransformerLMHead",
+                "then a layer norm follows the last layer; with labels it returns the loss and the logits",
+            ),
+        )
+    ),
+    *(
+        Name(name, "other", "torch's module, with a whole parameter, which the planner divides as it divides any")
+        for name in ("nn.DistributedLinear", "nn.DistributedEmbedding")
+    ),
+    Name(
+        "nn.FlashAttentionLayer", "other",
+        "torch's scaled dot-product attention, on any device and in any dtype; triton_flash_attention=True takes no "
+        "other kernel, and needs attention_dropout_prob=0",
+    ),
+    *_same("nn.DistributedModule"),
+    *(
+        Name(
+            f"nn.huggingface.{name}", "other",
+            "models made of Hugging Face's classes keep their names, and translating to those names leaves them; "
+            "max_seq_len has no effect; nn.huggingface.distributed_form(model) makes the distributed form",
+        )
+        for name in ("gpt2", "bert", "roberta", "gptj", "gptneo", "gptneox")
     ),
     *_refused(f"{_LATER}: models are captured without a run of their own", "is_tracing"),
     *_refused(f"{_LATER}: take torch.optim.AdamW", "optimizers.FusedLAMB", "optimizers.FusedNovoGrad"),
 )  # fmt: skip
 BY_NAME = {one.name: one for one in NAMES}
+
+
+def refused(name: str) -> AttributeError:
+    """The error for a name that is refused, or that SageMaker's library does not have."""
+    known = BY_NAME.get(name)
+    why = known.says if known is not None else nearest(name, BY_NAME)
+    return AttributeError(f"smdistributed.modelparallel.torch.{name}: {why}")
 
 
 def table() -> str:

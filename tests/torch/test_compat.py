@@ -1,5 +1,6 @@
 """SageMaker's module names."""
 
+import functools
 import importlib
 import json
 import os
@@ -54,7 +55,7 @@ def test_only_the_batch_of_pipeline_rank_0_counts() -> None:
 @pytest.mark.parametrize("name", names.NAMES, ids=lambda one: one.name)
 def test_every_name_is_there_or_refused_by_name(name: names.Name) -> None:
     inside, _, last = name.name.rpartition(".")
-    at = getattr(modelparallel, inside) if inside else modelparallel
+    at = functools.reduce(getattr, inside.split(".") if inside else (), modelparallel)
     if name.state == "refused":
         with pytest.raises(AttributeError, match=f"smdistributed.modelparallel.torch.{name.name}: .*[a-z]"):
             getattr(at, last)
