@@ -12,6 +12,7 @@ the backend ``smddp`` of process groups.
 """
 
 import importlib
+import importlib.util
 import sys
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -24,17 +25,14 @@ VARIABLE = "SHARDWRIGHT_COMPAT"
 """The variable under which Python processes begin with `install`: ``shardwright_compat.pth`` is beside the package."""
 MODULES = {
     f"{ROOT}.modelparallel.torch": "shardwright.compat.modelparallel",
-    f"{ROOT}.modelparallel.torch.nn": "shardwright.compat.nn",
-    f"{ROOT}.modelparallel.torch.nn.huggingface": "shardwright.compat.nn.huggingface",
-    **{
-        f"{ROOT}.modelparallel.torch.nn.huggingface.{family}": f"shardwright.compat.nn.huggingface.{family}"
-        for family in ("bert", "gpt2", "gptj", "gptneo", "gptneox", "roberta")
-    },
     f"{ROOT}.dataparallel.torch.torch_smddp": "shardwright.compat.torch_smddp",
 }
 """The modules of SageMaker's that there are, and what is in their place."""
+NN = f"{ROOT}.modelparallel.torch.nn"
+"""The package whose modules are all found, each as the one in its place: as its folder is known, they would be loaded a
+second time else."""
 PACKAGES = frozenset(
-    name.rsplit(".", depth)[0] for name in MODULES for depth in range(1, name.count(".") + 1)
+    name.rsplit(".", depth)[0] for name in (*MODULES, NN) for depth in range(1, name.count(".") + 1)
 )  # fmt: skip
 
 
@@ -42,11 +40,17 @@ class _Finder(MetaPathFinder, Loader):
     """Finds SageMaker's modules."""
 
     def find_spec(self, name: str, path: object = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name == NN or name.startswith(f"{NN}."):
+            known = importlib.util.find_spec(_in_place_of(name))
+            is_package = known is not None and known.submodule_search_locations is not None
+            return None if known is None else ModuleSpec(name, self, is_package=is_package)
         if name in MODULES or name in PACKAGES:
             return ModuleSpec(name, self, is_package=name in PACKAGES)
         return None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        if spec.name == NN or spec.name.startswith(f"{NN}."):
+            return importlib.import_module(_in_place_of(spec.name))
         return importlib.import_module(MODULES[spec.name]) if spec.name in MODULES else None
 
     def exec_module(self, module: ModuleType) -> None:
@@ -54,6 +58,10 @@ class _Finder(MetaPathFinder, Loader):
             from shardwright.compat.modelparallel import __version__
 
             module.__version__ = __version__  # type: ignore[attr-defined]
+
+
+def _in_place_of(name: str) -> str:
+    return f"shardwright.compat.nn{name.removeprefix(NN)}"
 
 
 _FINDER = _Finder()

@@ -115,6 +115,9 @@ import smdistributed.modelparallel.torch as smp
 assert smp.nn.DistributedLinear is DistributedLinear
 assert smp.nn.huggingface.gpt2.translate_state_dict_to_hf_gpt2 is translate_state_dict_to_hf_gpt2
 assert smp.nn.huggingface.gptneox is gptneox
+import smdistributed.modelparallel.torch.nn.transformer as transformer
+assert transformer.DistributedTransformer is smp.nn.DistributedTransformer, "no module is loaded twice"
+assert gptneox.__name__ == "shardwright.compat.nn.huggingface.gptneox"
 import shardwright.compat.nn as own
 assert own is smp.nn and own.DistributedLinear is DistributedLinear
 try:
