@@ -10,17 +10,18 @@ import torch
 
 import shardwright.torch as _torch
 from shardwright.compat import nn as nn  # a name of SageMaker's
-from shardwright.compat.checkpoints import load, resume_from_checkpoint, save, save_checkpoint
+from shardwright.compat.checkpoints import load as load
+from shardwright.compat.checkpoints import resume_from_checkpoint as resume_from_checkpoint
+from shardwright.compat.checkpoints import save as save
+from shardwright.compat.checkpoints import save_checkpoint as save_checkpoint
 from shardwright.compat.first_stage import of_first_stage
 from shardwright.compat.keys import with_defaults
+from shardwright.compat.model import DistributedModel as DistributedModel
 from shardwright.compat.names import BY_NAME, refused
 from shardwright.core.errors import MissingCapabilityError, PlanWarning
 from shardwright.torch.config import configuration_of_environment
-from shardwright.torch.session import current
+from shardwright.torch.session import current, is_initialized
 from shardwright.torch.step import Step
-
-OWN = (load, resume_from_checkpoint, save, save_checkpoint)
-"""Functions with SageMaker's arguments where those of `shardwright.torch` differ, beside those below."""
 
 __version__ = "1.15.0"
 """The version of SageMaker's interface whose names these are: scripts ask for it."""
@@ -64,6 +65,13 @@ def step(
         return call
 
     return wrapped if function is None else wrapped(function)
+
+
+def is_tracing() -> bool:
+    """Whether the body of a step runs on stand-ins now, to be recorded."""
+    return is_initialized() and any(
+        run.runtime.in_step_body and run.runtime.messages is None for run in current().models
+    )
 
 
 @contextmanager
@@ -135,7 +143,7 @@ class _ModuleManager:
 
 
 amp = _Module("amp", GradScaler=lambda: torch.amp.GradScaler)
-model = _Module("model", DistributedModel=lambda: _torch.DistributedModel)
+model = _Module("model", DistributedModel=lambda: DistributedModel)
 optimizers = _Module("optimizers")
 state = _Module("state", cfg=lambda: current().config, module_manager=lambda: _ModuleManager())
 

@@ -145,7 +145,7 @@ NAMES: tuple[Name, ...] = (
         )
         for name in ("gpt2", "bert", "roberta", "gptj", "gptneo", "gptneox")
     ),
-    *_refused(f"{_LATER}: models are captured without a run of their own", "is_tracing"),
+    Name("is_tracing", "other", "whether the body of a step runs on stand-ins, to be recorded"),
     *_refused(f"{_LATER}: take torch.optim.AdamW", "optimizers.FusedLAMB", "optimizers.FusedNovoGrad"),
 )  # fmt: skip
 BY_NAME = {one.name: one for one in NAMES}

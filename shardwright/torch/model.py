@@ -390,6 +390,9 @@ class DistributedModel(SageMakerModel):
 
     def local_state_dict(self) -> dict[str, Any]:
         """The part of the state dict that this rank holds."""
+        return self._held_state()
+
+    def _held_state(self) -> dict[str, Any]:
         self.runtime.split_model.make_values()
         ownership = self.runtime.ownership
         return {
@@ -404,7 +407,7 @@ class DistributedModel(SageMakerModel):
         if assign:
             raise ShardwrightError("assign=True would replace the parameters that optimizers know: leave it False")
         self.runtime.split_model.make_values()
-        own = self.local_state_dict()
+        own = self._held_state()
         if self._is_divided(own) and _is_like(state_dict, own):
             with torch.no_grad():
                 for key, entry in own.items():

@@ -7,9 +7,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import shardwright.compat
 import shardwright.torch as sw
@@ -201,6 +203,50 @@ except (AssertionError, RuntimeError) as error:
     assert "torch's own error" in outcome.text
 
 
+@modelparallel.step
+def traced_step(model: Any, x: torch.Tensor) -> torch.Tensor:
+    assert modelparallel.is_tracing()
+    return model(x)
+
+
+def test_models_take_arguments_by_place_and_say_that_their_parts_are_parts() -> None:
+    modelparallel.init({})
+    assert not modelparallel.is_tracing()
+    model = modelparallel.DistributedModel(torch.nn.Linear(2, 2), "cpu", False, False, True, 2)
+    assert isinstance(model, sw.DistributedModel)
+    assert isinstance(model, modelparallel.model.DistributedModel)
+    assert model.runtime.gradients.passes_per_step == 2
+    part = model.local_state_dict()
+    assert part.pop("_smp_is_partial") is True
+    assert "_smp_is_partial" not in model.state_dict()
+    for held in (part, {**part, "_smp_is_partial": True}, model.state_dict()):
+        model.load_state_dict({key: value * 0 + 3 if key == "bias" else value for key, value in held.items()})
+        assert model.state_dict()["bias"].tolist() == [3, 3]
+    with torch.no_grad():
+        traced_step(model, torch.ones(2, 2))
+    assert not modelparallel.is_tracing()
+    with pytest.raises(TypeError, match="takes 9 arguments behind the module, given 10"):
+        modelparallel.DistributedModel(torch.nn.Linear(2, 2), *range(10))
+    with pytest.raises(TypeError, match="trace_device twice"):
+        modelparallel.DistributedModel(torch.nn.Linear(2, 2), "cpu", trace_device="gpu")
+    sw.shutdown()
+
+
+def test_parts_of_marked_models_have_the_names_of_sagemakers_modules_too() -> None:
+    modelparallel.init({})
+    config = GPT2Config(n_layer=2, n_embd=16, n_head=2, vocab_size=32, n_positions=16)
+    names = list(GPT2LMHeadModel(config).state_dict())
+    with modelparallel.model_creation(tensor_parallelism=True):
+        model = modelparallel.DistributedModel(GPT2LMHeadModel(config))
+    inside = model.get_module().transformer
+    assert inside.seq_layers is inside.h
+    assert inside.seq_layers[1].attention is inside.h[1].attn
+    assert inside.seq_layers[1].output is inside.h[1].mlp
+    assert list(model.state_dict()) == names
+    assert not hasattr(modelparallel.DistributedModel(GPT2LMHeadModel(config)).transformer, "seq_layers")
+    sw.shutdown()
+
+
 class Settings:
     def to_dict(self) -> dict[str, object]:
         return {"width": 4}
@@ -272,7 +318,9 @@ def test_the_command_says_what_is_wrong(tmp_path: Path) -> None:
     assert said() == (2, "usage: python -m shardwright.compat SCRIPT [ARGUMENT …]\n")
     assert said("nothing.py") == (2, "nothing.py: there is no such script\n")
     script = tmp_path / "script.py"
-    script.write_text("import smdistributed.modelparallel.torch as smp, sys\nprint(sys.argv)\nsmp.is_tracing()\n")
+    script.write_text(
+        "import smdistributed.modelparallel.torch as smp, sys\nprint(sys.argv)\nsmp.optimizers.FusedLAMB\n"
+    )
     code, text = said(str(script), "a", "-b")
     assert code == 1
-    assert "smdistributed.modelparallel.torch.is_tracing: not carried out yet" in text
+    assert "smdistributed.modelparallel.torch.optimizers.FusedLAMB: not carried out yet" in text

@@ -33,6 +33,11 @@ def tensor_parallelism(enabled: bool = True) -> Iterator[None]:
         yield
 
 
+def is_marked(model: nn.Module) -> bool:
+    """Whether any module of a model is marked to be split."""
+    return any(_marks.by_path(model).values())
+
+
 def pins(model: nn.Module, parameters: tuple[Parameter, ...]) -> tuple[Pin, ...]:
     """The pins of a model's marks."""
     names = [p.name for p in parameters]

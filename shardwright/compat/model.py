@@ -1,0 +1,75 @@
+"""``smp.DistributedModel``, with SageMaker's order of arguments, its partial state dicts, and the names that its own
+modules have in scripts that walk a model of Hugging Face's."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+import shardwright.torch as _torch
+from shardwright.backends.torch.capture.tensor_parallel_marks import is_marked
+
+PARTIAL = "_smp_is_partial"
+"""The key of state dicts that are one rank's part."""
+_ORDER = (
+    "trace_device", "trace_execution_times", "trace_memory_usage", "overlapping_allreduce", "backward_passes_per_step",
+    "average_grads_across_microbatches", "bucket_cap_mb", "broadcast_buffers", "gradient_as_bucket_view",
+)  # fmt: skip
+
+
+class DistributedModel(_torch.DistributedModel):
+    """As `shardwright.torch.DistributedModel`.
+
+    Under marks of the tensor axis SageMaker replaces models of Hugging Face's by its own modules; here they stay what
+    they are, and their parts have those modules' names too: ``transformer.seq_layers``, and of each layer
+    ``attention`` and ``output``.
+
+    Args:
+        module: the model.
+        sagemaker: its arguments in SageMaker's order, from ``trace_device`` on.
+        more: the same by name, and those of `shardwright.torch.DistributedModel`.
+    """
+
+    def __init__(self, module: nn.Module, *sagemaker: Any, **more: Any) -> None:
+        if len(sagemaker) > len(_ORDER):
+            raise TypeError(f"DistributedModel takes {len(_ORDER)} arguments behind the module, given {len(sagemaker)}")
+        by_place = dict(zip(_ORDER, sagemaker, strict=False))
+        if twice := by_place.keys() & more.keys():
+            raise TypeError(f"DistributedModel was given {min(twice)} twice, by its place and by its name")
+        if isinstance(module, nn.Module) and is_marked(module):
+            name_parts(module)
+        super().__init__(module, **by_place, **more)
+
+    def local_state_dict(self) -> dict[str, Any]:
+        """The part of the state dict that this rank holds, with SageMaker's mark that it is a part."""
+        return {**super().local_state_dict(), PARTIAL: True}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As `shardwright.torch.DistributedModel.load_state_dict`, of state dicts with that mark too."""
+        plain = {key: value for key, value in state_dict.items() if key != PARTIAL}
+        return super().load_state_dict(plain, strict, assign)
+
+
+def name_parts(model: nn.Module) -> None:
+    """Give the parts of a model of Hugging Face's for text the names, beside their own, that SageMaker's modules have.
+    State dicts and lists of modules stay as they are."""
+    for around, layers, attention, output in _PARTS:
+        holder = model if around == "" else getattr(model, around, None)
+        blocks = getattr(holder, layers, None)
+        if not isinstance(holder, nn.Module) or not isinstance(blocks, nn.ModuleList):
+            continue
+        vars(holder).setdefault("seq_layers", blocks)
+        if holder is not model and not hasattr(model, "transformer"):
+            vars(model)["transformer"] = holder
+        for block in blocks:
+            for name, own in (("attention", attention), ("output", output)):
+                if not hasattr(block, name) and isinstance(getattr(block, own, None), nn.Module):
+                    vars(block)[name] = getattr(block, own)
+        return
+
+
+_PARTS = (
+    ("transformer", "h", "attn", "mlp"), ("gpt_neox", "layers", "attention", "mlp"), ("", "h", "attn", "mlp"),
+    ("", "layers", "attention", "mlp"),
+)  # fmt: skip
+"""Of models of GPT's families: the module around the layers, the layers, and of each its attention and the rest."""
