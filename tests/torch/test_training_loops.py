@@ -74,10 +74,10 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.mark.parametrize(
     ("kind", "processes", "keys", "batch"),
     [
-        ("gpt2", 2, PIPELINE, 8), ("bert", 2, PIPELINE, 8), ("gpt2", 2, TENSOR, 4), ("bert", 2, SHARDED, 4),
+        ("bert", 2, PIPELINE, 8), ("gpt2", 2, TENSOR, 4), ("bert", 2, SHARDED, 4),
         ("gpt2", 4, REPLICAS, 4),
     ],
-    ids=["gpt2-pp2", "bert-pp2", "gpt2-tp2", "bert-sharded2", "gpt2-pp2-dp2"],
+    ids=["bert-pp2", "gpt2-tp2", "bert-sharded2", "gpt2-pp2-dp2"],
 )  # fmt: skip
 def test_trainer_trains_as_in_one_process(
     kind: str, processes: int, keys: dict[str, Any], batch: int, plain: Any, tmp_path: Path
@@ -89,11 +89,12 @@ def test_trainer_trains_as_in_one_process(
 def test_trainer_resumes_under_another_split(plain: Any, tmp_path: Path) -> None:
     """A checkpoint of one process in two, and theirs in one."""
     folder, expected = plain("gpt2")
-    once = split_trainer("gpt2", tmp_path / "split", 2, SHARDED, 4, str(folder / "checkpoint-10"))
-    require_equal(once, expected)
-    again = trainer("gpt2", tmp_path / "plain", 8, str(tmp_path / "split" / "checkpoint-20"))
-    assert column(again, "loss") == column(once, "loss")
-    there = {one.name for one in (tmp_path / "split" / "checkpoint-20").iterdir()}
+    split = tmp_path / "split"
+    require_equal(split_trainer("gpt2", split, 2, PIPELINE, 8), expected)
+    again = split_trainer("gpt2", tmp_path / "again", 2, SHARDED, 4, str(folder / "checkpoint-10"))
+    require_equal(again, expected)
+    require_equal(trainer("gpt2", tmp_path / "one", 8, str(split / "checkpoint-10")), expected)
+    there = {one.name for one in (tmp_path / "again" / "checkpoint-20").iterdir()}
     assert there >= {one.name for one in (folder / "checkpoint-20").iterdir()} - {"rng_state.pth"}
     assert there >= {"rng_state_0.pth", "rng_state_1.pth"}, "one for each share of the data"
 
@@ -131,9 +132,11 @@ def test_lightning_trains_and_resumes_as_in_one_process(
     assert len(found["losses"]) == 40
     for key in ("losses", "validation"):
         Comparison(key).losses(found[key], expected[key]).require()
-    (at_10,) = split.glob("step=10.ckpt")
-    again = lightning(kind, tmp_path / "again", 1, None, 8, str(at_10))
-    Comparison("resumed").losses(again["losses"], expected["losses"][20:]).require()
+    # Lightning begins its loaders anew: what two resumed runs do is the same, and not what one run would have done.
+    one = lightning(kind, tmp_path / "one", 1, None, 8, str(split / "step=10.ckpt"))
+    two = lightning(kind, tmp_path / "two", 2, keys, batch, str(plain / "step=10.ckpt"))
+    assert len(one["losses"]) == 20
+    Comparison("resumed").losses(two["losses"], one["losses"]).require()
 
 
 @pytest.mark.parametrize(
