@@ -49,7 +49,7 @@ class CheckpointState:
         """Raises ShardwrightError where there is no model, there are several and none is given, or something else is
         given."""
         if model is not None and not isinstance(model, DistributedModel):
-            raise CheckpointError(f"model= is a {type(model).__name__}: expected a sw.DistributedModel of this run")
+            raise CheckpointError(f"model= is a {type(model).__name__}: expected the sw.DistributedModel of this run")
         if not session.models:
             raise ShardwrightError("wrap the model first: sw.DistributedModel(model); then save or load checkpoints")
         fix = "say which, model=..., and give each a folder of its own"

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import MethodType
 from typing import Any, Literal
 
 import torch
@@ -431,9 +432,12 @@ class DistributedModel(SageMakerModel):
 
     def __getattr__(self, name: str) -> Any:
         try:
-            return super().__getattr__(name)
+            found = super().__getattr__(name)
         except AttributeError:
-            return getattr(super().__getattr__("module"), name)
+            found = getattr(super().__getattr__("module"), name)
+        if isinstance(found, nn.Module | torch.Tensor | MethodType):  # a part, of which this rank may hold a part
+            self._require_own_step(f"used ({name})")
+        return found
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute of the model, where attributes are read from too, unless it is one of this class."""

@@ -558,6 +558,14 @@ def misuse() -> None:
     expect(r"Teacher \(model 0\) is called in a step of Student \(model 1\)", lambda: reaching(second, x))
 
     @sw.step
+    def with_a_part(model, x):
+        loss = F.mse_loss(model(x), first.last(first.blocks(first.first(x))).detach())
+        model.backward(loss)
+        return loss
+
+    expect(r"Teacher \(model 0\) is used \(last\) in a step of Student", lambda: with_a_part(second, x))
+
+    @sw.step
     def of_the_other(model, x):
         loss = model(x).mean()
         first.backward(loss)
