@@ -34,11 +34,12 @@ _SIZES = (
     "--max_steps 4 --train_batch_size 4 --val_batch_size 4 --max_context_width 32 --vocab_size 100 --hidden_width 32 "
     "--num_layers 4 --num_heads 4 --lr 0.001 --resid_pdrop 0 --embd_pdrop 0 --attn_pdrop 0 --summary_first_pdrop 0 "
     "--validation_freq 2 --validation_batches 2 --checkpoint_freq 100 --use_adamw 1 --same_seed 1 "
-    "--use_distributed_transformer 0"
+    "--grad_clip 1e9"
 )
 SMALL = _SIZES.split()
 OF_SCRIPT = {"neox": ["--model_type", "gpt_neox"], "t5": ["--model_type", "flan_t5", "--flash_attention", "0"]}
 """Arguments of scripts for other models, by a part of their folder's name."""
+FORM = {number: ["--use_distributed_transformer", str(int(number))] for number in (False, True)}
 LOSS = re.compile(r"Batch (\d+) (Validation loss|Loss): ([-\d.einfa]+)")
 
 
@@ -48,6 +49,8 @@ class Split:
     processes: int
     arguments: tuple[str, ...]
     near: float = 1e-4
+    distributed: bool = False
+    """Whether the script asks for SageMaker's distributed transformer."""
 
 
 SPLITS = (
@@ -61,7 +64,11 @@ SPLITS = (
         "--pipeline_parallel_degree", "2", "--microbatches", "2", "--manual_partition", "1",
         "--activation_checkpointing", "0",
     )),
-    Split("sharded 2", 2, ("--sharded_data_parallel_degree", "2", "--train_batch_size", "2", "--val_batch_size", "2")),
+    Split("tp 2, distributed transformer", 2, ("--tensor_parallel_degree", "2"), distributed=True),
+    Split(
+        "sharded 2", 2, ("--sharded_data_parallel_degree", "2", "--train_batch_size", "2", "--val_batch_size", "2"),
+        distributed=True,
+    ),
 )  # fmt: skip
 RESUMED = Split("tp 2, resumed from pp 2's checkpoint", 2, ("--tensor_parallel_degree", "2"))
 
@@ -145,13 +152,20 @@ def stop_of(text: str, script: Path) -> str:
 def cases(script: Path, where: Path) -> list[tuple[str, Outcome, float | None, float]]:
     """Of each split: what came of it, the largest distance of a loss from that on one process, and what is allowed."""
     own = next((more for part, more in OF_SCRIPT.items() if part in script.parent.name), [])
-    plain = run(script, 1, [*SMALL, *own, "--checkpoint-dir", str(where / "none")], where)
-    found: list[tuple[str, Outcome, float | None, float]] = [("one process", plain, None, 0.0)]
-    for split in () if plain.stopped else (*SPLITS, RESUMED):
+    alone = {
+        distributed: run(script, 1, [*SMALL, *own, *FORM[distributed], "--checkpoint-dir", str(where / "none")], where)
+        for distributed in (False, True)
+    }
+    found: list[tuple[str, Outcome, float | None, float]] = [("one process", alone[False], None, 0.0)]
+    found.append(("one process, distributed transformer", alone[True], None, 0.0))
+    for split in (*SPLITS, RESUMED):
+        plain = alone[split.distributed]
+        if plain.stopped:
+            continue
         folder = where / re.sub(r"\W+", "_", f"{script.parent.name} {split.name}")
-        arguments = [*SMALL, *own, *split.arguments, "--checkpoint-dir", str(folder)]
+        arguments = [*SMALL, *own, *FORM[split.distributed], *split.arguments, "--checkpoint-dir", str(folder)]
         if split is RESUMED:
-            first = run(script, 2, [*SMALL, *own, *SPLITS[0].arguments, "--checkpoint-dir", str(folder),
+            first = run(script, 2, [*SMALL, *own, *FORM[False], *SPLITS[0].arguments, "--checkpoint-dir", str(folder),
                                     "--checkpoint_freq", "2", "--max_steps", "2"], where)  # fmt: skip
             outcome = first if first.stopped else run(script, 2, [*arguments, "--load_partial", "1"], where)
         else:

@@ -150,6 +150,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """The factor of the loss in the next step."""
         return self._split_model.loss_scale.scale
 
+    @property
+    def _global_grad_norm(self) -> torch.Tensor | None:
+        """The norm of all gradients of the last step, if it was asked for: a name that SageMaker's scripts read."""
+        return self._split_model.gradients.last_norm
+
     def clip_master_grads(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """SageMaker's name for `DistributedModel.clip_grad_norm_`."""
         require_unscaled(self.model_run)
