@@ -1,5 +1,6 @@
 """What goes into steps and comes out of them as SageMaker's scripts have it: step_values.py PP."""
 
+import logging
 import sys
 from typing import Any
 
@@ -141,6 +142,46 @@ def text_step(model: Any, batch: dict[str, torch.Tensor], label: str) -> Any:
     return model(**batch).loss, label, 5
 
 
+LOG = logging.getLogger("a user's")
+
+
+@smp.step
+def logging_step(model: Any, x: torch.Tensor) -> Any:
+    value = model(x).sum()
+    LOG.warning("value %.3f", value.item())
+    return value
+
+
+@smp.step
+def building_step(model: Any, x: torch.Tensor) -> Any:
+    return torch.tensor([model(x).sum().item()])
+
+
+def a_number_that_is_used_within_the_step_is_there() -> None:
+    plain, x = build(), batch(0).held["x"]
+    for step in (logging_step, building_step):
+        model = begin()
+        said: list[str] = []
+        listens = logging.Handler()
+        listens.emit = lambda record, said=said: said.append(record.getMessage())  # type: ignore[method-assign]
+        LOG.addHandler(listens)
+        with torch.no_grad():
+            found = step(model, x)
+        LOG.removeHandler(listens)
+        Comparison(step.__name__).losses([float(one) for one in found.outputs], even(plain, x)).require()
+        assert model.runtime.messages is not None
+        if step is logging_step and smp.pp_rank() == 0:
+            # Before its modules are divided over the ranks the body runs once, on the first microbatch.
+            assert said[-3:] == [f"value {one:.3f}" for one in even(plain, x)], said
+        sw.shutdown()
+
+
+def even(plain: nn.Module, x: torch.Tensor) -> list[float]:
+    """The values of the microbatches, which are cut as tensors are."""
+    with torch.no_grad():
+        return [float(plain(part).sum()) for part in x.split([3, 2, 2])]
+
+
 def numbers_come_once_for_each_microbatch() -> None:
     smp.init({"partitions": PP, "microbatches": 3})
     torch.manual_seed(0)
@@ -180,6 +221,7 @@ def numbers_come_once_for_each_microbatch() -> None:
 CHECKS = (
     objects_are_sliced_as_they_say,
     numbers_come_once_for_each_microbatch,
+    a_number_that_is_used_within_the_step_is_there,
 )
 
 if __name__ == "__main__":

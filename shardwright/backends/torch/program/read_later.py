@@ -6,8 +6,9 @@ from typing import Any, NoReturn
 import torch
 
 
-class ValueNeededError(Exception):
-    """Something asked for the value of a number that the step has not computed yet."""
+class ValueNeededError(BaseException):
+    """Something asked for the value of a number that the step has not computed yet. It is no Exception, which loggers
+    swallow: then the step would be recorded without what they say."""
 
     func = "a number that was read by .item()"
 
@@ -17,8 +18,11 @@ class ReadLater:
     ValueNeededError. It is no number itself, so that nothing takes a wrong one."""
 
     __slots__ = ("tensor",)
+    made = 0
+    """The number of those that were ever made."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
+        ReadLater.made += 1
         self.tensor = tensor
 
 

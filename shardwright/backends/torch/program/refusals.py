@@ -42,7 +42,7 @@ def require_one_element(loss: torch.Tensor) -> None:
         )
 
 
-def reads_a_value(model: nn.Module, path: str | None, error: Exception) -> CaptureError:
+def reads_a_value(model: nn.Module, path: str | None, error: BaseException) -> CaptureError:
     """The error for a value that was asked of a stand-in: by the module at ``path``, or by the step body when None."""
     asked = f"by .item(), bool(), .tolist() or a result whose shape depends on values: {getattr(error, 'func', None)}"
     return _reads(model, path, f"reads the value of a tensor at {where(error)} ({asked})")

@@ -409,6 +409,7 @@ def record(
     ``begin`` is called with the recorder before each run of the body. Raises as `StepRecorder.record`, and
     UnrecordableError too where a body that may read values (`may_read_values`) does more with them than to return them.
     """
+    made = ReadLater.made
     try:
         return _record(
             model, stage_of_call, device, body, inputs, begin, moment, units_run_again=units_run_again, places=places,
@@ -416,9 +417,10 @@ def record(
         )  # fmt: skip
     except UnrecordableError:
         raise
-    except CaptureError as failed:
-        if not may_read_values(body):
+    except Exception as failed:
+        if not may_read_values(body) or not (isinstance(failed, CaptureError) or ReadLater.made > made):
             raise
+        # What takes no placeholder for a number may fail by any error; by messages it is given the number.
         raise UnrecordableError(f"{failed}") from failed
 
 
