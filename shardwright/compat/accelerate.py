@@ -63,11 +63,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             raise ShardwrightError("Accelerator was given a configuration, and sw.init has taken one: leave one out")
         _require_possible(options)
         super().__init__(**options)
-        if self.mixed_precision != "no":
-            raise MissingCapabilityError(
-                f"mixed_precision={self.mixed_precision!r}: the precision of a split model is a key of its "
-                f"configuration, {{'bf16': True}}; leave mixed_precision at 'no'"
-            )
+        _require_precision(self.mixed_precision)  # of the environment
         if self.dispatch_batches:
             raise MissingCapabilityError("dispatch_batches=True: every rank reads its own batches; leave it out")
         self.dataloader_config.dispatch_batches = False  # not decided by the class of the data set
@@ -283,7 +279,16 @@ _PLUGINS = (
 )  # fmt: skip
 
 
+def _require_precision(given: Any) -> None:
+    if given not in (None, "no"):
+        raise MissingCapabilityError(
+            f"mixed_precision={given!r}: the precision of a split model is a key of its configuration, "
+            f"{{'bf16': True}}; leave mixed_precision at 'no'"
+        )
+
+
 def _require_possible(options: Mapping[str, Any]) -> None:
+    _require_precision(options.get("mixed_precision"))  # before Accelerate remembers it for the process
     for name in _PLUGINS:
         if options.get(name) is not None:
             raise MissingCapabilityError(

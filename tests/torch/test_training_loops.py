@@ -154,8 +154,9 @@ def test_accelerate_trains_as_in_one_process(kind: str, keys: dict[str, Any], ba
     found = results(run([*torchrun(2), script, kind, str(split), str(batch), json.dumps(keys)], 90), split)
     assert len(found["losses"]) == 20
     assert len(found["predicted"]) == 18
-    for key in ("losses", "norms", "predicted", "state", "rate"):
+    for key in ("losses", "norms", "predicted", "rate"):
         Comparison(key).losses(found[key], expected[key]).require()
+    assert found["state"] == pytest.approx(expected["state"], rel=0, abs=1e-5)  # some gradients are 0 but for rounding
 
 
 def said_by(code: str, **environment: str) -> str:
