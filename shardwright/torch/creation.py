@@ -33,9 +33,11 @@ def delay_param_initialization(enabled: bool = True) -> Iterator[None]:
 
 
 _SAME_NUMBERS = (
-    "distribute_embedding", "flash_attention", "fused_bias_gelu", "fused_dropout", "fused_softmax", "zero_init",
+    "distribute_embedding", "flash_attention", "fused_bias_gelu", "fused_dropout", "fused_softmax",
+    "query_key_layer_scaling", "zero_init",
 )  # fmt: skip
-_OTHER_NUMBERS = ("attention_in_fp32", "fp32_residual_addition", "query_key_layer_scaling", "use_alibi")
+"""Settings of kernels, of initial values that are loaded over, and of a factor that is taken back before the softmax."""
+_OTHER_NUMBERS = ("attention_in_fp32", "fp32_residual_addition", "use_alibi")
 
 
 def _require_no_other_numbers(settings: Mapping[str, Any]) -> None:

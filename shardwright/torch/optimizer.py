@@ -130,6 +130,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Update the parameters of this rank from their gradients, which the step has reduced already."""
         if closure is not None:
             raise ShardwrightError("a closure would run part of a model only: call the step function, then step()")
+        if self.model_run.runtime.in_step_body:
+            raise ShardwrightError(
+                "optimizer.step() is called inside of the step, where gradients are not summed yet: call it after the "
+                "step function"
+            )
         self._steps += 1
         self.cut_states()
         skipped = self._scaling is not None and self._scaling.is_dynamic and self._overflows(self._scaling)

@@ -392,7 +392,8 @@ def plain(value: Any) -> Any:
     if isinstance(value, UserDict):
         return dict(value.data)
     for leaf in pytree.tree_leaves(value):
-        if isinstance(leaf, (torch.Tensor, torch.nn.Module)) or can_be_sliced(leaf) or not tensors_in(leaf):
+        kept = isinstance(leaf, (torch.Tensor, torch.nn.Module, torch.optim.Optimizer)) or can_be_sliced(leaf)
+        if kept or not tensors_in(leaf):
             continue
         raise ShardwrightError(
             f"a {type(leaf).__name__} among the arguments of the step holds tensors: pass tensors, or lists, tuples "

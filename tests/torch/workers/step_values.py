@@ -142,6 +142,38 @@ def text_step(model: Any, batch: dict[str, torch.Tensor], label: str) -> Any:
     return model(**batch).loss, label, 5
 
 
+@smp.step
+def step_with_optimizer(model: Any, optimizer: Any, given: Graph, where: str) -> torch.Tensor:
+    loss = loss_of(model, given)
+    model.backward(loss)
+    if where == "inside":
+        optimizer.step()
+    return loss
+
+
+def optimizers_are_arguments_and_step_behind_the_step() -> None:
+    model = begin()
+    optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.05))
+    losses = []
+    for step in range(3):
+        optimizer.zero_grad()
+        losses.append(float(step_with_optimizer(model, optimizer, batch(step), "after").all_reduce_mean()))
+        optimizer.step()
+    with pytest.raises(
+        (ShardwrightError, DisagreementError), match=r"optimizer\.step\(\) is called inside of the step"
+    ):
+        step_with_optimizer(model, optimizer, batch(0), "inside")
+    plain = build()
+    reference = torch.optim.AdamW(plain.parameters(), lr=0.05)
+    for step, found in enumerate(losses):
+        reference.zero_grad()
+        loss = loss_of(plain, batch(step))
+        loss.backward()
+        Comparison("with an optimizer").losses([found], [loss.detach()]).require()
+        reference.step()
+    sw.shutdown()
+
+
 LOG = logging.getLogger("a user's")
 
 
@@ -222,6 +254,7 @@ CHECKS = (
     objects_are_sliced_as_they_say,
     numbers_come_once_for_each_microbatch,
     a_number_that_is_used_within_the_step_is_there,
+    optimizers_are_arguments_and_step_behind_the_step,
 )
 
 if __name__ == "__main__":
