@@ -34,7 +34,7 @@ _SIZES = (
     "--max_steps 4 --train_batch_size 4 --val_batch_size 4 --max_context_width 32 --vocab_size 100 --hidden_width 32 "
     "--num_layers 4 --num_heads 4 --lr 0.001 --resid_pdrop 0 --embd_pdrop 0 --attn_pdrop 0 --summary_first_pdrop 0 "
     "--validation_freq 2 --validation_batches 2 --checkpoint_freq 100 --use_adamw 1 --same_seed 1 "
-    "--grad_clip 1e9"
+    "--grad_clip 1e9 --lr_decay_iters 4"
 )
 SMALL = _SIZES.split()
 OF_SCRIPT = {"neox": ["--model_type", "gpt_neox"], "t5": ["--model_type", "flan_t5", "--flash_attention", "0"]}

@@ -36,7 +36,7 @@ _SAME_NUMBERS = (
     "distribute_embedding", "flash_attention", "fused_bias_gelu", "fused_dropout", "fused_softmax",
     "query_key_layer_scaling", "zero_init",
 )  # fmt: skip
-"""Settings of kernels, of initial values that are loaded over, and of a factor that is taken back before the softmax."""
+"""Settings of kernels, of initial values, and of a factor that is taken back before the softmax."""
 _OTHER_NUMBERS = ("attention_in_fp32", "fp32_residual_addition", "use_alibi")
 
 
