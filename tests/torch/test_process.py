@@ -157,8 +157,10 @@ def test_what_this_version_lacks_is_refused_by_name_and_its_neutral_value_taken(
 
 
 def test_what_has_no_effect_is_said() -> None:
-    with pytest.warns(UserWarning, match="memory_weight has no effect"):
-        read_config({"memory_weight": 0.5})
+    with pytest.warns(UserWarning, match="skip_tracing has no effect"):
+        read_config({"skip_tracing": True})
+    with pytest.warns(UserWarning, match="default_partition=1 has no effect under auto_partition=True"):
+        read_config({"default_partition": 1, "partitions": 2})
 
 
 def test_a_schedule_may_be_given_and_its_sizes_must_be_those_of_the_configuration() -> None:
