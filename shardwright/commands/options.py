@@ -75,7 +75,7 @@ def _annotation(field: Field) -> Any:
             text = text[:-1] + ", as 0,5,9."
         case _ if field.kind is bool:
             names, kind = [f"--{flag}/--no-{flag}"], bool
-        case "tokens" | "price" | "budget" | "headroom":
+        case "tokens" | "price" | "budget" | "headroom" | "memory_weight":
             kind = float
         case _ if field.kind is int and field.words is None:
             kind = int

@@ -65,6 +65,10 @@ OPTIONS: dict[str, tuple[tuple[object, ...], dict[str, Any]]] = {
     ),
     "placement_order": (("--placement-order", "DPT"), {"placement_order": "DPT"}),
     "partitioner": (("--partitioner", "tree", "--pp", 2), {"partitioner": "tree", "pp": 2}),
+    "memory_weight": (
+        ("--memory-weight", 0.3, "--partitioner", "tree", "--pp", 2),
+        {"memory_weight": 0.3, "partitioner": "tree", "pp": 2},
+    ),
     "frameworks": (("--framework", "torch"), {"frameworks": ["torch"]}),
     "like": (("--like", "fsdp2"), {"like": "fsdp2"}),
     "devices": (("--devices", 2), {"devices": 2}),

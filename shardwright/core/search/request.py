@@ -204,7 +204,7 @@ class Options:
         Option('what cuts the model into stages: "exact", "pareto", "tree" (SageMaker\'s) or "blocks" (RaNNC\'s)'),
     ] = DEFAULT
     memory_weight: Annotated[
-        Annotated[float, Ge(0), Le(1)] | None,
+        Share | None,
         Option(
             'under partitioner="tree", what memory weighs against time in a module\'s cost: 1 balances memory alone',
             f"{MEMORY_WEIGHT}",
