@@ -193,12 +193,6 @@ import transformers.trainer_pt_utils as utils
 utils.smp_forward_backward(None, {})
 """
     assert "shardwright.compat.trainer" in said_by(code, **given)
-    code = """
-import shardwright.compat.modelparallel as smp
-assert smp.model.DistributedModel is smp.DistributedModel
-exec("smp.model.DistributedModel", {"smp": smp, "__name__": "transformers.trainer"})
-"""
-    assert "shardwright.compat.trainer" in said_by(code)
 
 
 def test_what_the_others_cannot_carry_out_is_refused() -> None:
