@@ -9,8 +9,8 @@ Inside a unit it may do what it likes with them, since units are replayed whole;
 follow from the batch alone, which become guards of the program (`value_guards`).
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -409,19 +409,28 @@ def record(
     ``begin`` is called with the recorder before each run of the body. Raises as `StepRecorder.record`, and
     UnrecordableError too where a body that may read values (`may_read_values`) does more with them than to return them.
     """
-    made = ReadLater.made
-    try:
-        return _record(
-            model, stage_of_call, device, body, inputs, begin, moment, units_run_again=units_run_again, places=places,
+    with _by_messages_where_values_are_needed(body):
+        recorder = StepRecorder(
+            model,
+            stage_of_call,
+            device,
+            moment=moment,
+            units_run_again=units_run_again,
+            places=places,
             readings=readings,
-        )  # fmt: skip
-    except UnrecordableError:
-        raise
-    except Exception as failed:
-        if not may_read_values(body) or not (isinstance(failed, CaptureError) or ReadLater.made > made):
-            raise
-        # What takes no placeholder for a number may fail by any error; by messages it is given the number.
-        raise UnrecordableError(f"{failed}") from failed
+        )
+        begin(recorder)
+        try:
+            return recorder.record(body, inputs), recorder
+        except (UnrecordableError, RuntimeError, NotImplementedError) as failed:
+            # Values are needed, or an op has no fake counterpart; an error of the model's own comes again.
+            require_room_for_values(model, failed)
+            recorder = StepRecorder(
+                model, stage_of_call, device, real=True, moment=moment, units_run_again=units_run_again, places=places,
+                readings=readings,
+            )  # fmt: skip
+            begin(recorder)
+            return recorder.record(body, inputs), recorder
 
 
 def may_read_values(body: Callable[..., Any]) -> bool:
@@ -430,34 +439,20 @@ def may_read_values(body: Callable[..., Any]) -> bool:
     return getattr(body, "may_read_values", False)
 
 
-def _record(
-    model: nn.Module,
-    stage_of_call: Mapping[tuple[str, int], int],
-    device: torch.device,
-    body: Callable[[list[torch.Tensor]], Any],
-    inputs: list[torch.Tensor],
-    begin: Callable[[StepRecorder], None],
-    moment: Moment | None,
-    *,
-    units_run_again: bool,
-    places: Sequence[tuple[Holder, Any]],
-    readings: Sequence[Any] | None,
-) -> tuple[Program, StepRecorder]:
-    recorder = StepRecorder(
-        model, stage_of_call, device, moment=moment, units_run_again=units_run_again, places=places, readings=readings
-    )
-    begin(recorder)
+@contextmanager
+def _by_messages_where_values_are_needed(body: Callable[..., Any]) -> Iterator[None]:
+    """A context in which a body is recorded. Where one that may read values does more with them than to return them it
+    raises UnrecordableError."""
+    made = ReadLater.made
     try:
-        return recorder.record(body, inputs), recorder
-    except (UnrecordableError, RuntimeError, NotImplementedError) as failed:
-        # Values are needed, or an op has no fake counterpart; an error of the model's own comes again.
-        require_room_for_values(model, failed)
-        recorder = StepRecorder(
-            model, stage_of_call, device, real=True, moment=moment, units_run_again=units_run_again, places=places,
-            readings=readings,
-        )  # fmt: skip
-        begin(recorder)
-        return recorder.record(body, inputs), recorder
+        yield
+    except UnrecordableError:
+        raise
+    except Exception as failed:
+        if not may_read_values(body) or not (isinstance(failed, CaptureError) or ReadLater.made > made):
+            raise
+        # What takes no placeholder for a number may fail by any error; by messages it is given the number.
+        raise UnrecordableError(f"{failed}") from failed
 
 
 def _count(mask: torch.Tensor) -> int:
