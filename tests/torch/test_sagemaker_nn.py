@@ -14,6 +14,7 @@ import shardwright.torch as sw
 from shardwright.backends.torch.tensor_parallel.registry import replace_registered
 from shardwright.compat import nn as smp_nn
 from shardwright.core.errors import ShardwrightError
+from tests.comparison import Comparison
 from tests.torch.launch import Outcome, checks_in, on_ranks
 
 SMALL: dict[str, Any] = {
@@ -42,6 +43,10 @@ def run(request: pytest.FixtureRequest) -> Outcome:
 @pytest.mark.parametrize("check", checks_in("sagemaker_nn.py"))
 def test_a_split_model_trains_as_the_whole_one(run: Outcome, check: str) -> None:
     assert f"ok {check}" in run.text, run.text[-5000:]
+
+
+def same(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    Comparison("distributed module").values(found, wanted, relative=1e-5, absolute=1e-5).require()
 
 
 class ReferenceAttention(nn.Module):
@@ -89,7 +94,7 @@ def test_attention_is_that_of_the_documentation(causal_mask_size: int | None, cr
     inputs = (states(), states(9, 1), masked(9)) if cross_attention else (states(), masked())
     found = layer(inputs)
     wanted = reference(inputs, is_causal=causal_mask_size is not None and not cross_attention)
-    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    same(found, wanted)
     if not cross_attention and causal_mask_size is not None:
         with pytest.raises(ShardwrightError, match="9 tokens is longer than causal_mask_size=8"):
             layer((states(9), None))
@@ -102,7 +107,7 @@ def test_a_layer_is_attention_other_attention_and_output() -> None:
     inner = layer.cross_attention((layer.attention((hidden, mask)), cross, cross_mask))
     output = layer.output
     wanted = output.layernorm(output.dense2(F.relu(output.dense1(inner))) + inner)
-    torch.testing.assert_close(found[0], wanted)
+    same(found[0], wanted)
     assert found[1:] == (cross, mask, cross_mask)
     assert {name for name, _ in layer.named_children()} == {"attention", "cross_attention", "output"}
 
@@ -111,12 +116,12 @@ def test_both_layer_norms() -> None:
     output = smp_nn.DistributedTransformerOutputLayer(16, 24, hidden_dropout_prob=0.0, pre_layernorm=True)
     hidden = states()
     inner = output.dense2(F.gelu(output.dense1(output.pre_layernorm(hidden))))
-    torch.testing.assert_close(output(hidden), output.layernorm(inner + hidden))
+    same(output(hidden), output.layernorm(inner + hidden))
     bare = smp_nn.DistributedTransformerOutputLayer(
         16, 24, hidden_dropout_prob=0.0, pre_layernorm=True, post_layernorm=False, add_residual=False
     )
     bare.load_state_dict({name: t for name, t in output.state_dict().items() if not name.startswith("layernorm")})
-    torch.testing.assert_close(bare(hidden), inner)
+    same(bare(hidden), inner)
 
 
 def test_linear_biases_are_those_of_the_distance() -> None:
@@ -128,7 +133,7 @@ def test_linear_biases_are_those_of_the_distance() -> None:
     distance = (places[:, None] - places).clamp(min=0)
     slopes = torch.tensor([2.0 ** (-8 * head / 3) for head in (1, 2, 3)])
     wanted = plain((states(), -slopes[:, None, None] * distance))
-    torch.testing.assert_close(layer((states(), None)), wanted, rtol=1e-5, atol=1e-5)
+    same(layer((states(), None)), wanted)
     assert float((plain((states(), None)) - wanted).detach().abs().max()) > 1e-3
 
 
@@ -140,16 +145,15 @@ def test_flash_attention() -> None:
     def wanted(factor: float, added: Any) -> torch.Tensor:
         return ((query @ key.transpose(2, 3)) * factor + added).softmax(-1) @ value
 
-    near: dict[str, float] = {"rtol": 1e-5, "atol": 1e-5}
     layer = smp_nn.FlashAttentionLayer(0.0, attention_head_size=4, scale_attn_by_layer_idx=True, layer_idx=2)
-    torch.testing.assert_close(layer(qkv), wanted(1 / 6, 0.0), **near)
-    torch.testing.assert_close(layer(qkv, causal=True), wanted(1 / 6, later), **near)
-    torch.testing.assert_close(smp_nn.FlashAttentionLayer(0.0, scale=0.3)(qkv), wanted(0.3, 0.0), **near)
+    same(layer(qkv), wanted(1 / 6, 0.0))
+    same(layer(qkv, causal=True), wanted(1 / 6, later))
+    same(smp_nn.FlashAttentionLayer(0.0, scale=0.3)(qkv), wanted(0.3, 0.0))
     unscaled = smp_nn.FlashAttentionLayer(0.0, scale_attention_scores=False)
-    torch.testing.assert_close(unscaled(qkv), wanted(1.0, 0.0), **near)
+    same(unscaled(qkv), wanted(1.0, 0.0))
     biased = smp_nn.FlashAttentionLayer(0.0, 4, triton_flash_attention=True, use_alibi=True)
     mask = torch.randn(2, 1, 1, 6, generator=torch.Generator().manual_seed(1))
-    torch.testing.assert_close(biased(qkv, mask, causal=True), wanted(0.5, mask + later), **near)
+    same(biased(qkv, mask, causal=True), wanted(0.5, mask + later))
     with pytest.raises(ShardwrightError, match="attn_mask needs triton_flash_attention=True and use_alibi=True"):
         layer(qkv, mask)
     with pytest.raises(ShardwrightError, match=r"expected \[N, S, 3, heads, head size\]"):
@@ -167,29 +171,29 @@ def test_a_language_model() -> None:
     assert not hasattr(model, "layernorm")
     hidden = model.word_embedding(ids) + model.position_embedding.weight[:5]
     plain = (ids, None, None, None, None)
-    torch.testing.assert_close(model(plain), model.lm_head(model.transformer((hidden, None))[0]))
+    same(model(plain), model.lm_head(model.transformer((hidden, None))[0]))
     types = model.transformer((hidden + model.token_type_embedding.weight[1], None))[0]
-    torch.testing.assert_close(model((ids, None, torch.ones_like(ids), None, None)), model.lm_head(types))
+    same(model((ids, None, torch.ones_like(ids), None, None)), model.lm_head(types))
     hidden_of = torch.tensor([[0, 0, 0, 1, 1], [0, 0, 0, 0, 0]])  # 1: not seen
     cut = model((ids, hidden_of, None, None, None))
-    torch.testing.assert_close(cut[:1, :3], model((ids[:1, :3], None, None, None, None)))
-    torch.testing.assert_close(cut[1], model(plain)[1])
+    same(cut[:1, :3], model((ids[:1, :3], None, None, None, None)))
+    same(cut[1], model(plain)[1])
     labels = torch.tensor([[3, -100, 4, 1, 5], [9, 2, 6, 5, 3]])
     loss, logits = model((ids, None, None, None, labels))
-    torch.testing.assert_close(logits, model(plain))
-    torch.testing.assert_close(loss, F.cross_entropy(logits.flatten(0, 1), labels.flatten()))
+    same(logits, model(plain))
+    same(loss, F.cross_entropy(logits.flatten(0, 1), labels.flatten()))
     causal = made(causal_mask_size=8, pre_layernorm=True, post_layernorm=False)
     loss, logits = causal((ids, None, None, None, labels))
-    torch.testing.assert_close(loss, F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()))
+    same(loss, F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()))
     bare = made(causal_mask_size=8, pre_layernorm=True, post_layernorm=False, add_lm_head=False)
-    torch.testing.assert_close(causal.lm_head(bare(plain)), logits)
-    torch.testing.assert_close(bare(plain).mean(-1), torch.zeros(2, 5), atol=1e-5, rtol=0), "the last layer norm"
+    same(causal.lm_head(bare(plain)), logits)
+    same(bare(plain).mean(-1), torch.zeros(2, 5))  # the last layer norm
     crossed = made(add_cross_attention=True)
     cross = states(9)
     rest = (None, None, None)
     first, second = (crossed((ids, *rest, cross, mask, None)) for mask in (None, masked(9)))
     assert not torch.equal(first[0], second[0])
-    torch.testing.assert_close(first[1], second[1])
+    same(first[1], second[1])
     for wrong, said in (
         ((ids,), r"takes one tuple, \(input_ids, attention_mask, token_type_ids, position_ids, labels\): given 1 inp"),
         (ids, "given Tensor"),
@@ -319,4 +323,4 @@ def test_a_module_of_ones_own_is_registered_with_a_distributed_one() -> None:
     wanted = model((states(), masked()))
     assert replace_registered(model) == ["0"]
     assert isinstance(model[0], smp_nn.DistributedAttentionLayer)
-    torch.testing.assert_close(model((states(), masked())), wanted, rtol=1e-5, atol=1e-5)
+    same(model((states(), masked())), wanted)
