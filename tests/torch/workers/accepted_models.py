@@ -300,6 +300,35 @@ def spectral_norms_by_hooks_on_a_tensor_axis(model: Any, batch: dict[str, Any]) 
     return F.mse_loss(model(batch["x"]), batch["y"])
 
 
+class Handed(nn.Module):
+    """Tensors that blocks only hand on, one of them in two places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Handing() for _ in range(4))
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        state = (x, x, x)
+        for layer in self.layers:
+            state = layer(state)
+        found: torch.Tensor = self.head(state[0] + state[2])
+        return found
+
+
+class Handing(Block):
+    def forward(
+        self, state: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        x, first, second = state
+        return x + self.mlp(x + first) * second, first, second
+
+
+@step(Handed)
+def one_tensor_handed_on_in_two_places(model: Any, batch: dict[str, Any]) -> torch.Tensor:
+    return F.mse_loss(model(batch["x"]), batch["y"])
+
+
 class SharedTable(nn.Module):
     """A parameter written into a tensor that all stages read."""
 

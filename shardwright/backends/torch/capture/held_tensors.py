@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwright.backends.torch.compat import OpOverload
+from shardwright.backends.torch.compat import OpOverload, pytree
 
 _PLAIN = (
     int, float, complex, str, bytes, bool, type(None), type(Ellipsis), type, range,
@@ -30,6 +30,12 @@ def tensors_in(root: Any) -> list[torch.Tensor]:
     if isinstance(root, torch.Tensor):
         return [root]
     return [item for item in _held_in(root) if isinstance(item, torch.Tensor)]
+
+
+def apart_from_each_other(result: Any, given: Iterable[Any]) -> Any:
+    """A result with a view of its own in place of each of the floating-point tensors ``given`` that it hands on."""
+    passed = {id(item) for item in given if isinstance(item, torch.Tensor) and item.is_floating_point()}
+    return pytree.tree_map_only(torch.Tensor, lambda one: one.view_as(one) if id(one) in passed else one, result)
 
 
 def keep_modules(root: Any, memo: dict[int, Any]) -> None:

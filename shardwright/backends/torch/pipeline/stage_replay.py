@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from shardwright.backends.torch.capture.held_tensors import tensors_in
+from shardwright.backends.torch.capture.held_tensors import apart_from_each_other, tensors_in
 from shardwright.backends.torch.compat import CustomFunctionNode, pytree
 from shardwright.backends.torch.machine.watchdog import Watchdog
 from shardwright.backends.torch.memory.offload import Offload, Trip
@@ -344,7 +344,7 @@ class _Call:
             else:
                 result = self.target(*args, **kwargs)
         step = self.step
-        made = self._store(step.outputs, result, values)
+        made = self._store(step.outputs, result, values, given)
         for index, outputs in step.object_outputs:
             if any(v is not None for v in outputs):
                 made += self._store(outputs, env.objects[index], values)
@@ -402,10 +402,14 @@ class _Call:
             modes.enter_context(torch.autocast(self.replay.means.device.type, dtype=self.step.autocast))
         return modes
 
-    def _store(self, outputs: Sequence[int | None], result: Any, values: dict[int, torch.Tensor]) -> list[int]:
+    def _store(
+        self, outputs: Sequence[int | None], result: Any, values: dict[int, torch.Tensor], given: Sequence[Any] = ()
+    ) -> list[int]:
         """Store the tensors of a result; returns the numbers of their values. Raises CaptureError for anything but
         tensors of the shapes that the program has."""
         found = tensors_in(result)
+        if len(found) != len(outputs):  # what was given stands in several places, each of which is a value
+            found = tensors_in(apart_from_each_other(result, given))
         if len(found) != len(outputs):
             raise CaptureError(
                 f"{self.step.name} returned {len(found)} tensors, and {len(outputs)} when the step was recorded: its "
