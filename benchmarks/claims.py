@@ -280,6 +280,18 @@ def few_microbatches(slower: Sequence[float], cases: int, limit: float) -> Claim
     return claims
 
 
+def slice_lengths(rows: Mapping[str, Mapping[str, float | None]]) -> Claims:
+    """Of each table: the search's processor time, at most 10 s; the step over that of the best equal lengths, and over
+    that of TeraPipe's planner where it was asked, at most 1."""
+    claims = Claims()
+    for name, row in rows.items():
+        claims.at_most(f"{name}: seconds of the search", row["search"] or float("nan"), 10.0)
+        claims.at_most(f"{name}: step over the best of equal lengths", row["uniform"] or float("nan"), 1.0)
+        if row["peer"] is not None:
+            claims.at_most(f"{name}: step over that of TeraPipe's planner", row["peer"], 1.0 + 1e-9)
+    return claims
+
+
 def step_time(
     two: Mapping[str, float],
     four: Mapping[str, float],

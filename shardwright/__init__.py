@@ -15,6 +15,7 @@ from shardwright.core.plan.plan import Plan
 from shardwright.core.schedule import Schedule, StageCosts
 from shardwright.core.schedule.timeline import Timeline
 from shardwright.core.search.rescore import rescore
+from shardwright.core.slices.lengths import slice_lengths
 
 __all__ = [
     "Cluster",
@@ -36,4 +37,5 @@ __all__ = [
     "plan",
     "rescore",
     "simulate",
+    "slice_lengths",
 ]

@@ -23,6 +23,9 @@ def schedule_command(
     ranks: Annotated[int, typer.Option(help="Ranks of the pipeline.")] = 4,
     microbatches: Annotated[int, typer.Option(help="Microbatches of a step.")] = 8,
     virtual_stages: Annotated[int, typer.Option(help="Stages on each rank.")] = 1,
+    slices: Annotated[
+        int, typer.Option(help="Slices of each microbatch's sequence; costs are then those of one slice.")
+    ] = 1,
     f: Annotated[
         str, typer.Option("--f", help="Seconds of a stage's forward: one number, or one per stage: 1,1.2")
     ] = "1",
@@ -53,8 +56,9 @@ def schedule_command(
     if not every and name is None:
         raise ScheduleError(f"which schedule? Name one ({', '.join((*schedule_names(), AUTO))}), or ask for --all")
     request: dict[str, Any] = {"ranks": ranks, "microbatches": microbatches, "virtual_stages": virtual_stages}
+    request["slices"] = _positive("slices", slices)
     stages = _positive("ranks", ranks) * _positive("virtual-stages", virtual_stages)
-    require_buildable(stages, _positive("microbatches", microbatches))
+    require_buildable(stages, _positive("microbatches", microbatches) * slices)
     costs = StageCosts(
         _numbers("f", f, stages, "stage"),
         _numbers("b", b, stages, "stage"),
@@ -82,7 +86,8 @@ def schedule_command(
     from shardwright.report.terminal import timeline_text
 
     width = max(_LEAST_WIDTH, Console().width - len(f"rank {ranks}  "))
-    title = f"{schedule.name}: {ranks} ranks, {microbatches} microbatches, {schedule.stages} stages"
+    sliced = f" of {slices} slices" if slices > 1 else ""
+    title = f"{schedule.name}: {ranks} ranks, {microbatches} microbatches{sliced}, {schedule.stages} stages"
     print_view(title, timeline_text(timeline, width), ranks_view(schedule, timeline))
     print_view(*(f"{kind} saved to {path}" for kind, path in saved.items()))
 

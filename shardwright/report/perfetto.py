@@ -21,6 +21,8 @@ def perfetto_trace(timeline: Timeline) -> dict[str, Any]:
         for span in timeline.spans(rank):
             for part in span.action.flat:
                 args = {"stage": part.stage, "microbatch": part.microbatch}
+                if part.slice is not None:
+                    args["slice"] = part.slice
                 kind = part.kind.value
                 events.append(_complete(part.text, kind, rank, 0, span.start_s, span.end_s, args))
         times, held = timeline.memory(rank)

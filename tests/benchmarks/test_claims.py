@@ -47,6 +47,16 @@ JUDGED: dict[str, tuple[Callable[[], Claims], list[Callable[[], Claims]]]] = {
             lambda: claims.edited_plans({}),
         ],
     ),
+    "slice_lengths": (
+        lambda: claims.slice_lengths({"a": {"search": 0.3, "uniform": 0.9, "peer": 1.0}}),
+        [
+            lambda: claims.slice_lengths({"a": {"search": 11.0, "uniform": 0.9, "peer": None}}),
+            lambda: claims.slice_lengths({"a": {"search": 0.3, "uniform": 1.1, "peer": None}}),
+            lambda: claims.slice_lengths({"a": {"search": 0.3, "uniform": 0.9, "peer": 1.01}}),
+            lambda: claims.slice_lengths({"a": {"search": 0.3, "uniform": NAN, "peer": 1.0}}),
+            lambda: claims.slice_lengths({}),
+        ],
+    ),
     "pipeline_speed": (
         lambda: claims.pipeline_speed({"8:large": {"bound": 1.03, "torch": 0.98}}),
         [

@@ -10,7 +10,7 @@ from shardwright.core.layout.mesh import Mesh
 from shardwright.core.layout.placements import Layout
 from shardwright.core.schedule import AUTO, Schedule, StageCosts, schedule_names
 from shardwright.core.schedule.catalogue import FAMILIES
-from shardwright.core.schedule.checks import require_trains
+from shardwright.core.schedule.checks import require_trains, require_without_slices
 from shardwright.core.schedule.family import Family, Sizes
 from shardwright.core.schedule.files import from_csv
 from shardwright.core.schedule.named_schedule import named_schedule
@@ -161,6 +161,7 @@ class Decision:
             try:
                 schedule = generated_schedule(self.generated)
                 require_trains(schedule)
+                require_without_slices(schedule, "a plan")
             except ScheduleError as error:
                 raise PlanError(f"the generated schedule cannot be run: {error}") from error
             sizes = (schedule.ranks, schedule.stages, schedule.microbatches)

@@ -26,6 +26,8 @@ class ActionTable:
         table: the actions of each rank, in order.
         credits: the number of tensors that may be made and not yet used on each boundary between ranks; None is no
             bound.
+        slices: into how many slices each microbatch's sequence is cut. With more than one, every pass names its slice;
+            a stage runs the forwards of a microbatch's slices in their order, and the backwards in reverse.
 
     A schedule is whole: every forward is in the table once, on the rank that holds its stage, and so is every backward,
     behind it, unless there are none at all (`trains`). Whether it also ends, the ranks waiting for one another, is what
@@ -44,6 +46,7 @@ class ActionTable:
     placement: tuple[int, ...]
     table: Table = field(repr=False)
     credits: int | None = None
+    slices: int = 1
     trains: bool = field(init=False, repr=False, compare=False)
     """Whether the schedule has backwards: without them it is for evaluation alone."""
 
@@ -59,11 +62,11 @@ class ActionTable:
             raise ScheduleError(f"the ranks hold {held} stages: expected as many on each, {self.stages} in all")
         if self.credits is not None and self.credits < 1:
             raise ScheduleError(f"credits={self.credits} would let nothing through: expected at least 1")
-        trains = require_complete(self.name, self.table, self.placement, self.microbatches)
+        trains = require_complete(self.name, self.table, self.placement, self.microbatches, self.slices)
         object.__setattr__(self, "trains", trains)
 
     def _require_types(self) -> None:
-        for name in ("ranks", "stages", "microbatches"):
+        for name in ("ranks", "stages", "microbatches", "slices"):
             positive_integer(name, getattr(self, name))
         if self.credits is not None and type(self.credits) is not int:
             raise ScheduleError(f"credits={self.credits!r}: expected a whole number, or None for no bound")
@@ -79,6 +82,15 @@ class ActionTable:
     def virtual_stages(self) -> int:
         """The number of stages on each rank."""
         return self.stages // self.ranks
+
+    @property
+    def passes(self) -> int:
+        """The number of forwards of each stage: one for each slice of each microbatch."""
+        return self.microbatches * self.slices
+
+    def pass_of(self, part: Action) -> int:
+        """The number of an action's microbatch and slice among all of these."""
+        return (part.microbatch or 0) * self.slices + (part.slice or 0)
 
     def stage_to_rank(self, stage: int) -> int:
         """The rank that holds a stage.

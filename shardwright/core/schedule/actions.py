@@ -41,11 +41,12 @@ TRANSFER = frozenset({Kind.SEND_FORWARD, Kind.RECV_FORWARD, Kind.SEND_BACKWARD, 
 SHARDING = frozenset({Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD})
 """The actions on the parameters of a whole stage."""
 _PER_STAGE_OR_PAIR = SHARDING | {Kind.OVERLAP}
-_TEXT = re.compile(r"([0-9]{1,9})(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD|[FIWB])([0-9]{0,9})")
+_KINDS = "SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD|[FIWB]"
+_TEXT = re.compile(rf"([0-9]{{1,9}})({_KINDS})([0-9]{{0,9}})(?:s([0-9]{{1,9}}))?")
 _COMPOSITE = re.compile(r"\(([^()]*)\)(OVERLAP_F_B)?")
 _SHOWN = 80
 """The number of letters of a wrong action that an error shows."""
-_EXAMPLES = "expected a stage, a kind and a microbatch, as in 2F0, or a pair, as in (0F3;3B1)"
+_EXAMPLES = "expected a stage, a kind and a microbatch, as in 2F0, with its slice as in 2F0s1, or a pair: (0F3;3B1)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,8 @@ class Action:
     `F` is a forward pass, `B` a full backward pass, `I` the gradient of the input alone, `W` that of the weights.
     A send names the stage that holds the tensor, a receive the stage that wants it. UNSHARD, RESHARD and REDUCE_GRAD
     concern a stage's parameters, and carry no microbatch. A composite holds a forward and a backward action that run
-    overlapped; its own stage is -1. A token slice would be one more index beside `microbatch`.
+    overlapped; its own stage is -1. Where microbatches go through the pipeline in slices of their sequence, an action
+    is of one slice: `2F0s1`.
 
     Raises:
         ScheduleError: an index is negative, missing or no whole number, or a composite is not one forward and one
@@ -66,10 +68,12 @@ class Action:
     kind: Kind
     microbatch: int | None = None
     parts: "tuple[Action, ...]" = ()
+    slice: int | None = None
 
     def __post_init__(self) -> None:
         mb, stage = self.microbatch, self.stage
         whole = type(mb) is int and type(stage) is int and mb >= 0 and stage >= 0
+        whole = whole and (self.slice is None or (type(self.slice) is int and self.slice >= 0))
         if whole and type(self.kind) is Kind and self.parts == () and self.kind not in _PER_STAGE_OR_PAIR:
             return  # nearly all: schedules are made of many
         self._require_types()
@@ -78,7 +82,7 @@ class Action:
             if len(kinds) != 2 or kinds[0] is not F or kinds[1] not in (B, I):
                 given = ";".join(part.text for part in self.parts)
                 raise ScheduleError(f"({given}) is not a pair that can overlap: expected one F and then one B or I")
-            if self.stage != -1 or self.microbatch is not None:
+            if self.stage != -1 or self.microbatch is not None or self.slice is not None:
                 raise ScheduleError("a composite has no stage or microbatch of its own: use Action.overlap(F, B)")
             return
         if self.parts:
@@ -86,18 +90,21 @@ class Action:
         if self.stage < 0:
             raise ScheduleError(f"stage {self.stage} of an action is negative: stages count from 0")
         if self.kind in SHARDING:
-            if self.microbatch is not None:
-                raise ScheduleError(f"{self.kind.value} concerns a whole stage: leave out microbatch {self.microbatch}")
+            if self.microbatch is not None or self.slice is not None:
+                given = f"slice {self.slice}" if self.microbatch is None else f"microbatch {self.microbatch}"
+                raise ScheduleError(f"{self.kind.value} concerns a whole stage: leave out {given}")
         elif self.microbatch is None or self.microbatch < 0:
             raise ScheduleError(f"{self.stage}{self.kind.value} needs a microbatch of 0 or more, not {self.microbatch}")
+        elif self.slice is not None and self.slice < 0:
+            raise ScheduleError(f"slice {self.slice} of an action is negative: slices count from 0")
 
     def _require_types(self) -> None:
         if not isinstance(self.kind, Kind):
             kinds = ", ".join(kind.name for kind in Kind)
             raise ScheduleError(f"{self.kind!r} is not a kind of action: expected one of Kind's {kinds}")
-        for name in ("stage", "microbatch"):
+        for name in ("stage", "microbatch", "slice"):
             value = getattr(self, name)
-            if type(value) is not int and not (name == "microbatch" and value is None):
+            if type(value) is not int and not (name != "stage" and value is None):
                 raise ScheduleError(f"{name} {value!r} of an action: expected a whole number")
         if not isinstance(self.parts, tuple) or any(type(part) is not Action for part in self.parts):
             raise ScheduleError(f"parts {self.parts!r} of an action: expected a tuple of Actions")
@@ -118,8 +125,8 @@ class Action:
             raise ScheduleError(f"{text!r} is not the text of an action: {_EXAMPLES}")
         text = text.strip()
         if match := _TEXT.fullmatch(text):
-            stage, kind, microbatch = match.groups()
-            return cls(int(stage), Kind(kind), int(microbatch) if microbatch else None)
+            stage, kind, microbatch, part = match.groups()
+            return cls(int(stage), Kind(kind), int(microbatch) if microbatch else None, (), int(part) if part else None)
         if match := _COMPOSITE.fullmatch(text):
             return cls(-1, Kind.OVERLAP, None, tuple(cls.parse(part) for part in match.group(1).split(";")))
         said = repr(text) if len(text) <= _SHOWN else f"{text[:_SHOWN]!r} …"
@@ -127,10 +134,15 @@ class Action:
 
     @property
     def text(self) -> str:
-        """The action as torch writes it: `2F0`, `3SEND_F1`, `1UNSHARD`, `(0F3;3B1)OVERLAP_F_B`."""
+        """The action as torch writes it: `2F0`, `3SEND_F1`, `1UNSHARD`, `(0F3;3B1)OVERLAP_F_B`; of a slice: `2F0s1`."""
         if self.parts:
             return f"({';'.join(part.text for part in self.parts)}){self.kind.value}"
-        return f"{self.stage}{self.kind.value}{'' if self.microbatch is None else self.microbatch}"
+        mb, piece = self.microbatch, self.slice
+        return f"{self.stage}{self.kind.value}{'' if mb is None else mb}{'' if piece is None else f's{piece}'}"
+
+    def as_kind(self, kind: Kind, stage: int | None = None) -> "Action":
+        """Another action on the same microbatch and slice, on this stage or another."""
+        return cell(self.stage if stage is None else stage, kind, self.microbatch, self.slice)
 
     @property
     def flat(self) -> "tuple[Action, ...]":
@@ -142,6 +154,6 @@ class Action:
 
 
 @lru_cache(maxsize=1 << 18)
-def cell(stage: int, kind: Kind, microbatch: int) -> Action:
+def cell(stage: int, kind: Kind, microbatch: int | None, slice_: int | None = None) -> Action:
     """An action of one stage, made once however many schedules have it: a search builds hundreds of them."""
-    return Action(stage, kind, microbatch)
+    return Action(stage, kind, microbatch, (), slice_)

@@ -8,16 +8,16 @@ from collections.abc import Sequence
 from shardwright.core.errors import ScheduleError
 from shardwright.core.schedule.action_table import has_any
 from shardwright.core.schedule.actions import TRANSFER, Action, B, Kind, W
-from shardwright.core.schedule.costs import StageCosts, per_rank_limit
+from shardwright.core.schedule.costs import per_rank_limit
 from shardwright.core.schedule.legality import report
 from shardwright.core.schedule.passes.transfers import insert_transfers
 from shardwright.core.schedule.peak_memory import walk_activations
 from shardwright.core.schedule.schedule import Schedule
-from shardwright.core.schedule.simulate import Engine, explain_stop
+from shardwright.core.schedule.simulate import Costs, Engine, bytes_of, costs_by_slice, explain_stop
 
 
 def check(
-    schedule: Schedule, memory_limit_bytes: int | Sequence[int] | None = None, costs: StageCosts | None = None
+    schedule: Schedule, memory_limit_bytes: int | Sequence[int] | None = None, costs: Costs | None = None
 ) -> None:
     """Run every check: parameters are gathered when used, the schedule ends under asynchronous and under blocking
     transfers, and it keeps within its memory.
@@ -52,6 +52,19 @@ def require_trains(schedule: Schedule) -> None:
         raise ScheduleError(
             f"{schedule.name} has no backward passes, and training needs them: take a schedule that has, such as 1f1b; "
             f"this one is for evaluation alone"
+        )
+
+
+def require_without_slices(schedule: Schedule, runtime: str) -> None:
+    """Check that a schedule runs microbatches whole, as a runtime asks of it that carries no state between slices.
+
+    Raises:
+        ScheduleError: it runs slices of sequences.
+    """
+    if schedule.slices > 1:
+        raise ScheduleError(
+            f"{schedule.name} runs each microbatch in {schedule.slices} slices of its sequence, and {runtime} runs "
+            f"microbatches whole: build the schedule with slices=1"
         )
 
 
@@ -111,22 +124,21 @@ def check_ends(schedule: Schedule, *, blocking: bool = False) -> None:
     """
     if blocking and schedule.ranks > 1 and not has_any(schedule, TRANSFER):
         schedule = insert_transfers(schedule, blocking=True)
-    engine = Engine(schedule, StageCosts.uniform(schedule.stages), "blocking" if blocking else "asynchronous")
+    engine = Engine(schedule, costs_by_slice(schedule, None), "blocking" if blocking else "asynchronous")
     if stuck := engine.run():
         raise ScheduleError(explain_stop(schedule, stuck))
 
 
-def check_memory(schedule: Schedule, memory_limit_bytes: int | Sequence[int], costs: StageCosts | None = None) -> None:
+def check_memory(schedule: Schedule, memory_limit_bytes: int | Sequence[int], costs: Costs | None = None) -> None:
     """Check that no rank holds more activations than its limit, in bytes. Costs give the bytes per stage; default 1.
 
     Raises:
         ScheduleError: a rank goes over; the message says by how much.
     """
     limits = per_rank_limit(memory_limit_bytes, schedule.ranks) or ()
-    costs = costs or StageCosts.uniform(schedule.stages)
-    costs.require_stages(schedule.stages)
+    slices = tuple(map(bytes_of, costs_by_slice(schedule, costs)))
     for rank, order in enumerate(schedule.table):
-        walk = walk_activations(order, costs.activation_bytes, costs.freed_by_input_grad_bytes)
+        walk = walk_activations(order, slices=slices)
         for position, (held, _) in enumerate(walk):
             if held > limits[rank]:
                 action = order[position]

@@ -25,11 +25,11 @@ class Sizes:
     costs: StageCosts | None = None
     memory_limit_bytes: tuple[int, ...] | None = None
     active_microbatches: int | None = None
+    slices: int = 1
 
     def __post_init__(self) -> None:
-        named = (("ranks", self.ranks), ("microbatches", self.microbatches), ("virtual_stages", self.virtual_stages))
-        for name, value in named:
-            positive_integer(name, value)
+        for name in ("ranks", "microbatches", "virtual_stages", "slices"):
+            positive_integer(name, getattr(self, name))
         if self.active_microbatches is not None:
             positive_integer("active_microbatches", self.active_microbatches)
 
@@ -50,7 +50,8 @@ def by_rank(rank_order: Callable[[int, Sizes], Order]) -> Generate:
 class Family:
     """One named schedule. `refusal` gives the reason why sizes are not admitted, with sizes that are, or None;
     `bounds_active` says whether `active_microbatches` is an argument of it, `trains` whether it has backwards,
-    `follows_costs` whether its order follows from the times of actions.
+    `follows_costs` whether its order follows from the times of actions, `takes_slices` whether microbatches may go
+    through it in slices of their sequences.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Family:
     bounds_active: bool = False
     trains: bool = True
     follows_costs: bool = False
+    takes_slices: bool = False
 
 
 def positive_integer(name: str, value: object) -> None:

@@ -2,6 +2,7 @@
 
 import csv
 import io
+from collections.abc import Sequence
 from pathlib import Path
 
 from shardwright.core.errors import ScheduleError
@@ -66,12 +67,13 @@ def from_csv(text: str, name: str = "custom") -> Schedule:
             for part in action.flat:
                 _place(part, (row, column), places, holder)
     _require_whole(places, holder, len(rows))
-    stages, microbatches = _sizes(places)
+    stages, microbatches, slices = _sizes(places)
     placement = tuple(holder[stage][0] - 1 for stage in range(stages))
-    require_buildable(stages, microbatches)
-    arguments = (("ranks", len(rows)), ("microbatches", microbatches), ("virtual_stages", stages // len(rows)))
+    require_buildable(stages, microbatches * slices)
+    sizes = (("ranks", len(rows)), ("microbatches", microbatches), ("virtual_stages", stages // len(rows)))
+    arguments = (*sizes, ("slices", slices)) if slices > 1 else sizes
     orders = tuple(tuple(order) for order in table)
-    schedule = Schedule(name, arguments, len(rows), stages, microbatches, placement, orders)
+    schedule = Schedule(name, arguments, len(rows), stages, microbatches, placement, orders, slices=slices)
     require_runnable(schedule)
     return schedule
 
@@ -98,31 +100,37 @@ def _place(part: Action, cell: Cell, places: dict[Action, Cell], holder: dict[in
         )
 
 
-def _sizes(places: dict[Action, Cell]) -> tuple[int, int]:
+def _sizes(places: dict[Action, Cell]) -> tuple[int, int, int]:
+    """The numbers of stages, microbatches and slices of each."""
     forwards = [action for action in places if action.kind is F]
     if not forwards:
         raise ScheduleError("the CSV has no forward (F) in any cell: expected one for every stage and microbatch")
-    return max(action.stage for action in places) + 1, max(action.microbatch or 0 for action in places) + 1
+    return (
+        max(action.stage for action in places) + 1,
+        max(action.microbatch or 0 for action in places) + 1,
+        max(action.slice or 0 for action in places) + 1,
+    )
 
 
 def _require_whole(places: dict[Action, Cell], holder: dict[int, Cell], rows: int) -> None:
     """Raise ScheduleError unless every stage, and every action of every stage and microbatch, has its cell."""
-    stages, microbatches = _sizes(places)
+    stages, microbatches, slices = _sizes(places)
     for stage in range(stages):
         if stage not in holder:
             raise ScheduleError(f"stage {stage} is in no cell of any row: expected stages 0 to {stages - 1}")
     if stages % rows:
         raise ScheduleError(f"{stages} stages do not divide over {rows} rows (ranks): expected as many in each row")
     kinds = {action.kind for action in places}
-    for stage in range(stages):
-        for mb in range(microbatches):
-            wanted = [F]
-            if kinds & {B, I, W} and Action(stage, B, mb) not in places:
-                either = {I, W} & {kind for kind in (I, W) if Action(stage, kind, mb) in places}
-                wanted += [I, W] if either or B not in kinds else [B]
-            for kind in wanted:
-                if Action(stage, kind, mb) not in places:
-                    raise ScheduleError(_missing(Action(stage, kind, mb), places, holder[stage][0]))
+    of_slice = any(action.slice is not None for action in places)
+    pieces: Sequence[int | None] = range(slices) if of_slice else (None,)
+    for forward in (Action(s, F, mb, (), k) for s in range(stages) for mb in range(microbatches) for k in pieces):
+        wanted = [F]
+        if kinds & {B, I, W} and forward.as_kind(B) not in places:
+            either = any(forward.as_kind(kind) in places for kind in (I, W))
+            wanted += [I, W] if either or B not in kinds else [B]
+        for kind in wanted:
+            if forward.as_kind(kind) not in places:
+                raise ScheduleError(_missing(forward.as_kind(kind), places, holder[forward.stage][0]))
 
 
 def _missing(action: Action, places: dict[Action, Cell], row: int) -> str:
@@ -130,7 +138,7 @@ def _missing(action: Action, places: dict[Action, Cell], row: int) -> str:
     beside it."""
     beside = []
     for microbatch in ((action.microbatch or 0) - 1, (action.microbatch or 0) + 1):
-        neighbour = Action(action.stage, action.kind, microbatch) if microbatch >= 0 else None
+        neighbour = Action(action.stage, action.kind, microbatch, (), action.slice) if microbatch >= 0 else None
         if neighbour in places:
             beside.append(f"{neighbour} is in column {places[neighbour][1]}")
     near = f" ({', '.join(beside)})" if beside else ""

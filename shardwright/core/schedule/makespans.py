@@ -45,8 +45,10 @@ class Makespans:
     def of(cls, schedule: Schedule) -> "Makespans":
         """The makespans of a schedule of compute actions alone, without a bound on its buffers.
 
-        Raises ScheduleError for a schedule with sends and receives or with credits, or one that does not end.
+        Raises ScheduleError for a schedule with sends and receives, credits or slices, or one that does not end.
         """
+        if schedule.slices > 1:
+            raise ScheduleError(f"{schedule.name} runs slices of sequences: makespans of many cuts are counted without")
         compute = all(part.kind in (F, B, I, W) for order in schedule.table for action in order for part in action.flat)
         if schedule.credits is not None or not compute:
             raise ScheduleError(

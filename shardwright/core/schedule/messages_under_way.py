@@ -42,14 +42,14 @@ def messages_under_way(table: ActionTable) -> tuple[UnderWay, ...]:
             return None
         is_gradient = action.kind is not F
         source = action.stage + (1 if is_gradient else -1)
-        return (is_gradient, source, action.microbatch or 0) if between_ranks(action.stage, source) else None
+        return (is_gradient, source, table.pass_of(action)) if between_ranks(action.stage, source) else None
 
     def makes(action: Action) -> Key | None:
         if action.kind is W:
             return None
         is_gradient = action.kind is not F
         target = action.stage - (1 if is_gradient else -1)
-        return (is_gradient, action.stage, action.microbatch or 0) if between_ranks(action.stage, target) else None
+        return (is_gradient, action.stage, table.pass_of(action)) if between_ranks(action.stage, target) else None
 
     taken_with: dict[Key, list[Key]] = {}
     """Message → those that its maker had taken since the last one that it made for the same rank."""

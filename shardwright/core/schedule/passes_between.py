@@ -43,8 +43,7 @@ def passes_between(order: Order) -> tuple[Between, ...]:
         return ()
 
     def counted(begin: int, end: int) -> Passes:
-        halves = (parts[end].stage, I, parts[end].microbatch)
-        between = [p for p in parts[begin + 1 : end] if (p.stage, p.kind, p.microbatch) != halves]
+        between = [p for p in parts[begin + 1 : end] if p != parts[end].as_kind(I)]
         many = Counter((part.stage, part.kind) for part in between)
         return tuple((stage, kind, number) for (stage, kind), number in sorted(many.items()))
 

@@ -16,8 +16,19 @@ Sizes = Sequence[int] | Mapping[int, int]
 """The bytes of each stage."""
 
 
+class SliceBytes(NamedTuple):
+    """The bytes of one slice of a microbatch on each stage: saved activations, keys, values and states for later slices
+    among them, and the part that an input gradient is the last to read."""
+
+    activations: Sizes
+    freed_by_input_grad: Sizes
+
+
 def walk_activations(
-    order: Sequence[Action], sizes: Sizes | None = None, freed_by_input_grad: Sizes | None = None
+    order: Sequence[Action],
+    sizes: Sizes | None = None,
+    freed_by_input_grad: Sizes | None = None,
+    slices: Sequence[SliceBytes] = (),
 ) -> Iterator[tuple[int, int]]:
     """The saved activations of one rank, in bytes, while each of its actions runs and from the end of the action on.
 
@@ -29,6 +40,7 @@ def walk_activations(
         order: the actions of the rank, in order.
         sizes: bytes of one microbatch on every stage; by default 1 each, for a count.
         freed_by_input_grad: the part of these bytes that an input gradient is the last to read; by default none.
+        slices: where the order runs slices of microbatches, these bytes for each of them, instead.
     """
     held: Sizes = defaultdict(lambda: 1) if sizes is None else sizes
     early: Sizes = defaultdict(int) if freed_by_input_grad is None else freed_by_input_grad
@@ -37,6 +49,8 @@ def walk_activations(
         freed = 0
         for part in action.parts or (action,):
             kind, stage = part.kind, part.stage
+            if slices:
+                held, early = slices[part.slice or 0]
             if kind is F:
                 live += held[stage]
             elif kind is B:
@@ -49,9 +63,14 @@ def walk_activations(
         live -= freed
 
 
-def peak_live(order: Sequence[Action], sizes: Sizes | None = None, freed_by_input_grad: Sizes | None = None) -> int:
+def peak_live(
+    order: Sequence[Action],
+    sizes: Sizes | None = None,
+    freed_by_input_grad: Sizes | None = None,
+    slices: Sequence[SliceBytes] = (),
+) -> int:
     """The most saved activations that one rank holds at once; the arguments are those of `walk_activations`."""
-    return max((live for live, _ in walk_activations(order, sizes, freed_by_input_grad)), default=0)
+    return max((live for live, _ in walk_activations(order, sizes, freed_by_input_grad, slices)), default=0)
 
 
 @dataclass(frozen=True, slots=True)

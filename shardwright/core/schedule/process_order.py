@@ -107,14 +107,14 @@ def _require_operands(
     action: Action, ended: Collection[Step], edges: Collection[Edge], gradients: Collection[Edge]
 ) -> None:
     """Raise ScheduleError for an action that is run before it was sent what it reads."""
-    stage, m = action.stage, action.microbatch
+    stage = action.stage
     wanted: list[Transfer] = []
     if action.kind is F:
-        wanted = [Transfer(Action(source, F, m), stage) for source, target in edges if target == stage]
+        wanted = [Transfer(action.as_kind(F, source), stage) for source, target in edges if target == stage]
     elif action.kind is not W:
         for source, target in gradients:
-            if source == stage and not any(Transfer(Action(target, kind, m), stage) in ended for kind in (B, I)):
-                wanted.append(Transfer(Action(target, B, m), stage))
+            if source == stage and not any(Transfer(action.as_kind(kind, target), stage) in ended for kind in (B, I)):
+                wanted.append(Transfer(action.as_kind(B, target), stage))
     missing = [transfer for transfer in wanted if transfer not in ended]
     if missing:
         raise ScheduleError(f"{action.text} is run before {missing[0].text} is sent, which it reads")

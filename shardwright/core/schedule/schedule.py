@@ -7,9 +7,10 @@ from shardwright.core.errors import ScheduleError, nearest
 from shardwright.core.schedule.action_table import ActionTable, Argument
 from shardwright.core.schedule.auto import shortest
 from shardwright.core.schedule.catalogue import FAMILIES
-from shardwright.core.schedule.costs import StageCosts, per_rank_limit
+from shardwright.core.schedule.costs import per_rank_limit
 from shardwright.core.schedule.family import Sizes
 from shardwright.core.schedule.peak_memory import peak_live
+from shardwright.core.schedule.simulate import Costs, bytes_of, costs_by_slice, require_costs
 
 AUTO = "auto"
 """The schedule that is searched for the costs and the memory given, instead of following a pattern."""
@@ -29,7 +30,8 @@ class Schedule(ActionTable):
         ranks: int,
         microbatches: int,
         virtual_stages: int = 1,
-        costs: StageCosts | None = None,
+        slices: int = 1,
+        costs: Costs | None = None,
         memory_limit_bytes: int | Sequence[int] | None = None,
         active_microbatches: int | None = None,
     ) -> "Schedule":
@@ -39,7 +41,9 @@ class Schedule(ActionTable):
             name: `gpipe`, `1f1b`, ... (`schedule_names()` lists them), or `auto`.
             ranks, microbatches: the number of each.
             virtual_stages: the number of stages on each rank.
-            costs: the costs of each stage; used by `auto`, and to judge `memory_limit_bytes`. Default: all the same.
+            slices: into how many slices each microbatch's sequence is cut, for the schedules that take several.
+            costs: the costs of each stage, with slices those of each slice in turn; used by `auto`, and to judge
+                `memory_limit_bytes`. Default: all the same.
             memory_limit_bytes: bytes of activations that a rank may hold; one for all ranks or one for each.
             active_microbatches: the number of microbatches that may be under way at once; `simple` and `interleaved`
                 only.
@@ -51,16 +55,18 @@ class Schedule(ActionTable):
         family = FAMILIES.get(name) if isinstance(name, str) else None
         if family is None and name != AUTO:
             raise ScheduleError(f"no schedule is named {name!r}: {nearest(str(name), (*FAMILIES, AUTO))}")
-        if costs is not None and not isinstance(costs, StageCosts):
-            raise ScheduleError(f"costs={costs!r}: expected StageCosts, such as StageCosts.uniform(stages)")
-        sizes = Sizes(ranks, microbatches, virtual_stages, costs, None, active_microbatches)
-        require_buildable(sizes.stages, microbatches)
+        first = None if costs is None else require_costs(costs)[0]
+        sizes = Sizes(ranks, microbatches, virtual_stages, first, None, active_microbatches, slices)
+        require_buildable(sizes.stages, microbatches * slices)
+        if slices > 1 and (family is None or not family.takes_slices):
+            takers = ", ".join(other.name for other in FAMILIES.values() if other.takes_slices)
+            raise ScheduleError(f"{name} runs microbatches whole, not in slices={slices}; these take slices: {takers}")
         if active_microbatches is not None and (family is None or not family.bounds_active):
             takers = ", ".join(other.name for other in FAMILIES.values() if other.bounds_active)
             raise ScheduleError(f"{name} has no active_microbatches: leave it out, or take one that has: {takers}")
         sizes = replace(sizes, memory_limit_bytes=per_rank_limit(memory_limit_bytes, ranks))
-        if costs is not None:
-            costs.require_stages(sizes.stages)
+        if first is not None:
+            first.require_stages(sizes.stages)
         if family is not None and (reason := family.refusal(sizes)):
             raise ScheduleError(f"{name} does not admit these sizes: {reason}")
         arguments: list[tuple[str, Argument]] = [
@@ -70,11 +76,13 @@ class Schedule(ActionTable):
         ]
         if active_microbatches is not None:
             arguments.append(("active_microbatches", active_microbatches))
+        if slices > 1:
+            arguments.append(("slices", slices))
         if family is None:
             placement, table = shortest(sizes)
         else:
             placement, table = family.placement(ranks, virtual_stages), family.generate(sizes)
-        schedule = cls(name, tuple(arguments), ranks, sizes.stages, microbatches, placement, table)
+        schedule = cls(name, tuple(arguments), ranks, sizes.stages, microbatches, placement, table, slices=slices)
         if sizes.memory_limit_bytes is not None:
             _require_memory(schedule, sizes.memory_limit_bytes, costs)
         return schedule
@@ -90,10 +98,10 @@ def require_buildable(stages: int, microbatches: int) -> None:
         )
 
 
-def _require_memory(schedule: Schedule, limits: tuple[int, ...], costs: StageCosts | None) -> None:
-    sizes = (costs.activation_bytes, costs.freed_by_input_grad_bytes) if costs else ()
+def _require_memory(schedule: Schedule, limits: tuple[int, ...], costs: Costs | None) -> None:
+    slices = tuple(map(bytes_of, costs_by_slice(schedule, costs)))
     for rank, order in enumerate(schedule.table):
-        held = peak_live(order, *sizes)
+        held = peak_live(order, slices=slices)
         if held > limits[rank]:
             raise ScheduleError(
                 f"memory_limit_bytes={limits[rank]} on rank {rank} is too little for {schedule.name} with these sizes: "

@@ -22,12 +22,17 @@ from shardwright.core.schedule.actions import TRANSFER, Action, B, F, I, Kind, W
 from shardwright.core.schedule.costs import StageCosts
 from shardwright.core.schedule.idle_share import lent_clock
 from shardwright.core.schedule.legality import report
+from shardwright.core.schedule.peak_memory import SliceBytes
 from shardwright.core.schedule.timeline import Timeline, TransferLog, TransferRow
 
 Mode = Literal["asynchronous", "blocking"]
 
 
-def simulate(schedule: ActionTable, costs: StageCosts | None = None) -> Timeline:
+Costs = StageCosts | Sequence[StageCosts]
+"""The costs of a microbatch, or of each of its slices."""
+
+
+def simulate(schedule: ActionTable, costs: Costs | None = None) -> Timeline:
     """The times at which each action of a schedule runs; see `simulate_schedule`."""
     if not isinstance(schedule, ActionTable):
         raise ScheduleError(f"simulate takes a schedule, not a {type(schedule).__name__}")
@@ -35,27 +40,63 @@ def simulate(schedule: ActionTable, costs: StageCosts | None = None) -> Timeline
 
 
 def simulate_schedule(
-    schedule: ActionTable, costs: StageCosts | None = None, *, transfers: Mode = "asynchronous"
+    schedule: ActionTable, costs: Costs | None = None, *, transfers: Mode = "asynchronous"
 ) -> Timeline:
     """The times at which each action of a schedule runs.
 
     Args:
         schedule: compute actions only, or with sends and receives (then these are what moves tensors).
-        costs: default: 1 s for every action and none for transfers.
+        costs: of a microbatch; where the schedule has slices, one for each slice in turn, or one for all of them.
+            Default: 1 s for every action and none for transfers.
         transfers: `asynchronous`: a link works beside the ranks; `blocking`: a send and its receive start together and
             hold both ranks until the tensor is across (the schedule must contain them: `insert_transfers`).
 
     Raises:
-        ScheduleError: the costs are of another number of stages, or the schedule does not run to its end; the message
-            prints the grid with the action where it stops.
+        ScheduleError: the costs are of another number of stages or slices, or the schedule does not run to its end; the
+            message prints the grid with the action where it stops.
     """
-    costs = costs or StageCosts.uniform(schedule.stages)
-    costs.require_stages(schedule.stages)
-    engine = Engine(schedule, costs, transfers)
+    engine = Engine(schedule, costs_by_slice(schedule, costs), transfers)
     stuck = engine.run()
     if stuck:
         raise ScheduleError(explain_stop(schedule, stuck))
     return engine.timeline()
+
+
+def require_costs(costs: object) -> tuple[StageCosts, ...]:
+    """The costs of a microbatch, or of its slices, as a tuple. Raises ScheduleError for anything else."""
+    found = costs if isinstance(costs, list | tuple) else (costs,)
+    if not found or not all(isinstance(one, StageCosts) for one in found):
+        raise ScheduleError(
+            f"costs={costs!r}: expected StageCosts, such as StageCosts.uniform(stages), or one for each slice"
+        )
+    return tuple(found)
+
+
+def costs_by_slice(schedule: ActionTable, costs: Costs | None) -> tuple[StageCosts, ...]:
+    """The costs of each slice of a schedule. Raises ScheduleError for costs of another number of stages or slices, or
+    slices that share links and devices in different ways."""
+    if costs is None:
+        costs = StageCosts.uniform(schedule.stages)
+    found = require_costs(costs)
+    if isinstance(costs, StageCosts):
+        found *= schedule.slices
+    if len(found) != schedule.slices:
+        raise ScheduleError(
+            f"{len(found)} costs were given for a schedule of {schedule.slices} slices: expected StageCosts for each"
+        )
+    for one in found:
+        one.require_stages(schedule.stages)
+    for name in ("overlap", "idle_lent", "sender_waits"):
+        if len({getattr(one, name) for one in found}) > 1:
+            raise ScheduleError(
+                f"the costs of slices differ in {name}: expected the same for all, as it is of the devices"
+            )
+    return found
+
+
+def bytes_of(costs: StageCosts) -> SliceBytes:
+    """What a slice of these costs holds."""
+    return SliceBytes(costs.activation_bytes, costs.freed_by_input_grad_bytes or (0,) * costs.stages)
 
 
 def explain_stop(schedule: ActionTable, stuck: Sequence[tuple[int, int]]) -> str:
@@ -65,6 +106,11 @@ def explain_stop(schedule: ActionTable, stuck: Sequence[tuple[int, int]]) -> str
     if schedule.credits is not None:
         what += f"; it is bound to {schedule.credits} tensors on each boundary"
     return report(schedule.name, schedule.table, what, *stuck[0])
+
+
+def _seconds(costs: StageCosts, kind: Kind) -> tuple[float, ...]:
+    by_kind = {F: costs.forward_s, I: costs.input_grad_s, W: costs.weight_grad_s, B: costs.backward_s}
+    return by_kind[kind]
 
 
 @dataclass(slots=True)
@@ -80,13 +126,13 @@ class _Link:
 class Engine:
     """One run of one schedule. Times are in seconds; nodes are numbered as `Timeline.cause` numbers them."""
 
-    def __init__(self, schedule: ActionTable, costs: StageCosts, transfers: Mode) -> None:
-        self.schedule, self.costs = schedule, costs
+    def __init__(self, schedule: ActionTable, costs: Sequence[StageCosts], transfers: Mode) -> None:
+        self.schedule, self.costs, self.by_slice = schedule, costs[0], costs
         self.explicit = has_any(schedule, TRANSFER)
         self.blocking = transfers == "blocking"
         if self.blocking and not self.explicit and schedule.ranks > 1:
             raise ScheduleError("blocking transfers need sends and receives in the schedule: use insert_transfers")
-        stages, m, ranks = schedule.stages, schedule.microbatches, schedule.ranks
+        stages, m, ranks = schedule.stages, schedule.passes, schedule.ranks
         self.offset = [0]
         for order in schedule.table:
             self.offset.append(self.offset[-1] + len(order))
@@ -95,9 +141,10 @@ class Engine:
         self.cause = [-1] * self.offset[-1]
         self.clock = [0.0] * ranks
         self.position = [0] * ranks
-        self.seconds = {F: costs.forward_s, I: costs.input_grad_s, W: costs.weight_grad_s, B: costs.backward_s}
-        # By stage * m + microbatch: the time at which the input of its forward or backward is there (-1.0: not known),
-        # what brought it, and whether its forward and its input gradient have run.
+        self.in_halves = all(one.whole_backward_s is None for one in costs)
+        self.seconds = {kind: [_seconds(one, kind) for one in costs] for kind in (F, I, W, B)}
+        # By stage * m + pass (of a microbatch, or of one of its slices): the time at which the input of its forward or
+        # backward is there (-1.0: not known), what brought it, and whether its forward and its input gradient have run.
         self.forward_in, self.backward_in = [-1.0] * (stages * m), [-1.0] * (stages * m)
         self.forward_by, self.backward_by = [-1] * (stages * m), [-1] * (stages * m)
         self.forward_in[:m] = [0.0] * m
@@ -131,17 +178,19 @@ class Engine:
             self.schedule.table,
             tuple(start),
             tuple(end),
-            TransferLog(transfers),
+            TransferLog(transfers, self.schedule.slices),
             self.costs.activation_bytes,
             tuple(np.array(self.cause[row], dtype=np.int64) for row in rows),
             np.array(self.transfer_cause, dtype=np.int64),
             self.costs.freed_by_input_grad_bytes,
+            tuple(map(bytes_of, self.by_slice)) if self.schedule.slices > 1 else (),
         )
 
     def _advance(self, rank: int) -> None:
         order, offset, last_stage = self.schedule.table[rank], self.offset[rank], self.schedule.stages - 1
-        m, credits = self.schedule.microbatches, self.schedule.credits
+        m, credits, slices = self.schedule.passes, self.schedule.credits, self.schedule.slices
         forward_in, backward_in, seconds_of = self.forward_in, self.backward_in, self.seconds
+        in_halves = self.in_halves
         while self.position[rank] < len(order):
             node = offset + self.position[rank]
             action = order[self.position[rank]]
@@ -158,8 +207,9 @@ class Engine:
                 stage, kind = part.stage, part.kind
                 if kind not in seconds_of:
                     continue  # Gathering and freeing parameters takes no time here.
-                at = stage * m + (part.microbatch or 0)
-                length = seconds_of[kind][stage]
+                piece = part.slice or 0
+                at = stage * m + (part.microbatch or 0) * slices + piece
+                length = seconds_of[kind][piece][stage]
                 seconds, shorter = seconds + length, min(shorter, length)
                 if kind is F:
                     arrival, bringer = forward_in[at], self.forward_by[at]
@@ -188,9 +238,9 @@ class Engine:
                 seconds -= self.costs.overlap * shorter
             self.start[node], self.cause[node] = start, by
             end = start + seconds
-            if action.kind is B and self.costs.whole_backward_s is None:
+            if action.kind is B and in_halves:
                 # In the order of its halves, so that a whole backward ends to the last bit when a split one would.
-                end = start + self.costs.input_grad_s[action.stage] + self.costs.weight_grad_s[action.stage]
+                end = start + seconds_of[I][piece][action.stage] + seconds_of[W][piece][action.stage]
             self.end[node] = self.clock[rank] = end
             for part in parts:
                 self._hand_on(rank, part, node)
@@ -219,11 +269,11 @@ class Engine:
 
     def _hand_on(self, rank: int, part: Action, node: int) -> None:
         """Record what an action has made: hand it to the next stage, and give back the credit of what it used."""
-        stage, kind, m = part.stage, part.kind, self.schedule.microbatches
+        stage, kind, m = part.stage, part.kind, self.schedule.passes
         if kind is W or kind not in self.seconds:
             return
         forward = kind is F
-        mb = part.microbatch or 0
+        mb = (part.microbatch or 0) * self.schedule.slices + (part.slice or 0)
         (self.forward_done if forward else self.input_done)[stage * m + mb] = 1
         if self.schedule.credits is not None:
             source = (forward, stage - 1 if forward else stage + 1)
@@ -259,13 +309,13 @@ class Engine:
         if link is None:
             link = self.links[(source, target)] = _Link()
         start, cause = (ready, node) if ready >= link.free_s else (link.free_s, link.last)
-        end = start + self.costs.transfer_s[stage if forward else stage - 1]
+        end = start + self.by_slice[mb % self.schedule.slices].transfer_s[stage if forward else stage - 1]
         link.free_s, link.last = end, -2 - len(self.transfers)
         if self.costs.sender_waits:
             self.clock[source] = max(self.clock[source], end)
         self.transfers.append((forward, stage, mb, source, target, start, end))
         self.transfer_cause.append(cause)
-        self._arrive(forward, (stage + 1 if forward else stage - 1) * self.schedule.microbatches + mb, end, link.last)
+        self._arrive(forward, (stage + 1 if forward else stage - 1) * self.schedule.passes + mb, end, link.last)
         return end
 
     def _post(self, rank: int, action: Action, node: int) -> bool:
@@ -276,7 +326,7 @@ class Engine:
         if not 0 <= peer_stage < self.schedule.stages:
             return False
         made = self.forward_done if forward else self.input_done
-        if sends and not made[action.stage * self.schedule.microbatches + (action.microbatch or 0)]:
+        if sends and not made[action.stage * self.schedule.passes + self.schedule.pass_of(action)]:
             return False
         peer = self.schedule.placement[peer_stage]
         source, target = (rank, peer) if sends else (peer, rank)
@@ -292,13 +342,14 @@ class Engine:
             (sent_s, send, send_by), (posted_s, recv, recv_by) = link.sends[0], link.recvs[0]
             expected = send.stage + 1 if send.kind is Kind.SEND_FORWARD else send.stage - 1
             same_way = (send.kind is Kind.SEND_FORWARD) == (recv.kind is Kind.RECV_FORWARD)
-            if recv.stage != expected or recv.microbatch != send.microbatch or not same_way:
+            of_send, of_recv = self.schedule.pass_of(send), self.schedule.pass_of(recv)
+            if recv.stage != expected or of_recv != of_send or not same_way:
                 break  # The two ends disagree on the order: neither gets what it waits for.
             link.sends.popleft()
             link.recvs.popleft()
             ready, by = (sent_s, send_by) if sent_s >= posted_s else (posted_s, recv_by)
             carried = send.kind is Kind.SEND_FORWARD
-            end = self._carry(source, target, carried, send.stage, send.microbatch or 0, ready, by)
+            end = self._carry(source, target, carried, send.stage, of_send, ready, by)
             moved = True
             if self.blocking:
                 self._hold((rank, peer), ready, end)

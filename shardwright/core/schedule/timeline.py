@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from shardwright.core.errors import ScheduleError
 from shardwright.core.schedule.actions import Action, Kind
-from shardwright.core.schedule.peak_memory import peak_live, walk_activations
+from shardwright.core.schedule.peak_memory import SliceBytes, peak_live, walk_activations
 
 Seconds = NDArray[np.float64]
 Bytes = NDArray[np.int64]
@@ -38,16 +38,17 @@ class Transfer:
 
 
 TransferRow = tuple[bool, int, int, int, int, float, float]
-"""(whether forward, the stage that sends, microbatch, source rank, target rank, start and end in seconds)."""
+"""(whether forward, the stage that sends, microbatch · slices + slice, source rank, target rank, start and end in
+seconds)."""
 
 
 class TransferLog(Sequence[Transfer]):
     """Transfers that become values only when looked at: a long simulation has hundreds of thousands."""
 
-    __slots__ = ("_rows",)
+    __slots__ = ("_rows", "_slices")
 
-    def __init__(self, rows: Sequence[TransferRow]) -> None:
-        self._rows = rows
+    def __init__(self, rows: Sequence[TransferRow], slices: int = 1) -> None:
+        self._rows, self._slices = rows, slices
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -58,9 +59,11 @@ class TransferLog(Sequence[Transfer]):
     def __getitem__(self, index: slice) -> "TransferLog": ...
     def __getitem__(self, index: int | slice) -> "Transfer | TransferLog":
         if isinstance(index, slice):
-            return TransferLog(self._rows[index])
-        forward, stage, mb, source, target, start, end = self._rows[index]
-        send = Action(stage, Kind.SEND_FORWARD if forward else Kind.SEND_BACKWARD, mb)
+            return TransferLog(self._rows[index], self._slices)
+        forward, stage, number, source, target, start, end = self._rows[index]
+        mb, piece = divmod(number, self._slices)
+        kind = Kind.SEND_FORWARD if forward else Kind.SEND_BACKWARD
+        send = Action(stage, kind, mb, (), piece if self._slices > 1 else None)
         return Transfer(send, source, target, start, end)
 
 
@@ -78,6 +81,7 @@ class Timeline:
             Simulated only.
         transfer_cause: the same for each transfer.
         freed_by_input_grad_bytes: as in `StageCosts`.
+        slice_bytes: where microbatches ran in slices, these two for each slice, instead.
 
     Fields computed from these:
         makespan_s: the time from the first start to the last end.
@@ -96,6 +100,7 @@ class Timeline:
     cause: tuple[NDArray[np.int64], ...] | None = None
     transfer_cause: NDArray[np.int64] | None = None
     freed_by_input_grad_bytes: tuple[int, ...] | None = None
+    slice_bytes: tuple[SliceBytes, ...] = ()
     makespan_s: float = field(init=False)
     bubble_fraction: tuple[float, ...] = field(init=False)
     bubble_s: tuple[float, ...] = field(init=False)
@@ -162,7 +167,7 @@ class Timeline:
         times: list[float] = []
         sizes: list[int] = []
         before = 0
-        walk = walk_activations(self.actions[rank], self.activation_bytes, self.freed_by_input_grad_bytes)
+        walk = walk_activations(self.actions[rank], *self._sizes)
         for span, (live, remaining) in zip(self.spans(rank), walk, strict=True):
             for time, size in ((span.start_s, live), (span.end_s, remaining)):
                 if size != before:
@@ -174,14 +179,18 @@ class Timeline:
     @property
     def peak_live_activations(self) -> tuple[int, ...]:
         """The most (stage, microbatch) pairs, for each rank, whose forward had started and whose backward (weight
-        gradient, where split) had not ended. A microbatch counts once on each stage of the rank."""
+        gradient, where split) had not ended. A microbatch counts once on each stage of the rank, and so does each slice
+        of one."""
         return tuple(peak_live(actions) for actions in self.actions)
 
     @property
     def peak_activation_bytes(self) -> tuple[int, ...]:
         """The most bytes of activations held at once, for each rank."""
-        sizes = self.activation_bytes, self.freed_by_input_grad_bytes
-        return tuple(peak_live(actions, *sizes) for actions in self.actions)
+        return tuple(peak_live(actions, *self._sizes) for actions in self.actions)
+
+    @property
+    def _sizes(self) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None, tuple[SliceBytes, ...]]:
+        return self.activation_bytes, self.freed_by_input_grad_bytes, self.slice_bytes
 
     def critical_path(self) -> tuple[Span | Transfer, ...]:
         """The chain of actions and transfers that sets the makespan, from the first start to the last end. Each waited

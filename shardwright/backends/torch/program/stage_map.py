@@ -9,7 +9,7 @@ from shardwright.core.plan.decision import LossScope, OffloadStates
 from shardwright.core.plan.plan import Plan
 from shardwright.core.schedule import Schedule
 from shardwright.core.schedule.actions import Action
-from shardwright.core.schedule.checks import require_runnable
+from shardwright.core.schedule.checks import require_runnable, require_without_slices
 from shardwright.core.values.recompute_modes import Mode
 
 Call = tuple[str, int]
@@ -39,6 +39,7 @@ class StageMap:
     """What of the state lies on the host between its uses."""
 
     def __post_init__(self) -> None:
+        require_without_slices(self.schedule, "the PyTorch runtime")
         require_runnable(self.schedule)
         if len(self.calls) != self.schedule.stages:
             raise ScheduleError(

@@ -9,8 +9,9 @@ from shardwright.core.schedule.placement import looped
 
 
 def rank_order(rank: int, sizes: Sizes) -> Order:
-    visits = on_one_stage(rank, sizes)
-    return alternating(visits, visits, 2 * (sizes.ranks - 1 - rank))
+    return alternating(*on_one_stage(rank, sizes), 2 * (sizes.ranks - 1 - rank) + sizes.slices - 1)
 
 
-EAGER_ONE_F_ONE_B = Family("eager-1f1b", "arXiv 2211.05322, section 4", looped, by_rank(rank_order), one_stage_per_rank)
+EAGER_ONE_F_ONE_B = Family(
+    "eager-1f1b", "arXiv 2211.05322, section 4", looped, by_rank(rank_order), one_stage_per_rank, takes_slices=True
+)

@@ -1,12 +1,14 @@
 """Forward only: inference and evaluation, microbatches in order and no backward."""
 
 from shardwright.core.schedule.actions import F, cell
+from shardwright.core.schedule.families.alternating_passes import on_one_stage
 from shardwright.core.schedule.family import Family, Order, Sizes, by_rank, one_stage_per_rank
 from shardwright.core.schedule.placement import looped
 
 
 def rank_order(rank: int, sizes: Sizes) -> Order:
-    return tuple(cell(rank, F, mb) for mb in range(sizes.microbatches))
+    forwards, _ = on_one_stage(rank, sizes)
+    return tuple(cell(stage, F, *of) for stage, *of in forwards)
 
 
 FORWARD_ONLY = Family(
@@ -16,4 +18,5 @@ FORWARD_ONLY = Family(
     by_rank(rank_order),
     one_stage_per_rank,
     trains=False,
+    takes_slices=True,
 )

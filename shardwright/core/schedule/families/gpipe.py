@@ -6,8 +6,10 @@ from shardwright.core.schedule.placement import looped
 
 
 def rank_order(rank: int, sizes: Sizes) -> Order:
-    visits = on_one_stage(rank, sizes)
-    return alternating(visits, visits, len(visits))
+    forwards, backwards = on_one_stage(rank, sizes)
+    return alternating(forwards, backwards, len(forwards))
 
 
-GPIPE = Family("gpipe", "arXiv 1811.06965, section 2.3", looped, by_rank(rank_order), one_stage_per_rank)
+GPIPE = Family(
+    "gpipe", "arXiv 1811.06965, section 2.3", looped, by_rank(rank_order), one_stage_per_rank, takes_slices=True
+)

@@ -5,7 +5,7 @@ its stages before the next stage takes it up. The paper's rounds have as many mi
 in torch, m // p rounds share the microbatches evenly, so m need be a multiple of the number of rounds only.
 """
 
-from shardwright.core.schedule.families.alternating_passes import Visit, alternating
+from shardwright.core.schedule.families.alternating_passes import Visit, alternating, passes_of
 from shardwright.core.schedule.family import Family, Order, Sizes, by_rank
 from shardwright.core.schedule.placement import looped
 
@@ -32,9 +32,10 @@ def even_rounds(sizes: Sizes) -> str | None:
 def in_rounds(rank: int, sizes: Sizes) -> tuple[list[Visit], list[Visit]]:
     """The forwards of a rank, in order, and its backwards: the same with the rank's last stage first."""
     size, stages = round_size(sizes), range(rank, sizes.stages, sizes.ranks)
+    rounds = [range(first, first + size) for first in range(0, sizes.microbatches, size)]
     forwards, backwards = (
-        [(stage, first + k) for first in range(0, sizes.microbatches, size) for stage in order for k in range(size)]
-        for order in (stages, stages[::-1])
+        [visit for round_ in rounds for stage in order for visit in passes_of(stage, round_, sizes.slices)[way]]
+        for way, order in enumerate((stages, stages[::-1]))
     )
     return forwards, backwards
 
@@ -42,8 +43,8 @@ def in_rounds(rank: int, sizes: Sizes) -> tuple[list[Visit], list[Visit]]:
 def warmup_length(sizes: Sizes, rank: int, per_hop: int) -> int:
     """The number of forwards before the first backward: all rounds but the last stage's, and some for each rank still
     to pass."""
-    first = (sizes.virtual_stages - 1) * round_size(sizes) + per_hop * (sizes.ranks - 1 - rank)
-    return min(first, sizes.microbatches * sizes.virtual_stages)
+    first = (sizes.virtual_stages - 1) * round_size(sizes) * sizes.slices + per_hop * (sizes.ranks - 1 - rank)
+    return min(first + sizes.slices - 1, sizes.microbatches * sizes.slices * sizes.virtual_stages)
 
 
 def rank_order(rank: int, sizes: Sizes) -> Order:
@@ -51,5 +52,10 @@ def rank_order(rank: int, sizes: Sizes) -> Order:
 
 
 INTERLEAVED_ONE_F_ONE_B = Family(
-    "interleaved-1f1b", "arXiv 2104.04473, section 2.2", looped, by_rank(rank_order), even_rounds
+    "interleaved-1f1b",
+    "arXiv 2104.04473, section 2.2",
+    looped,
+    by_rank(rank_order),
+    even_rounds,
+    takes_slices=True,
 )

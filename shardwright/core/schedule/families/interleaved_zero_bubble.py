@@ -15,5 +15,5 @@ def rank_order(rank: int, sizes: Sizes) -> Order:
 
 
 INTERLEAVED_ZERO_BUBBLE = Family(
-    "interleaved-zb", "arXiv 2401.10241, section 2.1", looped, by_rank(rank_order), even_rounds
+    "interleaved-zb", "arXiv 2401.10241, section 2.1", looped, by_rank(rank_order), even_rounds, takes_slices=True
 )

@@ -23,7 +23,7 @@ def active(sizes: Sizes) -> int:
 
 
 def simple_order(rank: int, sizes: Sizes) -> Order:
-    visits, wave = on_one_stage(rank, sizes), active(sizes)
+    (visits, _), wave = on_one_stage(rank, sizes), active(sizes)
     waves = [visits[first : first + wave] for first in range(0, len(visits), wave)]
     return tuple(chain.from_iterable(alternating(batches, batches, wave) for batches in waves))
 

@@ -10,8 +10,9 @@ from shardwright.core.schedule.placement import looped
 
 
 def rank_order(rank: int, sizes: Sizes) -> Order:
-    visits = on_one_stage(rank, sizes)
-    return with_late_weights(visits, visits, sizes.ranks - 1 - rank, late=rank)
+    return with_late_weights(*on_one_stage(rank, sizes), sizes.ranks - 1 - rank + sizes.slices - 1, late=rank)
 
 
-ZERO_BUBBLE_H1 = Family("zb-h1", "arXiv 2401.10241, section 2.1", looped, by_rank(rank_order), one_stage_per_rank)
+ZERO_BUBBLE_H1 = Family(
+    "zb-h1", "arXiv 2401.10241, section 2.1", looped, by_rank(rank_order), one_stage_per_rank, takes_slices=True
+)

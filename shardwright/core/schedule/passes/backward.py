@@ -20,8 +20,8 @@ def merge_backward(schedule: TableT, stages: Collection[int] | None = None) -> T
         for action in order:
             before = merged[-1] if merged else None
             wanted = stages is None or action.stage in stages
-            if wanted and action.kind is W and before == Action(action.stage, I, action.microbatch):
-                merged[-1] = Action(action.stage, B, action.microbatch)
+            if wanted and action.kind is W and before == action.as_kind(I):
+                merged[-1] = action.as_kind(B)
             else:
                 merged.append(action)
         table.append(tuple(merged))
@@ -43,8 +43,8 @@ def split_backward(schedule: TableT, microbatches: Collection[int] | None = None
         late: deque[tuple[int, Action]] = deque()  # each W, and the number of other actions that it comes behind
         for done, action in enumerate(order, 1):
             if action.kind is B and (microbatches is None or action.microbatch in microbatches):
-                split.append(Action(action.stage, I, action.microbatch))
-                late.append((done + delay, Action(action.stage, W, action.microbatch)))
+                split.append(action.as_kind(I))
+                late.append((done + delay, action.as_kind(W)))
             else:
                 split.append(action)
             while late and late[0][0] <= done:

@@ -10,8 +10,7 @@ from dataclasses import replace
 from shardwright.core.errors import ScheduleError
 from shardwright.core.schedule.action_table import ActionTable, TableT, has_any
 from shardwright.core.schedule.actions import TRANSFER
-from shardwright.core.schedule.costs import StageCosts
-from shardwright.core.schedule.simulate import Engine
+from shardwright.core.schedule.simulate import Engine, costs_by_slice
 
 
 def bound_buffers(schedule: TableT, credits: int) -> TableT:
@@ -40,4 +39,4 @@ def bound_buffers(schedule: TableT, credits: int) -> TableT:
 
 
 def _ends(schedule: ActionTable) -> bool:
-    return not Engine(schedule, StageCosts.uniform(schedule.stages), "asynchronous").run()
+    return not Engine(schedule, costs_by_slice(schedule, None), "asynchronous").run()

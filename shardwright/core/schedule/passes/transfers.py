@@ -6,10 +6,10 @@ from shardwright.core.errors import ScheduleError
 from shardwright.core.schedule.action_table import ActionTable, TableT, has_any, without
 from shardwright.core.schedule.actions import TRANSFER, Action, F, Kind, W
 from shardwright.core.schedule.costs import StageCosts
-from shardwright.core.schedule.simulate import simulate_schedule
+from shardwright.core.schedule.simulate import Costs, costs_by_slice, simulate_schedule
 
 
-def insert_transfers(schedule: TableT, costs: StageCosts | None = None, *, blocking: bool = False) -> TableT:
+def insert_transfers(schedule: TableT, costs: Costs | None = None, *, blocking: bool = False) -> TableT:
     """Insert a send behind each action whose result another rank needs, and the receive on that rank.
 
     All actions are put down in one global order, that of a simulated run, a send and its receive at the same moment. So
@@ -28,7 +28,7 @@ def insert_transfers(schedule: TableT, costs: StageCosts | None = None, *, block
     """
     if has_any(schedule, TRANSFER):
         raise ScheduleError(f"{schedule.name} has sends and receives already: remove them with strip_transfers first")
-    timeline = simulate_schedule(schedule, _positive(costs or StageCosts.uniform(schedule.stages)))
+    timeline = simulate_schedule(schedule, tuple(map(_positive, costs_by_slice(schedule, costs))))
     events: list[tuple[float, int, int, int]] = []
     for rank, (starts, ends) in enumerate(zip(timeline.start_s, timeline.end_s, strict=True)):
         for index, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
@@ -70,7 +70,7 @@ def transfers_of(schedule: ActionTable, action: Action) -> list[tuple[Action, Ac
         if 0 <= to < schedule.stages and schedule.placement[to] != schedule.placement[part.stage]:
             send = Kind.SEND_FORWARD if forward else Kind.SEND_BACKWARD
             receive = Kind.RECV_FORWARD if forward else Kind.RECV_BACKWARD
-            pairs.append((Action(part.stage, send, part.microbatch), Action(to, receive, part.microbatch)))
+            pairs.append((part.as_kind(send), part.as_kind(receive, to)))
     return pairs
 
 

@@ -1,0 +1,1 @@
+"""Slices of a sequence: how long each is, and what it costs."""
