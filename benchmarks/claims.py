@@ -292,6 +292,18 @@ def slice_lengths(rows: Mapping[str, Mapping[str, float | None]]) -> Claims:
     return claims
 
 
+def sliced_zoo(rows: Mapping[str, Mapping[str, Any]], least: float) -> Claims:
+    """No class is said to run in slices whose outputs depend on later tokens; of the causal ones a share does."""
+    claims = Claims()
+    for name, row in rows.items():
+        if row["sliced"] and not row["causal"]:
+            claims.holds(f"{name}: said to run in slices, and depends on later tokens", False)
+    causal = [row for row in rows.values() if row["causal"]]
+    share = sum(row["sliced"] for row in causal) / len(causal) if causal else float("nan")
+    claims.at_least("share of the causal classes that run in slices", share, least)
+    return claims
+
+
 def step_time(
     two: Mapping[str, float],
     four: Mapping[str, float],

@@ -57,6 +57,14 @@ JUDGED: dict[str, tuple[Callable[[], Claims], list[Callable[[], Claims]]]] = {
             lambda: claims.slice_lengths({}),
         ],
     ),
+    "sliced_zoo": (
+        lambda: claims.sliced_zoo({"a": {"sliced": True, "causal": True}}, 0.5),
+        [
+            lambda: claims.sliced_zoo({"a": {"sliced": True, "causal": False}}, 0.5),
+            lambda: claims.sliced_zoo({"a": {"sliced": False, "causal": True}}, 0.5),
+            lambda: claims.sliced_zoo({}, 0.5),
+        ],
+    ),
     "pipeline_speed": (
         lambda: claims.pipeline_speed({"8:large": {"bound": 1.03, "torch": 0.98}}),
         [

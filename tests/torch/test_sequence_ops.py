@@ -38,9 +38,9 @@ def made(name: str, settings: dict[str, Any]) -> nn.Module:
     return model
 
 
-def graph_of(model: nn.Module) -> Any:
+def graph_of(model: nn.Module, **more: torch.Tensor) -> Any:
     ids = torch.randint(0, WORDS, (2, TOKENS))
-    return sw.capture(model, {"input_ids": ids, "labels": ids})
+    return sw.capture(model, {"input_ids": ids, "labels": ids, **more})
 
 
 def is_causal(model: nn.Module) -> bool:
@@ -70,7 +70,20 @@ def test_causal_models_run_in_slices(name: str) -> None:
             if tensor in found.dims:
                 size = graph.tensors[tensor].shape(2)[found.dims[tensor]]
                 assert size == (2 * TOKENS if tensor in found.flat else TOKENS)
-    assert found.needs[-1] == "all", "the mean over all tokens"
+    (mean,) = (number for number, op in enumerate(graph.ops) if op.outputs == (graph.outputs[0],))
+    assert found.needs[mean] == "all", "the mean over all tokens"
+
+
+def test_masks_of_queries_by_keys_are_left_to_their_values() -> None:
+    """What follows from the batch's own mask is there whole, whatever ops it took; each slice takes its rows."""
+    model = made("LlamaForCausalLM", CAUSAL["LlamaForCausalLM"])
+    graph = graph_of(model, attention_mask=torch.ones(2, TOKENS, dtype=torch.long))
+    found = sequence_ops(graph)
+    assert found.obstacles == ()
+    assert set(found.masks) == set(found.carried)
+    assert len(found.masks) == 2
+    for mask in found.masks.values():
+        assert graph.tensors[mask].fixed[-2:] == (TOKENS, TOKENS)
 
 
 @pytest.mark.parametrize("name", BOTH_WAYS)

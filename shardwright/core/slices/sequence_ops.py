@@ -2,8 +2,12 @@
 
 A sequence runs in slices where each op needs of other tokens nothing (it is local), or only what came before them (it
 is causal, and the slices before hand keys and values on). The labels of ops say which: following the sequence dim from
-the inputs, an op that maps its label is local, and attention whose queries may not be split in space is causal, since a
-shard of the queries would not know where it begins. What needs all tokens can still run once, behind the last slice, in
+the first parameters that meet the tokens, an op that maps its label is local, and attention whose queries may not be
+split in space is causal, since a shard of the queries would not know where it begins. Attention under a mask is causal
+where the mask is, which its values say.
+
+What follows from inputs and parameters apart (positions, masks, shifted labels) is there whole before the first slice,
+whatever ops it took, and each slice takes its part. What needs all tokens can still run once, behind the last slice, in
 the last unit (a loss, a pooled output); elsewhere the model cannot run in slices (TeraPipe, section 3.1).
 """
 
@@ -16,7 +20,7 @@ from shardwright.core.model.fold import fold
 from shardwright.core.model.graph import Graph, Op
 
 Need = Literal["constant", "local", "causal", "all"]
-"""What an op needs: no token at all, only those of its slice, those before too, or all of the sequence."""
+"""What an op needs: nothing that slices make, what its own slice makes, what those before made too, or all of it."""
 TOKEN_TYPES = ("int32", "int64", "uint32")
 CUMULATIVE = ("cumsum", "cumprod", "logcumsumexp", "cummax", "cummin")
 """Ops whose result for a token follows from the result for the one before."""
@@ -35,12 +39,13 @@ class SequenceOps:
     """The ops of a graph by what they need of the sequence.
 
     Attributes:
-        dims: tensor → its sequence dim, for those that depend on the tokens.
+        dims: tensor → its sequence dim, for those that slices make.
         flat: those of them whose dim is batch and sequence in one, a sample's tokens next to each other.
-        constants: tensor → the dim along which ops take of it what belongs to their slice (positions, rotary tables);
-            it is the same whatever the tokens are, and stands for the whole sequence.
+        constants: tensor → the dim along which ops take of it what belongs to their slice, of those that are there
+            whole before the first slice (positions, rotary tables, labels).
         needs: of every op.
         carried: causal op → the tensors of which it needs what earlier slices made.
+        masks: attention → its mask of [.., queries, keys], which has to hide later keys from each query.
         obstacles: why the model cannot run in slices; empty where it can.
     """
 
@@ -49,6 +54,7 @@ class SequenceOps:
     constants: Mapping[int, int]
     needs: tuple[Need, ...]
     carried: Mapping[int, tuple[int, ...]]
+    masks: Mapping[int, int]
     obstacles: tuple[Obstacle, ...]
 
 
@@ -91,23 +97,35 @@ def sequence_ops(graph: Graph, inputs: Mapping[int, int] | None = None) -> Seque
     last = fold(graph).units[-1].first_op
     obstacles = tuple(Obstacle(op, why) for op, why in reading.mixing.items() if op < last)
     return SequenceOps(
-        reading.dims, frozenset(reading.flat), reading.constants, tuple(reading.needs), reading.carried, obstacles
+        reading.dims,
+        frozenset(reading.flat),
+        reading.constants,
+        tuple(reading.needs),
+        reading.carried,
+        reading.masks,
+        obstacles,
     )
 
 
 class _Reading:
     """The sequence dims of tensors, as they follow from one op to the next."""
 
-    def __init__(self, graph: Graph, dims: dict[int, int]) -> None:
-        self.graph, self.dims = graph, dims
+    def __init__(self, graph: Graph, inputs: dict[int, int]) -> None:
+        self.graph = graph
+        self.dims: dict[int, int] = {}
+        self.given = inputs
+        """The sequence dims of tensors that follow from the inputs alone."""
         self.flat: set[int] = set()
         self.constants: dict[int, int] = {}
         self.needs: list[Need] = []
         self.carried: dict[int, tuple[int, ...]] = {}
+        self.masks: dict[int, int] = {}
         self.mixing: dict[int, str] = {}
         """Op → why it needs all tokens, for the first ones on each way."""
         self._whole: set[int] = set()
         """Tensors that are there only once all slices have run."""
+        self._of_parameters = {parameter.tensor for parameter in graph.parameters}
+        """Tensors that follow from parameters, and from no token."""
 
     def read(self, number: int, op: Op) -> None:
         """Sort one op, whose operands are known."""
@@ -115,7 +133,7 @@ class _Reading:
             self.needs.append("all")
             self._whole.update(op.outputs)
             return
-        if not any(tensor in self.dims for tensor in op.inputs):
+        if not any(tensor in self.dims for tensor in op.inputs) and not self._begins(op):
             self.needs.append("constant")
             return
         if op.kind in ("view", "copy") and self._regrouped(op):
@@ -130,8 +148,30 @@ class _Reading:
         elif carried:
             self.needs.append("causal")
             self.carried[number] = carried
+            if op.kind == "attention" and len(op.inputs) > 3:
+                self.masks[number] = op.inputs[3]
         else:
             self.needs.append("local")
+
+    def _begins(self, op: Op) -> bool:
+        """Whether parameters meet tokens here, so that slices begin; else notes what follows of what is there whole."""
+        given = [tensor for tensor in op.inputs if tensor in self.given]
+        reads_parameters = bool(self._of_parameters.intersection(op.inputs))
+        if given and reads_parameters:
+            self.dims.update((tensor, self.given[tensor]) for tensor in given)
+            return True
+        if reads_parameters:
+            self._of_parameters.update(op.outputs)
+        for tensor, labels in zip(op.inputs, op.input_labels, strict=False):
+            if tensor not in self.given:
+                continue
+            dim = self.given[tensor]
+            for made, those in zip(op.outputs, op.output_labels, strict=True):
+                if labels[dim] >= 0 and labels[dim] in those:
+                    self.given.setdefault(made, those.index(labels[dim]))
+                elif self.graph.tensors[made].shape(2) == self.graph.tensors[tensor].shape(2):
+                    self.given.setdefault(made, dim)
+        return False
 
     def _where(self, op: Op) -> str:
         path = self.graph.calls[op.call].path
@@ -167,12 +207,23 @@ class _Reading:
         label = query[of_query]
         if of_key is None:  # to what another sequence says
             return (label, (), "") if op.role(label) == "map" else (-1, (), "attends to another sequence causally")
-        if op.role(label) != "whole" or len(op.inputs) > 3:
-            how = "by a mask that it is given" if len(op.inputs) > 3 else "in both directions"
-            return -1, (), f"attends {how}: expected is_causal=True"
-        if key[of_key] < 0:
+        if any(tensor in self.dims for tensor in op.inputs[3:]):
+            return -1, (), "attends by a mask that the tokens' vectors make"
+        if label < 0 or key[of_key] < 0:
             return -1, (), "attends along no dim of the sequence"
-        return label, op.inputs[1:3], ""
+        if op.role(label) == "whole" or self._is_square(op):
+            return label, op.inputs[1:3], ""
+        return -1, (), "attends in both directions: expected is_causal=True, or a mask that hides later tokens"
+
+    def _is_square(self, op: Op) -> bool:
+        """Whether an attention has a mask of queries by keys."""
+        if len(op.inputs) <= 3:
+            return False
+        query = self.dims[op.inputs[0]]
+        length = self._length(op.inputs[0], query)
+        mask = op.inputs[3]
+        rank = len(self.graph.tensors[mask].fixed)
+        return rank >= 2 and [self._length(mask, rank - 2), self._length(mask, rank - 1)] == [length, length]
 
     def _follow(self, op: Op, label: int) -> str:
         """Note the sequence dims of an op's outputs, and of the constants that it meets; returns why that cannot be, or
@@ -181,11 +232,13 @@ class _Reading:
         for tensor, labels in zip(op.inputs, op.input_labels, strict=False):
             if tensor in self.dims and op.kind != "attention":
                 length = self._length(tensor, self.dims[tensor])
-            elif tensor not in self.dims and label in labels:
+            elif (
+                tensor not in self.dims and label in labels and not (op.kind == "attention" and tensor in op.inputs[3:])
+            ):
                 dim = labels.index(label)
                 if self._length(tensor, dim) == (1, 0):
                     continue
-                if self.graph.tensors[tensor].per_sample[dim]:
+                if self.graph.tensors[tensor].per_sample[dim] and not self.flat.intersection(op.inputs):
                     return "takes what was made for all tokens of the batch at once"
                 if labels.count(label) > 1 or self.constants.setdefault(tensor, dim) != dim:
                     return "takes a constant along two dims of it"
