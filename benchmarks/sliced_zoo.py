@@ -28,7 +28,7 @@ import shardwright as sw
 from shardwright.core.slices.sequence_ops import sequence_inputs, sequence_ops
 from tests.models import inputs
 
-LEAST = 0.5
+LEAST = 0.4
 """The share of the causal classes that runs in slices."""
 
 
