@@ -206,6 +206,8 @@ class Decision:
         """The table of compute actions alone. Raises as `build_schedule`."""
         if self.generated:
             return generated_schedule(self.generated)
+        if not FAMILIES[self.schedule].follows_costs:
+            return named_schedule(self.schedule, self.pp, self.microbatches, self.virtual_stages)
         return Schedule.build(
             self.schedule,
             ranks=self.pp,

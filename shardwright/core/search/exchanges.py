@@ -13,8 +13,8 @@ from shardwright.core.cost.unit_work import PRECISION_BYTES
 from shardwright.core.execution import Execution
 from shardwright.core.layout.mesh import Mesh
 from shardwright.core.plan.decision import Decision
-from shardwright.core.schedule import Schedule
 from shardwright.core.schedule.actions import B, F, I, Kind, W
+from shardwright.core.schedule.named_schedule import named_schedule
 from shardwright.core.schedule.passes_between import Between, Passes, passes_between
 from shardwright.core.tables.exchange import (
     NONE,
@@ -388,7 +388,7 @@ def _between(decision: Decision, rank: int) -> tuple[Between, ...]:
 
 @lru_cache(maxsize=256)
 def _between_of(name: str, ranks: int, microbatches: int, virtual_stages: int) -> tuple[tuple[Between, ...], ...]:
-    schedule = Schedule.build(name, ranks=ranks, microbatches=microbatches, virtual_stages=virtual_stages)
+    schedule = named_schedule(name, ranks, microbatches, virtual_stages)
     return tuple(passes_between(order) for order in schedule.table)
 
 
