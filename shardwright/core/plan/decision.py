@@ -1,8 +1,8 @@
 """The decisions of a plan: degrees, microbatches, stages, layouts, schedule and memory policy."""
 
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from functools import lru_cache
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from shardwright.core.errors import PlanError, ScheduleError
 from shardwright.core.execution import SYSTEMS
@@ -139,6 +139,15 @@ class Decision:
         )
         self._require_runnable_schedule()
 
+    @classmethod
+    def unchecked(cls, **values: Any) -> "Decision":
+        """A decision of the search's, whose parts go together: it makes thousands, and checks those that it answers
+        with. What is not given is as usual."""
+        found = object.__new__(cls)
+        for name, value in (_usual() | values).items():
+            object.__setattr__(found, name, value)
+        return found
+
     def _require_runnable_schedule(self) -> None:
         """Raise PlanError for a schedule that does not train, or does not admit these sizes."""
         try:
@@ -198,6 +207,8 @@ class Decision:
         """The table of compute actions alone. Raises as `build_schedule`."""
         if self.generated:
             return generated_schedule(self.generated)
+        if not FAMILIES[self.schedule].follows_costs:
+            return named_schedule(self.schedule, self.pp, self.microbatches, self.virtual_stages)
         return Schedule.build(
             self.schedule,
             ranks=self.pp,
@@ -306,6 +317,12 @@ def placement_of(schedule: str, ranks: int, virtual_stages: int) -> tuple[int, .
     if (reason := family.refusal(Sizes(ranks, 2 * ranks, virtual_stages))) is not None:
         raise ScheduleError(f"{schedule} does not admit these sizes: {reason}")
     return family.placement(ranks, virtual_stages)
+
+
+@lru_cache(maxsize=1)
+def _usual() -> dict[str, Any]:
+    """The fields of a decision that have usual values."""
+    return {field.name: field.default for field in fields(Decision) if field.default is not MISSING}
 
 
 @lru_cache(maxsize=16)

@@ -15,16 +15,17 @@ answer are cut and simulated for it.
 import heapq
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from shardwright.core.cluster.cluster import Cluster
+from shardwright.core.layout.mesh import Mesh
 from shardwright.core.search.kept_products import recompute_choices
 from shardwright.core.search.polish import Polisher
 from shardwright.core.search.request import Progress, Request
 from shardwright.core.search.scoring import Cut, Draft, Scored, Scorer, Timed
 from shardwright.core.search.simplicity import Simplicity, least_simplicity, simplicity
-from shardwright.core.search.space import Pipelining, Policy, Shape, Space, splits_backward
+from shardwright.core.search.space import ORDERS, SHARD_GROUPS, Pipelining, Policy, Shape, Space, splits_backward
 from shardwright.core.tables.cost_tables import CostTables
 from shardwright.core.values.found_once import found_once
 from shardwright.core.values.recompute_modes import Recompute
@@ -55,15 +56,15 @@ class Found:
     """The next fastest choices, each with other degrees, fastest first."""
 
 
-@dataclass(order=True, slots=True)
-class _Entry:
+class _Entry(NamedTuple):
     """A choice as far as it is made, and the seconds that it cannot get below."""
 
     bound_s: float
     settled: int
     """The settled steps, negated: among equal bounds the more settled choice comes first."""
     number: int
-    choice: tuple[Any, ...] = field(compare=False)
+    """No two entries have the same."""
+    choice: tuple[Any, ...]
 
 
 class Search:
@@ -100,7 +101,7 @@ class Search:
 
         Raises PlanError when the request leaves nothing to choose from.
         """
-        shapes = self.space.shapes()
+        shapes = self._unlike(self.space.shapes())
         for shape in shapes:
             self._push(self.scorer.bounds.shape_bound_s(shape), shape)
         best: list[Scored] = []
@@ -145,6 +146,25 @@ class Search:
         with_peaks = self.scorer.with_peaks
         peaked = with_peaks(answer)
         return Found(peaked, peaked if answer is fastest else with_peaks(fastest), [*map(with_peaks, next_best)])
+
+    def _unlike(self, shapes: Sequence[Shape]) -> list[Shape]:
+        """The shapes, of those whose links are the same in every part of a step the one that is preferred."""
+        if not self.scorer.cluster.is_uniform:
+            return list(shapes)
+        links, groups = self.scorer.links, (*SHARD_GROUPS, self.request.shard_group)
+        order_of = {shape.mesh: shape.order for shape in shapes}
+        chosen: dict[tuple[int, int, int], list[tuple[object, Mesh]]] = {}
+        for mesh in sorted(order_of, key=lambda mesh: (order_of[mesh] != ORDERS[0], order_of[mesh])):
+            pp, dp, tp = (mesh.axis_size(axis) for axis in ("pp", "dp", "tp"))
+            ways = [size for size in groups if size is None or (size < dp and dp % size == 0)]
+            nodes = [self.scorer.cluster.node_of(mesh.rank({"pp": rank})) for rank in range(pp)]
+            data = [[links.shard_groups(mesh, rank, size) for size in ways] for rank in range(pp)]
+            alone = links.places(mesh), data, nodes, links.pipelines_share_nodes(mesh)
+            of_degrees = chosen.setdefault((pp, dp, tp), [])
+            if all(known != alone for known, _ in of_degrees):
+                of_degrees.append((alone, mesh))
+        kept = {mesh for each in chosen.values() for _, mesh in each}
+        return [shape for shape in shapes if shape.mesh in kept]
 
     def _polished(self, best: list[Scored], within_s: float) -> Scored | None:
         """The fastest choice of those that left the queue, are in it, or did not fit, once they are cut anew."""
@@ -273,7 +293,10 @@ class Search:
         if len(choice[2]) > 1 and is_apart:
             for pipelining in choice[2]:
                 if policies[0].has_stages(pipelining):
-                    yield self._bound_s(shape, policies, (pipelining,)), (shape, policies, (pipelining,))
+                    # Only where memory counts does a bound depend on more of the schedule than its gathers.
+                    counts = policies[0].recompute != "full"
+                    bound_s = self._bound_s(shape, policies, (pipelining,), counts_gathers=counts)
+                    yield bound_s, (shape, policies, (pipelining,))
             return
         if policies[0].gathered_stages is not None:
             bound_s = self._bound_s(shape, policies, choice[2], counts_gathers=True)

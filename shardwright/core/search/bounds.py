@@ -10,6 +10,7 @@ from shardwright.core.cluster.cluster import Cluster
 from shardwright.core.cost.unit_work import PRECISION_BYTES
 from shardwright.core.errors import PlanError
 from shardwright.core.plan.decision import Decision
+from shardwright.core.schedule.messages_under_way import UnderWay
 from shardwright.core.search.exchanges import Held
 from shardwright.core.search.forced_recompute import Forced, Way, forced
 from shardwright.core.search.predict import LeastEnds, StepModel, largest_unit
@@ -61,6 +62,11 @@ class Bounds:
             # Meshes whose ranks cost the same have the same cuts.
             lent = self._idle_lent(shape, found)
             ranked = RankTables(tuple(found), limits, lent)
+            unlinked = tuple(table.unlinked or table for table in found)
+            if any(table.unlinked is not None for table in found):
+                alone = tuple(map(id, unlinked)), limits, "unlinked"
+                of_bytes = self._alike.setdefault(alone, RankTables(unlinked, limits))
+                ranked = replace(ranked, unlinked=of_bytes)
             if recompute == "full" and self.request.names_units:
                 kept, away = self.request.kept_units or (), self.request.offloaded_units or ()
                 if max((*kept, *away)) >= ranked.units:
@@ -131,9 +137,10 @@ class Bounds:
         enough = max(group.latency_bytes for group in groups) * (1 - LATENCY_SHARE) / LATENCY_SHARE
         return int(min(most, enough))
 
+    @found_once
     def memory_request(
         self, policy: Policy, stages: int, dp: int, microbatches: int, whole_below_bytes: int = 0,
-        bucket_bytes: int | None = None,
+        bucket_bytes: int | None = None, under_way: tuple[UnderWay, ...] = (),
     ) -> MemoryRequest:  # fmt: skip
         """The choices that decide the bytes of a parameter, and of the batch, under a policy."""
         ways = policy.shard_group or dp
@@ -163,6 +170,7 @@ class Bounds:
             whole_below_bytes,
             self.tables.has_frozen_in_fp32,
             on_host=policy.offload_states != "none",
+            under_way=under_way,
         )
 
     @found_once
@@ -187,7 +195,7 @@ class Bounds:
     def _decision(self, shape: Shape, policy: Policy, pipelining: Pipelining, starts: tuple[int, ...]) -> Decision:
         request = self.request
         pp, dp, tp = shape.degrees
-        return Decision(
+        return Decision.unchecked(
             pp=pp,
             dp=dp,
             tp=tp,
@@ -308,7 +316,7 @@ class Bounds:
             known = self._foreseen[2]
             if all(way in known for way in ways):
                 return [known[way] for way in ways]
-        whole, ranked = self._first(shape, "none"), self.ranked(shape, policy.recompute)
+        whole, ranked = self._first(shape, "none"), self.ranked(shape, policy.recompute).of_bytes
         lacking: dict[MemoryRequest, dict[object, Way]] = {}
         keys = []
         for virtual_stages, live in ways:
@@ -334,21 +342,28 @@ class Bounds:
             return held <= pp * self._limit_bytes(self.cluster.memory_bytes(0))
         return held <= sum(self.ranked(shape, policy.recompute).limits_bytes)
 
-    @found_once
     def _counted(self, shape: Shape, policy: Policy, virtual_stages: int) -> MemoryRequest:
         """What is asked of memory as it is counted for cuts, without what units' bytes do not depend on."""
         pp, dp, _ = shape.degrees
         whole_below = self.whole_below_bytes(shape, policy)
-        request = self.memory_request(policy, pp * virtual_stages, dp, shape.microbatches, whole_below, 0)
-        return replace(request, microbatches=1)
+        return self._counted_of(policy, pp * virtual_stages, dp, shape.microbatches, whole_below)
 
     @found_once
+    def _counted_of(
+        self, policy: Policy, stages: int, dp: int, microbatches: int, whole_below_bytes: int
+    ) -> MemoryRequest:
+        return replace(self.memory_request(policy, stages, dp, microbatches, whole_below_bytes, 0), microbatches=1)
+
     def least_state(self, shape: Shape, policy: Policy, virtual_stages: int) -> tuple[float, float]:
         """The least bytes of any parameter beside activations, and the least bytes of a trained one's gradient and
         states. The gradient is left out where a step is so short that activations may be gone when it is made."""
         pp, dp, _ = shape.degrees
-        request = self.memory_request(policy, pp * virtual_stages, dp, shape.microbatches)
-        is_short = shape.microbatches <= 2 * pp * virtual_stages
+        return self._least_state_of(policy, pp * virtual_stages, dp, shape.microbatches)
+
+    @found_once
+    def _least_state_of(self, policy: Policy, stages: int, dp: int, microbatches: int) -> tuple[float, float]:
+        request = self.memory_request(policy, stages, dp, microbatches)
+        is_short = microbatches <= 2 * stages
         may_be_apart = is_short and (request.divides_gradients or (request.gradients_when_made and policy.shard < 2))
         gradient = request.gradient_width / (request.ways if request.divides_gradients else 1)
         return request.held_bytes, request.trained_bytes - (gradient if may_be_apart else 0)

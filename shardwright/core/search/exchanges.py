@@ -13,8 +13,8 @@ from shardwright.core.cost.unit_work import PRECISION_BYTES
 from shardwright.core.execution import Execution
 from shardwright.core.layout.mesh import Mesh
 from shardwright.core.plan.decision import Decision
-from shardwright.core.schedule import Schedule
 from shardwright.core.schedule.actions import B, F, I, Kind, W
+from shardwright.core.schedule.named_schedule import named_schedule
 from shardwright.core.schedule.passes_between import Between, Passes, passes_between
 from shardwright.core.tables.exchange import (
     NONE,
@@ -266,6 +266,12 @@ class Exchanges:
 
     def _least_beside_s(self, held: "Held", mesh: Mesh, decision: Decision, rank: int, moved_s: float) -> float:
         """Seconds that the traffic of a rank takes beside its computing at least: all of it, or what it slows that."""
+        if decision.gathered_stages is not None and decision.dp > 1 and held.trained:
+            # Sums between shard groups come after all else (`_by_stages`).
+            traffic = _ShardTraffic(self, decision, rank)
+            across_s = traffic.across_s(held.trained * self.widths(decision).gradient)
+            slowed = self.slowed(self.links.devices(mesh, rank)) if self._hides(mesh, decision, rank) else 1.0
+            return across_s + slowed * max(0.0, moved_s - across_s)
         # Sums of all microbatches but the last may lie beside other stages' idle time.
         sums_apart = mesh.axis_size("pp") > 1 and decision.gathered_stages is None and decision.reduces_each
         if sums_apart and decision.shard == 2 and self.execution.gradients:
@@ -382,7 +388,7 @@ def _between(decision: Decision, rank: int) -> tuple[Between, ...]:
 
 @lru_cache(maxsize=256)
 def _between_of(name: str, ranks: int, microbatches: int, virtual_stages: int) -> tuple[tuple[Between, ...], ...]:
-    schedule = Schedule.build(name, ranks=ranks, microbatches=microbatches, virtual_stages=virtual_stages)
+    schedule = named_schedule(name, ranks, microbatches, virtual_stages)
     return tuple(passes_between(order) for order in schedule.table)
 
 

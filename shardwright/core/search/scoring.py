@@ -91,13 +91,13 @@ class Scorer:
     def _request_of(self, decision: Decision) -> MemoryRequest:
         policy = _policy_of(decision)
         shape = decision.stages, decision.dp, decision.microbatches
-        request = self.bounds.memory_request(policy, *shape, decision.whole_below_bytes, decision.bucket_bytes)
         if decision.generated and not self.tables.graph.memory_traits.stages_are_programs:
             under_way = messages_under_way(decision.compute_schedule(None))
         else:
             pipelining = Pipelining(decision.schedule, decision.virtual_stages)
             under_way = self._under_way(pipelining, decision.pp, decision.microbatches)
-        return replace(request, under_way=under_way)
+        sizes = decision.whole_below_bytes, decision.bucket_bytes
+        return self.bounds.memory_request(policy, *shape, *sizes, under_way)
 
     def _under_way(self, pipelining: Pipelining, pp: int, microbatches: int) -> tuple[UnderWay, ...]:
         """The messages of every rank under a schedule; () where stages are programs, of which results are handed on."""
@@ -110,7 +110,19 @@ class Scorer:
     ) -> tuple[MemoryUse, ...]:
         """The memory of the ranks, as counted for cuts, or as counted for plans where that does not settle the fit;
         ``until_over`` as in `less_apart`."""
-        request = self._request_of(decision)
+        request, known = self._request_of(decision), ranked.of_bytes.known_memory
+        if decision.generated:
+            return self._found_memory(decision, ranked, live, request, until_over=until_over)
+        sizes = decision.schedule, decision.virtual_stages, decision.microbatches, decision.stage_starts
+        key = sizes, tuple(live), request, until_over
+        if key not in known:
+            known[key] = self._found_memory(decision, ranked, live, request, until_over=until_over)
+        return known[key]
+
+    @staticmethod
+    def _found_memory(
+        decision: Decision, ranked: RankTables, live: Sequence[int], request: MemoryRequest, *, until_over: bool
+    ) -> tuple[MemoryUse, ...]:
         memory = ranked.memory(decision.stage_starts, decision.stage_ranks, live, request)
         # Between the halves of a backward a stage may have more than its forward keeps.
         may_grow = splits_backward(decision.schedule, decision.virtual_stages)
@@ -390,9 +402,8 @@ class Scorer:
             return ranked.free_cut(tuple(placement))
         whole_below, bucket = self.bounds.whole_below_bytes(shape, policy), self.bounds.bucket_bytes(shape, policy)
         sizes = len(placement), shape.mesh.axis_size("dp"), shape.microbatches
-        request = self.bounds.memory_request(policy, *sizes, whole_below, bucket)
         under_way = self._under_way(pipelining, shape.mesh.axis_size("pp"), shape.microbatches)
-        request = replace(request, under_way=under_way)
+        request = self.bounds.memory_request(policy, *sizes, whole_below, bucket, under_way)
         if self.request.partitioner == DEFAULT:
             found = ranked.cut(placement, live, request)
             return None if found is None else tuple(found)

@@ -5,7 +5,7 @@ Pinned options are not varied. A request that leaves nothing to choose from is r
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import pairwise, product
 
@@ -54,6 +54,14 @@ class Shape:
     order: str
     microbatch: int
     microbatches: int
+    _hash: int = field(init=False, repr=False, compare=False)
+    """Counted once: bounds and tables are looked up by shapes, many times each."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash((self.mesh, self.order, self.microbatch, self.microbatches)))
+
+    def __hash__(self) -> int:
+        return self._hash
 
     @property
     def degrees(self) -> tuple[int, int, int]:
@@ -80,6 +88,16 @@ class Policy:
     look_ahead: int | None = None
     reduce_after: ReduceAfter | None = None
     offload_states: OffloadStates = "none"
+    _hash: int = field(init=False, repr=False, compare=False)
+    """As in `Shape`."""
+
+    def __post_init__(self) -> None:
+        sharded = self.recompute, self.shard, self.shard_group, self.offload_states
+        residency = self.gathered_stages, self.look_ahead, self.reduce_after
+        object.__setattr__(self, "_hash", hash((sharded, residency)))
+
+    def __hash__(self) -> int:
+        return self._hash
 
     def has_stages(self, pipelining: Pipelining) -> bool:
         """Whether a rank has as many stages as it is to keep gathered, and runs no more at once."""

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import pairwise
 
@@ -150,18 +150,22 @@ class CostTables(LayoutTables):
     ) -> UnitTable:
         """The unit costs on a rank at that place, at that tensor degree. ``is_whole``: `is_one_stage`, where a
         runtime of compiled stages has one program for the step."""
-        classes, chosen = self.class_costs(tp, microbatch, place), self.chosen(tp)
+        chosen = self.chosen(tp)
         boundary = tuple(fixed + slope * microbatch for fixed, slope in self._boundaries())
         if chosen.terms.sequence_parallel:
             boundary = tuple(-(-size // tp) for size in boundary)
         known = {size: self._send_s(size, tp, place) for size in set(boundary)}
         seconds = tuple(known[size] for size in boundary)
+        if place.entering is not None:
+            unlinked = self.table(tp, microbatch, recompute, replace(place, entering=None), is_whole=is_whole)
+            return unlinked.linked(seconds)
         ties, largest = self._held_parameters(tp)
 
         def size_bytes(tensor: int) -> int:
             return self.counter.size_bytes(tensor, microbatch, self.precision)
 
-        units, traits = tuple(classes[variant] for variant in chosen.variants), self.graph.memory_traits
+        classes, traits = self.class_costs(tp, microbatch, place), self.graph.memory_traits
+        units = tuple(classes[variant] for variant in chosen.variants)
         is_merged = is_whole and traits.stages_are_programs and all(unit.merged_bytes for unit in units)
         if is_merged:
             units = tuple(unit.in_one_program() for unit in units)

@@ -1,6 +1,7 @@
 """What is asked of a rank's memory: the choices that decide the bytes of a parameter, and what is whole when."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
 
 from shardwright.core.cost.unit_work import PRECISION_BYTES
 from shardwright.core.schedule.messages_under_way import UnderWay
@@ -10,7 +11,7 @@ MANY = 1 << 20
 """The number of entries over which the bytes of one are averaged, because sharded bytes are rounded up."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class MemoryRequest:
     """The choices that decide the bytes of a parameter, and the limit of the bytes."""
 
@@ -54,22 +55,35 @@ class MemoryRequest:
     under_way: tuple[UnderWay, ...] = ()
     """The messages of every rank; () takes two on either side of it."""
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Counted once: memory is looked up by what is asked of it many times."""
+        return hash(tuple(getattr(self, field.name) for field in fields(self)))
+
     @property
     def divides_gradients(self) -> bool:
         """Whether gradients are divided while the step runs, and parameters may be."""
         return self.gathers_units and self.shard >= 2
 
-    @property
+    @cached_property
     def of_passes(self) -> tuple[object, ...]:
         """What the bytes of a stage's passes depend on (`core.tables.gathered_units.stage_passes`)."""
         numbers = self.gradient_width, self.shard, self.ways, self.whole_below_bytes, self.on_cpus
         return self.precision, self.gathered_stages is None, self.reduces_each, self.on_host, *numbers
 
-    @property
+    @cached_property
     def of_passing(self) -> "MemoryRequest":
         """The request without what the bytes that ranks hold for a while do not depend on."""
         several = min(self.microbatches, 2)
         return replace(self, optimizer="", bucket_bytes=0, microbatches=several, look_ahead=None, under_way=())
+
+    @cached_property
+    def without_messages(self) -> "MemoryRequest":
+        """The request with two messages on either side of each rank, which does not depend on the schedule."""
+        return replace(self, under_way=()) if self.under_way else self
 
     @property
     def shares_sums(self) -> bool:
@@ -102,12 +116,12 @@ class MemoryRequest:
         """The bytes of one entry of a gradient."""
         return PRECISION_BYTES[self.gradient_precision or self.precision]
 
-    @property
+    @cached_property
     def held_bytes(self) -> float:
         """The bytes of one parameter entry by itself, on one rank."""
         return sum(self._many(trained=0)) / MANY
 
-    @property
+    @cached_property
     def trained_bytes(self) -> float:
         """The bytes that a trained entry takes beside that: its gradient and optimizer states. Less than none where it
         is held in fewer bytes by so much."""

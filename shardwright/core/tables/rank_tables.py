@@ -3,7 +3,7 @@
 import itertools
 from bisect import bisect_right
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import zip_longest
 
@@ -82,6 +82,9 @@ class RankTables:
     """The memory of every pipeline rank's smallest device."""
     idle_lent: float = 0.0
     """The share of idle time that is lent, as in `StageCosts`."""
+    unlinked: "RankTables | None" = field(default=None, repr=False, compare=False)
+    """The same ranks where messages between stages take no time; None: these. Ranks that differ in their links alone
+    count their bytes once."""
 
     @property
     def ranks(self) -> int:
@@ -101,6 +104,16 @@ class RankTables:
         return list(itertools.pairwise((*starts, self.units)))
 
     # Bounds ------------------------------------------------------------------------------------------------------
+
+    @property
+    def of_bytes(self) -> "RankTables":
+        """The tables by which bytes are counted, which depend on no link."""
+        return self.unlinked or self
+
+    @cached_property
+    def known_memory(self) -> dict[object, tuple[MemoryUse, ...]]:
+        """The memory of cuts under schedules, as found so far."""
+        return {}
 
     @cached_property
     def kinds(self) -> tuple[tuple[tuple[int, ...], tuple[float, ...]], ...]:
@@ -122,7 +135,7 @@ class RankTables:
     def has_room(self, live: Sequence[int], held: int, held_bytes: float, trained_bytes: float) -> bool:
         """Whether the ranks have room for the units that are alike, leaving the others out; False means that no cut
         fits. ``held`` is the number of stages on each rank."""
-        for units, (elements, trained, kept, working) in self.kinds:
+        for units, (elements, trained, kept, working) in self.of_bytes.kinds:
             count = len(units)
             state, room = held_bytes * elements + trained_bytes * trained, 0
             for limit, alive in zip(self.limits_bytes, live, strict=True):
@@ -153,7 +166,8 @@ class RankTables:
         state = request.held_bytes, request.trained_bytes
         if len(placement) > self.units or not self.has_room(live, held, *state):
             return None
-        if not may_fit_as_counted(self.tables[0], self.kinds, self.limits_bytes, live, held, request):
+        of = self.of_bytes
+        if not may_fit_as_counted(of.tables[0], of.kinds, self.limits_bytes, live, held, request):
             return None
         free = self.free_cut(placement)
         if self.over_bytes(self.memory(free, placement, live, request)) == 0:
@@ -208,33 +222,46 @@ class RankTables:
         self, starts: Sequence[int], placement: Sequence[int], live: Sequence[int], request: MemoryRequest
     ) -> tuple[MemoryUse, ...]:
         """The memory of every pipeline rank, with all of its stages."""
-        return self._memory(tuple(starts), tuple(placement), tuple(live), request)
+        return self.of_bytes._memory(tuple(starts), tuple(placement), tuple(live), request)
 
     @found_once
     def _memory(
         self, starts: tuple[int, ...], placement: tuple[int, ...], live: tuple[int, ...], request: MemoryRequest
     ) -> tuple[MemoryUse, ...]:
-        found = []
         held = self._held(starts, placement, summed=request.is_replicated, again=request.microbatches > 1)
-        alike = self._contents(starts, placement)
         buffers = self.buffers(starts, placement, request)
-        states: dict[object, tuple[int, int, int]] = {}
-        for rank, (count, own, content, beside) in enumerate(zip(live, held, alike, buffers, strict=True)):
-            key = content, own.elements, own.trained, own.updated
-            if key not in states:
-                parameters, gradients, kept = request.state_bytes(own.elements, own.trained, own.updated)
-                states[key] = parameters + staying_bytes(self.tables[rank], own.stages, request), gradients, kept
-            found.append(
-                MemoryUse(
-                    *states[key],
-                    own.kept * count,
-                    beside,
-                    host_bytes=own.away * count + request.host_state_bytes(own.elements, own.trained, own.updated),
-                    batch_bytes=own.batch[0] + own.batch[1] * request.microbatches,
-                    model_buffers_bytes=own.buffers[request.is_replicated],
-                    update_bytes=self._update_bytes(rank, own.stages, request),
-                )
+        staying = self._staying(starts, placement, request.without_messages)
+        rows = zip(live, held, staying, buffers, strict=True)
+        return tuple(
+            MemoryUse(
+                *states,
+                own.kept * count,
+                beside,
+                host_bytes=own.away * count + on_host,
+                batch_bytes=own.batch[0] + own.batch[1] * request.microbatches,
+                model_buffers_bytes=own.buffers[request.is_replicated],
+                update_bytes=update,
             )
+            for count, own, (states, on_host, update), beside in rows
+        )
+
+    @found_once
+    def _staying(
+        self, starts: tuple[int, ...], placement: tuple[int, ...], request: MemoryRequest
+    ) -> tuple[tuple[tuple[int, int, int], int, int], ...]:
+        """What stays on every rank whatever the schedule: the (parameters, gradients, optimizer) bytes, those of state
+        on its host, and what its optimizer holds beside."""
+        held = self._held(starts, placement, summed=request.is_replicated, again=request.microbatches > 1)
+        known: dict[object, tuple[tuple[int, int, int], int, int]] = {}
+        found = []
+        for rank, (own, content) in enumerate(zip(held, self._contents(starts, placement), strict=True)):
+            sizes = own.elements, own.trained, own.updated
+            if (content, sizes) not in known:
+                parameters, gradients, kept = request.state_bytes(*sizes)
+                parameters += staying_bytes(self.tables[rank], own.stages, request)
+                update = self._update_bytes(rank, own.stages, request)
+                known[content, sizes] = (parameters, gradients, kept), request.host_state_bytes(*sizes), update
+            found.append(known[content, sizes])
         return tuple(found)
 
     @found_once
@@ -256,15 +283,21 @@ class RankTables:
 
     def buffers(self, starts: Sequence[int], placement: Sequence[int], request: MemoryRequest) -> list[int]:
         """The bytes that passes hold for a while, on every rank."""
-        held = self._held(tuple(starts), tuple(placement), summed=request.is_replicated, again=request.microbatches > 1)
-        passing, buckets = (find(starts, placement, request) for find in (self.passing, self.buckets))
-        rows = zip(held, passing, buckets, strict=True)
-        found = [own.sent + passing + bucket + UNCOUNTED_BYTES for own, passing, bucket in rows]
-        if request.under_way:
-            for rank, (table, own, messages) in enumerate(zip(self.tables, held, request.under_way, strict=True)):
+        of, starts, placement = self.of_bytes, tuple(starts), tuple(placement)
+        found = list(of._buffers(starts, placement, request.without_messages))
+        if any(max(messages) > 2 for messages in request.under_way):
+            held = of._held(starts, placement, summed=request.is_replicated, again=request.microbatches > 1)
+            for rank, (table, own, messages) in enumerate(zip(of.tables, held, request.under_way, strict=True)):
                 if max(messages) > 2:
                     found[rank] += max(self._piling_up(table, ends, messages) for ends in own.stages)
         return found
+
+    @found_once
+    def _buffers(self, starts: tuple[int, ...], placement: tuple[int, ...], request: MemoryRequest) -> tuple[int, ...]:
+        held = self._held(starts, placement, summed=request.is_replicated, again=request.microbatches > 1)
+        passing, buckets = (find(starts, placement, request) for find in (self.passing, self.buckets))
+        rows = zip(held, passing, buckets, strict=True)
+        return tuple(own.sent + passing + bucket + UNCOUNTED_BYTES for own, passing, bucket in rows)
 
     @staticmethod
     def _piling_up(table: UnitTable, ends: tuple[int, int], messages: UnderWay) -> int:
@@ -275,13 +308,14 @@ class RankTables:
 
     def buckets(self, starts: Sequence[int], placement: Sequence[int], request: MemoryRequest) -> list[int]:
         """The bytes of one bucket of whole gradients on every rank, which is there from the first of them on."""
-        held = self._held(tuple(starts), tuple(placement), summed=request.is_replicated, again=request.microbatches > 1)
+        again, of = request.microbatches > 1, self.of_bytes
+        held = of._held(tuple(starts), tuple(placement), summed=request.is_replicated, again=again)
         most = 0 if request.shares_sums else request.bucket_bytes
         return [min(most, request.gradient_width * own.trained) for own in held]
 
     def passing(self, starts: Sequence[int], placement: Sequence[int], request: MemoryRequest) -> list[int]:
         """These bytes without messages and buckets: temporary values, and what is gathered of what is sharded."""
-        return list(self._passing(tuple(starts), tuple(placement), request.of_passing))
+        return list(self.of_bytes._passing(tuple(starts), tuple(placement), request.of_passing))
 
     @found_once
     def _passing(self, starts: tuple[int, ...], placement: tuple[int, ...], request: MemoryRequest) -> tuple[int, ...]:
@@ -360,7 +394,7 @@ class RankTables:
         """The same tables where ``units`` are kept and not recomputed, and ``offloaded`` ones are offloaded."""
         kept, away = frozenset(units), frozenset(offloaded)
         made = {id(table): table.keeping(kept, away) for table in self.tables}
-        return replace(self, tables=tuple(made[id(table)] for table in self.tables))
+        return replace(self, tables=tuple(made[id(table)] for table in self.tables), unlinked=None)
 
     def kept_units(
         self, starts: Sequence[int], placement: Sequence[int], live: Sequence[int], request: MemoryRequest
@@ -452,7 +486,8 @@ class RankTables:
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The bytes of activations of one microbatch on every stage, and those that the input gradient of a split
         backward frees of them; negative where it makes more for the weight gradient than it frees."""
-        ends = [(self.tables[rank], ends) for rank, ends in zip(placement, self.ends(starts), strict=True)]
+        tables = self.of_bytes.tables
+        ends = [(tables[rank], ends) for rank, ends in zip(placement, self.ends(starts), strict=True)]
         freed = (halves_of(table).range_freed[at] - halves_of(table).range_between[at] for table, at in ends)
         return tuple(int(table.range_kept[at]) for table, at in ends), tuple(map(int, freed))
 
@@ -498,7 +533,7 @@ class RankTables:
 
     def with_limit(self, limit_bytes: int) -> "RankTables":
         """The same tables on devices of another memory."""
-        return replace(self, limits_bytes=(limit_bytes,) * self.ranks)
+        return replace(self, limits_bytes=(limit_bytes,) * self.ranks, unlinked=None)
 
 
 def _update_share(units: Sequence[UnitCost]) -> float:

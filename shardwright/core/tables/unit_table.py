@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -23,6 +23,23 @@ from shardwright.core.tables.memory import (
 from shardwright.core.tables.updated_parameters import NONE_MADE, UpdatedParameters
 from shardwright.core.values.found_once import found_once
 from shardwright.core.values.recompute_modes import Mode, Recompute, goes_by_op
+
+FOUND_OF_UNITS = (
+    "stage_memories",
+    "stage_passes",
+    "least_of_alike",
+    "halves",
+    "stage_contents",
+    "content_numbers",
+    "passes_by_content",
+    "call_kinds",
+    "range_kept",
+    "range_elements",
+    "range_trained",
+    "range_working",
+    "range_working_again",
+)
+"""What is found of the units of a table, whatever the links between stages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +131,10 @@ class UnitTable:
     calls: tuple[tuple[CallEntries, ...], ...] = ()
     """The calls of each unit that use parameters. Empty: each unit is one call."""
 
+    unlinked: "UnitTable | None" = field(default=None, repr=False, compare=False)
+    """The same table where messages between stages take no time; None: it is this one. Tables that differ in their
+    links alone count their bytes, and the seconds of their passes, once."""
+
     @cached_property
     def modes(self) -> list[Mode]:
         """The treatment of each unit's activations under the policy of the whole."""
@@ -138,6 +159,8 @@ class UnitTable:
         longer of the two counts (KARMA, arXiv 2008.11421, for blocks that are alike: max(F, S) and max(B + rF, S));
         where copies take the device's own time, both do.
         """
+        if self.unlinked is not None:
+            return self.unlinked.passes_s(first, end)
         units, swapped = self.units[first:end], float(self.swapped_s[first:end].sum())
         backward = sum(u.input_grad_s + u.weight_grad_s for u in units) + float(self.again_s[first:end].sum())
         return self.with_swaps(sum(u.forward_s for u in units), swapped), self.with_swaps(backward, swapped)
@@ -145,6 +168,8 @@ class UnitTable:
     @found_once
     def weight_grad_s(self, first: int, end: int) -> float:
         """Seconds of the weight gradients of a stage for one microbatch."""
+        if self.unlinked is not None:
+            return self.unlinked.weight_grad_s(first, end)
         return sum(u.weight_grad_s for u in self.units[first:end])
 
     def with_swaps(self, computing_s: float, swapped_s: float) -> float:
@@ -214,6 +239,12 @@ class UnitTable:
             for tie in self.ties
         )
 
+    def linked(self, boundary_s: tuple[float, ...]) -> "UnitTable":
+        """The same table where what enters each unit from another stage takes so many seconds."""
+        made = replace(self, boundary_s=boundary_s, unlinked=self.unlinked or self)
+        vars(made).update((name, getattr(self, name)) for name in FOUND_OF_UNITS)
+        return made
+
     @cached_property
     def stage_memories(self) -> dict[object, StageMemory]:
         """The stage memories counted so far (`core.tables.stage_memory`); many cuts have the same stages."""
@@ -256,7 +287,7 @@ class UnitTable:
 
     def keeping(self, units: frozenset[int], offloaded: frozenset[int]) -> "UnitTable":
         """The same table where ``units`` are kept and not recomputed, and ``offloaded`` ones are offloaded."""
-        made = replace(self, kept=units, offloaded=offloaded)
+        made = replace(self, kept=units, offloaded=offloaded, unlinked=None)
         unchanged = "call_kinds", "passes_by_content", "content_numbers", "range_elements", "range_trained"
         vars(made).update((name, getattr(self, name)) for name in unchanged)
         return made
