@@ -196,6 +196,7 @@ def _lines(written: dict[str, int]) -> list[str]:
         "other": "other state",
         "user": "tensors of the user's",
         "random": "states of random generators",
+        "extra": "tensors in extra states of modules",
         "scaling": "loss scale",
     }
     return [f"{count} {words.get(part, f'states of {part}')}" for part, count in written.items()]

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardwright.backends.torch.compat import EXTRA_STATE_KEY
 from shardwright.backends.torch.machine.agreement import Claim
 from shardwright.backends.torch.machine.digests import digest_of
+from shardwright.backends.torch.state.extra_state import extra_keys, held_extra, set_extra
 from shardwright.backends.torch.state.generators import generator_states, set_generator_states
 from shardwright.backends.torch.state.parts import Parts
 from shardwright.backends.torch.state.saved_parts import (
@@ -30,15 +30,16 @@ from shardwright.core.checkpoint.reader import Reader, require_names
 from shardwright.core.checkpoint.saved_tensors import SavedState
 from shardwright.core.checkpoint.tensor_file import digest_of as bytes_digest
 from shardwright.core.checkpoint.translated import COUNTS, OPTIMIZER, SCHEDULE, STEP, Translated
-from shardwright.core.errors import CheckpointError, MissingCapabilityError, ShardwrightError
+from shardwright.core.errors import CheckpointError, ShardwrightError
 from shardwright.torch import session as sessions
 from shardwright.torch.model import DistributedModel
 from shardwright.torch.optimizer import DistributedOptimizer
 from shardwright.torch.run_agreement import optimizers_claim
 
 HALVES = (torch.bfloat16, torch.float16)
-USER, RANDOM = "user", "random"
-"""The parts of a checkpoint with tensors of the user's, and with the states of random generators."""
+USER, RANDOM, EXTRA = "user", "random", "extra"
+"""The parts of a checkpoint with tensors of the user's, with the states of random generators, and with tensors in the
+extra state of modules."""
 Optimizers = DistributedOptimizer | Sequence[DistributedOptimizer] | None
 
 
@@ -121,15 +122,27 @@ class CheckpointState:
         states = generator_states()
         pieces[RANDOM] = [whole_piece(f"{kind}.{self.session.bound.rank}", state) for kind, state in states.items()]
         claims = [*_content_claims(content, user), optimizers_claim(self.run)]
-        extra = {key: value for key, value in self.ownership.model.state_dict(keep_vars=True).items() if _is_extra(key)}
-        if extra and self.session.bound.size("pp") > 1:
-            raise MissingCapabilityError(
-                f"the model has extra state ({next(iter(extra))}), of which each stage has its own: checkpoints of "
-                f"pipelines do not hold it yet"
-            )
-        if self.session.bound.rank == 0:
-            content["extra"] = encoded(extra, tensor, "the model's extra state")
         return content, pieces, claims
+
+    def own_content(self, pieces: dict[str, list[Piece]]) -> dict[str, dict[str, Any]]:
+        """The values that are no tensors and that this rank alone has: the extra states of the modules that run here,
+        of the first replica. Their tensors join ``pieces``."""
+        bound = self.session.bound
+        is_first = not any(bound.coordinate(axis) for axis in bound.mesh.names if axis != "pp")
+        if not is_first or (self.ownership.placement is None and bound.rank):
+            return {}
+        held: list[Piece] = []
+
+        def tensor(value: Any, place: str) -> str | None:
+            if not isinstance(value, torch.Tensor):
+                return None
+            name = f"{bound.coordinate('pp')}.{len(held)}"
+            held.append(whole_piece(name, value, place))
+            return f"{EXTRA}/{name}"
+
+        found = {key: encoded(value, tensor, key) for key, value in held_extra(self.ownership).items()}
+        pieces[EXTRA] = held
+        return {EXTRA: found}
 
     # Loading -----------------------------------------------------------------------------------------------------
 
@@ -185,6 +198,8 @@ class CheckpointState:
                 f"{reader} has {len(saved)} optimizers, and this run has {len(self.optimizers)}: wrap as many before, "
                 f"or give load_optimizer=False"
             )
+        if strict and (extra := content.get(EXTRA)) is not None:
+            require_names(extra_keys(self.ownership.model), sorted(extra), "the extra state of the model's modules")
         lacking = sorted(self.split_model.lacking_values() - firsts)
         if lacking:
             raise CheckpointError(f"{lacking[0]} has no values yet, and {reader} has none for it: give weights= too")
@@ -203,8 +218,7 @@ class CheckpointState:
             if name in weights and name not in awaited:
                 saved.read(reader, weights.label(name), name, self.ownership.tensor(name))
         self._read_masters(reader, {name: weights.label(name) for name in saved.of if name in weights})
-        for path, value in content.get("extra", {}).items():
-            self.ownership.modules[path.rpartition(".")[0]].set_extra_state(value)
+        set_extra(self.ownership, content.get(EXTRA) or {})
         kept = set(self.ownership.model.state_dict(keep_vars=True))
         for name in self.ownership.buffer_names:
             tensor = self.ownership.tensor(name)
@@ -250,10 +264,6 @@ class CheckpointState:
 
         split_model.after_sharding.append(read)
         split_model.awaits_masters = True
-
-
-def _is_extra(key: str) -> bool:
-    return key.rpartition(".")[2] == EXTRA_STATE_KEY
 
 
 def _content_claims(content: Mapping[str, Any], tensors: Sequence[Piece]) -> list[Claim]:

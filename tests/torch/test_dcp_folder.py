@@ -163,6 +163,36 @@ def test_no_more_than_one_tensor_is_held_while_writing(tmp_path: Path, monkeypat
     assert most <= 2, "the last one is let go of when the next is there"
 
 
+class Scaled(nn.Linear):
+    """A layer with extra state, of whatever form."""
+
+    extra: Any = None
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+
+@pytest.mark.parametrize("prefix", ["model.", ""])
+def test_extra_states_of_modules_are_no_weights(tmp_path: Path, prefix: str) -> None:
+    model = nn.Sequential(Scaled(2, 2), Scaled(2, 2), Scaled(2, 2))
+    model[0].extra = {"calls": 3, "scale": torch.full((2,), 0.5), "history": [torch.ones(1), {"mean": 1.5}]}
+    model[1].extra, model[2].extra = torch.arange(4, dtype=torch.uint8), 7
+    state = model.state_dict()
+    dcp.save({"model": state} if prefix else state, checkpoint_id=tmp_path / "dcp")
+    folder = open_dcp(tmp_path / "dcp")
+    assert sorted(folder.names("model")) == sorted(name for name, _ in model.named_parameters())
+    extra = folder.content(lambda label: read_whole(folder, label))["extra"]
+    assert extra.keys() == {f"{number}._extra_state" for number in range(3)}
+    first = extra["0._extra_state"]
+    tensors = {"scale": first["scale"], "history": first["history"][0], "bytes": extra["1._extra_state"]}
+    wanted = {"scale": torch.full((2,), 0.5), "history": torch.ones(1), "bytes": torch.arange(4, dtype=torch.uint8)}
+    Comparison("extra states").equal(tensors, wanted, what="tensors").require("tensors")
+    assert (first["calls"], first["history"][1], extra["2._extra_state"]) == (3, {"mean": 1.5}, 7)
+
+
 def test_numbers_without_names_are_refused_and_weights_are_read(tmp_path: Path) -> None:
     model, optimizer = trained()
     dcp.save(numbered(model, optimizer), checkpoint_id=tmp_path, no_dist=True)

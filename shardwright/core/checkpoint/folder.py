@@ -30,6 +30,7 @@ from shardwright.core.checkpoint.index import (
     read_index,
     read_marker,
     read_rank_record,
+    with_content_of,
 )
 from shardwright.core.checkpoint.tensor_file import ToWrite, digest_of, write_path
 from shardwright.core.checkpoint.together import put_together
@@ -104,9 +105,17 @@ def begin(path: Path, tag: str) -> Save:
     return Save(folder, secrets.token_hex(6), last + 1)
 
 
-def write_rank(save: Save, rank: int, pieces: Mapping[str, list[Piece]]) -> None:
+def write_rank(
+    save: Save, rank: int, pieces: Mapping[str, list[Piece]], content: Mapping[str, dict[str, Any]] | None = None
+) -> None:
     """Write one rank's pieces, by the part of the state that they belong to, each part to a file of its own; and last
-    its record. Raises CheckpointError where a file cannot be written, as on a full disk; nothing of it is left then."""
+    its record.
+
+    content: values that are no tensors and that this rank alone has, by their part of the content that `publish` gets
+    and their names there.
+
+    Raises CheckpointError where a file cannot be written, as on a full disk; nothing of it is left then.
+    """
     files: dict[str, FileRecord] = {}
     tensors: dict[str, RankTensor] = {}
     made: list[Path] = []
@@ -127,7 +136,9 @@ def write_rank(save: Save, rank: int, pieces: Mapping[str, list[Piece]]) -> None
                 before = tensors[name].pieces if name in tensors else ()
                 tensors[name] = RankTensor(dtype=piece.dtype, shape=piece.shape, pieces=(*before, own))
         made.append(save.file("record", rank, "json"))
-        _write_whole(made[-1], RankRecord(files=files, tensors=tensors).model_dump_json().encode())
+        _write_whole(
+            made[-1], RankRecord(files=files, tensors=tensors, content=content or {}).model_dump_json().encode()
+        )
     except OSError as failed:
         for path in made:
             path.unlink(missing_ok=True)
@@ -156,6 +167,7 @@ def publish(
     """
     records = _gathered(save, ranks, timeout_s)
     files, tensors = merged(records)
+    content = with_content_of(records, content)
     for name, record in files.items():
         if not (save.folder / name).exists() or (save.folder / name).stat().st_size != record.size_bytes:
             raise CheckpointError(

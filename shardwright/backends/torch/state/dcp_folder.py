@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardwright.backends.torch.state.dcp_keys import USER, placed
+from shardwright.backends.torch.state.dcp_keys import USER, nested, placed
 from shardwright.backends.torch.state.dcp_metadata import METADATA, DcpTensor, Entry, read_metadata
 from shardwright.backends.torch.state.plain_states import (
     PARAMS,
@@ -168,7 +168,15 @@ class DcpFolder:
                 PlanWarning, stacklevel=2,
             )  # fmt: skip
         user |= {name: tensors(f"{USER}/{name}") for name in self.names(USER)}
-        extra = {name: self._value(entry) for name, entry in self._places.extra.items()}
+        extra = {
+            name: nested(
+                {
+                    place: tensors(entry) if isinstance(entry, str) else self._value(entry)
+                    for place, entry in held.items()
+                }
+            )
+            for name, held in self._places.extra.items()
+        }
         return content_of(optimizers, self.step, user or None) | {"extra": extra}
 
     def _named_groups(self, number: int) -> list[dict[str, Any]]:
