@@ -1,6 +1,7 @@
 """The state of training on one rank, as a checkpoint has it: gathered to be saved, and taken from a saved one."""
 
 import json
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,11 +27,12 @@ from shardwright.core.checkpoint.boxes import Box
 from shardwright.core.checkpoint.content import encoded
 from shardwright.core.checkpoint.folder import Piece
 from shardwright.core.checkpoint.name_map import NameMap, Side, families
+from shardwright.core.checkpoint.options import OptionGroup
 from shardwright.core.checkpoint.reader import Reader, require_names
 from shardwright.core.checkpoint.saved_tensors import SavedState
 from shardwright.core.checkpoint.tensor_file import digest_of as bytes_digest
-from shardwright.core.checkpoint.translated import COUNTS, OPTIMIZER, SCHEDULE, STEP, Translated
-from shardwright.core.errors import CheckpointError, ShardwrightError
+from shardwright.core.checkpoint.translated import COUNTS, OPTIMIZER, OPTIONS, SCHEDULE, STEP, Translated
+from shardwright.core.errors import CheckpointError, PlanWarning, ShardwrightError
 from shardwright.torch import session as sessions
 from shardwright.torch.model import DistributedModel
 from shardwright.torch.optimizer import DistributedOptimizer
@@ -229,6 +231,9 @@ class CheckpointState:
             counts = content.get(COUNTS) or {}
             updates = counts.get(STEP) if counts.get(STEP) is not None else counts.get(SCHEDULE)
             optimizer.resume(told, reader, f"optimizer{number}", updates)
+            if not told and OPTIONS in content:
+                groups = [OptionGroup.of_values(values) for values in content[OPTIONS]]
+                self._say_options(reader, optimizer.take_options(groups, counts.get(SCHEDULE)))
         if content["seed"] is not None:
             self.run.set_seed(content["seed"])
             if len(self.session.models) == 1:
@@ -238,6 +243,11 @@ class CheckpointState:
         suffix = f".{self.session.bound.rank}"
         mine = [name for name in reader.names(RANDOM) if name.endswith(suffix)]
         set_generator_states({name.removesuffix(suffix): read_whole(reader, f"{RANDOM}/{name}") for name in mine})
+
+    def _say_options(self, reader: SavedState, note: str | None) -> None:
+        """Say what of the options of an optimizer does not cross frameworks."""
+        if note is not None and self.session.bound.rank == 0:
+            warnings.warn(f"{reader}: {note}", PlanWarning, stacklevel=4)
 
     def _read_masters(self, reader: SavedState, labels: Mapping[str, str]) -> None:
         """Read parameters once more where the first step will keep them in float32, and they are in 16 bits until
