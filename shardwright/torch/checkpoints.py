@@ -80,7 +80,7 @@ def save_checkpoint(
         _require_own_folder(session, folder, state.run)
         content, pieces, claims = state.gathered(user_content)
         if session.bound.rank == 0:
-            save = folders.begin(folder, tag)
+            save = folders.begin(folder, tag, session.saves)
             notes = int(save.name, 16), save.sequence
         else:
             folders.require_tag(tag)

@@ -32,6 +32,7 @@ from shardwright.core.checkpoint.content import encoded
 from shardwright.core.checkpoint.folder import Piece, Save
 from shardwright.core.checkpoint.name_map import NameMap, families
 from shardwright.core.checkpoint.options import OptionGroup
+from shardwright.core.checkpoint.other_writers import KnownSaves
 from shardwright.core.checkpoint.reader import FRESH, Reader, require_names
 from shardwright.core.checkpoint.saved_tensors import SavedState
 from shardwright.core.checkpoint.tensor_file import digest_of
@@ -41,6 +42,8 @@ from shardwright.core.plan.file import to_document
 from shardwright.core.plan.plan import Plan
 
 USER = "user"
+_SAVES: KnownSaves = {}
+"""The saves that this process knows, which is one run."""
 WRITTEN_S = 60.0
 """The seconds within which what other processes have written is to be seen by the one that publishes."""
 
@@ -63,7 +66,7 @@ def save(path: Path, tag: str, state: TrainState, plan: Plan, user_content: Any,
         pieces, content = _gathered(state, user_content)
         same = _said(content, pieces[USER])
         if process == 0:
-            begun = folders.begin(path, tag)
+            begun = folders.begin(path, tag, _SAVES)
             told = [begun.name, begun.sequence]
         else:
             folders.require_tag(tag)
