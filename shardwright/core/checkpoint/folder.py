@@ -257,9 +257,14 @@ def abandon(save: Save) -> None:
 
 
 def tell_failure(save: Save, rank: int, error: Exception) -> None:
-    """Tell the rank that waits for the records of all that this one will not write its own."""
-    with contextlib.suppress(OSError):
-        _write_whole(save.file("failure", rank, "json"), json.dumps(f"{type(error).__name__}: {error}").encode())
+    """Tell the rank that waits for the records of all that this one will not write its own; on a full disk by a file
+    without bytes."""
+    path = save.file("failure", rank, "json")
+    try:
+        _write_whole(path, json.dumps(f"{type(error).__name__}: {error}").encode())
+    except OSError:
+        with contextlib.suppress(OSError):
+            path.touch()
 
 
 def complete(path: Path) -> list[tuple[str, Marker]]:
@@ -281,8 +286,20 @@ def complete(path: Path) -> list[tuple[str, Marker]]:
 
 def has_none(path: Path) -> bool:
     """Whether a folder has no checkpoint that was completed, damaged ones among them, or does not exist. Raises
-    CheckpointError where it may not be looked into."""
+    CheckpointError where it may not be looked into, or is a file, or a checkpoint itself."""
+    require_folder(path)
     return not any(_is_there(folder / MARKER) for folder in _folders_in(path))
+
+
+def require_folder(path: Path) -> None:
+    """Raise CheckpointError where a path, if there is anything, is not a folder of checkpoints but a file, or one of
+    them."""
+    if _is_there(path) and not _is_folder(path):
+        raise CheckpointError(f"{path} is a file: expected the folder of checkpoints")
+    if _is_there(path / MARKER):
+        raise CheckpointError(
+            f"{path} is itself a checkpoint: name the folder that it is in, {path.parent}, and tag={path.name!r}"
+        )
 
 
 def chosen(path: Path, tag: str | None) -> tuple[Path, Marker]:
@@ -290,6 +307,7 @@ def chosen(path: Path, tag: str | None) -> tuple[Path, Marker]:
 
     Raises CheckpointError where there is none, naming those that are.
     """
+    require_folder(path)
     if not _is_folder(path):
         raise CheckpointError(f"{path}: there is no such folder of checkpoints")
     if tag is not None:
@@ -376,7 +394,8 @@ def _gathered(save: Save, ranks: int, timeout_s: float) -> dict[int, RankRecord]
                 records[rank] = read_rank_record(_read_bytes(path), str(path))
             failed = save.file("failure", rank, "json")
             if rank not in records and failed.exists():
-                raise CheckpointError(f"rank {rank} could not write its part: {json.loads(_read_bytes(failed))}")
+                why = json.loads(_read_bytes(failed) or b'"there was no space to say why"')
+                raise CheckpointError(f"rank {rank} could not write its part: {why}")
         if len(records) == ranks:
             return records
         if time.monotonic() > until:

@@ -319,6 +319,34 @@ def test_a_number_to_keep_is_a_whole_one(keep: Any) -> None:
         folders.require_keep(keep)
 
 
+def test_a_rank_without_space_is_heard_of_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save = folders.begin(tmp_path, "one")
+    folders.write_rank(save, 0, of_rank(0, WHOLE))
+
+    def full(number: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    folders.tell_failure(save, 1, CheckpointError("no room"))
+    monkeypatch.undo()
+    with pytest.raises(CheckpointError, match="rank 1 could not write its part: there was no space to say why"):
+        folders.publish(save, 2, 60, step=0, framework="torch", content={}, plan=None, keep=None)
+
+
+def test_the_wrong_folder_is_not_one_without_checkpoints(tmp_path: Path) -> None:
+    write(tmp_path, "step_7")
+    (tmp_path / "notes.txt").touch()
+    for path, said in (
+        (tmp_path / "step_7", "is itself a checkpoint.*tag='step_7'"),
+        (tmp_path / "notes.txt", "is a file"),
+    ):
+        with pytest.raises(CheckpointError, match=said):
+            folders.has_none(path)
+        with pytest.raises(CheckpointError, match=said):
+            Reader.open(path)
+    assert folders.has_none(tmp_path / "nowhere")
+
+
 def test_a_rank_that_fails_is_heard_of_at_once(tmp_path: Path) -> None:
     save = folders.begin(tmp_path, "one")
     folders.write_rank(save, 0, of_rank(0, WHOLE))
