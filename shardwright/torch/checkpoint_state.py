@@ -34,6 +34,7 @@ from shardwright.core.checkpoint.tensor_file import digest_of as bytes_digest
 from shardwright.core.checkpoint.translated import COUNTS, OPTIMIZER, OPTIONS, SCHEDULE, STEP, Translated
 from shardwright.core.errors import CheckpointError, PlanWarning, ShardwrightError
 from shardwright.torch import session as sessions
+from shardwright.torch.crossed_options import take_options
 from shardwright.torch.model import DistributedModel
 from shardwright.torch.optimizer import DistributedOptimizer
 from shardwright.torch.run_agreement import optimizers_claim
@@ -233,7 +234,8 @@ class CheckpointState:
             optimizer.resume(told, reader, f"optimizer{number}", updates)
             if not told and OPTIONS in content:
                 groups = [OptionGroup.of_values(values) for values in content[OPTIONS]]
-                self._say_options(reader, optimizer.take_options(groups, counts.get(SCHEDULE)))
+                note = take_options(optimizer.optimizer, optimizer.named_groups(), groups, counts.get(SCHEDULE))
+                self._say_options(reader, note)
         if content["seed"] is not None:
             self.run.set_seed(content["seed"])
             if len(self.session.models) == 1:

@@ -4,7 +4,7 @@ import dataclasses
 import logging
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -23,13 +23,11 @@ from shardwright.backends.torch.state.optimizer_states import (
 from shardwright.backends.torch.state.ownership import is_hollow
 from shardwright.backends.torch.state.parts import Parts
 from shardwright.backends.torch.state.saved_parts import SavedParts
-from shardwright.core.checkpoint.options import OptionGroup
 from shardwright.core.checkpoint.reader import FRESH, require_names
 from shardwright.core.checkpoint.saved_tensors import SavedState
 from shardwright.core.errors import CheckpointError, MissingCapabilityError, PlanWarning, ShardwrightError
 from shardwright.core.model.loss.scaling import LossScale, loss_scale_of
 from shardwright.torch import session as sessions
-from shardwright.torch.crossed_options import take_options
 from shardwright.torch.run_agreement import optimizers_claim
 from shardwright.torch.scaler import require_unscaled
 
@@ -324,13 +322,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
                         f"dtype. {FRESH}"
                     )
 
-    def take_options(self, told: Sequence[OptionGroup], steps: int | None) -> str | None:
-        """Take the options that a checkpoint of a JAX run tells; see `crossed_options.take_options`."""
-        return take_options(self.optimizer, self.named_groups(), told, steps)
-
     def resume(self, told: Mapping[str, Any] | None, reader: SavedState, section: str, steps: int | None) -> None:
         """Take the options and the states of an optimizer in a checkpoint; those that the first step cuts, after it.
-        ``told``: None where it comes from a JAX run, whose options `take_options` takes; ``steps`` is the number of its
+        ``told``: None where it comes from a JAX run, whose options `crossed_options.take_options` takes; ``steps`` is the number of its
         updates then."""
         for group, saved in zip(self.param_groups, told["groups"] if told else (), strict=told is not None):
             for key, entry in saved.items():
