@@ -10,6 +10,7 @@ from shardwright.commands.output import JsonOption, print_json, print_view
 from shardwright.core.checkpoint import folder as folders
 from shardwright.core.checkpoint.copied import write_copy
 from shardwright.core.checkpoint.name_map import NameMap, families
+from shardwright.core.checkpoint.options import ARGUMENTS, OptionGroup, said, said_alone
 from shardwright.core.checkpoint.reader import Reader
 from shardwright.core.checkpoint.safetensors_folder import (
     INDEX,
@@ -81,13 +82,16 @@ def convert_command(
         raise CheckpointError(f"--names: {state} has the names of {wanted} already: leave it out")
     if weights_only:
         state = _WeightsAlone(state)
-    said = _write(state, target, to, opened)
+    options = state.options if isinstance(state, Translated) and to in ("torch", "jax") else []
+    written = _write(state, target, to, opened)
     if json:
-        print_json({"source": opened.kind, "framework": state.framework, "step": state.step, "written": said})
+        told = {"source": opened.kind, "framework": state.framework, "step": state.step, "written": written}
+        print_json(told | {"options": [group.values() for group in options]})
         return
     print_view(
         f"{opened.kind} {source}, step {state.step}",
-        *(f"  {line}" for line in _lines(said)),
+        *(f"  {line}" for line in _lines(written)),
+        *(f"  {line}" for line in _lines_of_options(options, wanted)),
         f"as {TARGETS[to]}: {target}",
     )
 
@@ -158,7 +162,7 @@ def _write(state: SavedState, target: Path, to: Target, opened: _Opened) -> dict
 
     if isinstance(state, Translated):
         raise CheckpointError(
-            f"{opened.state} does not tell the options of its optimizer, which DCP holds: give --weights-only, or "
+            f"{opened.state} does not tell all options of a torch optimizer, which DCP holds: give --weights-only, or "
             f"--to torch and resume from that"
         )
     write_dcp(state, path)
@@ -190,12 +194,21 @@ class _WeightsAlone:
         return self._state.content(tensors) | {"optimizers": []}
 
 
+def _lines_of_options(options: list[OptionGroup], wanted: str) -> list[str]:
+    """The options of the optimizer that go along, in the words of the framework that is to read them, and those that it
+    has not."""
+    words = ARGUMENTS if wanted == "jax" else {word: word for word in ARGUMENTS}
+    taken = said(options, list(words), words)
+    return [*([f"options of the optimizer: {taken}"] if taken else []), *said_alone(options)]
+
+
 def _lines(written: dict[str, int]) -> list[str]:
     words = {
         "model": "weights and buffers",
         "other": "other state",
         "user": "tensors of the user's",
         "random": "states of random generators",
+        "extra": "tensors in extra states of modules",
         "scaling": "loss scale",
     }
     return [f"{count} {words.get(part, f'states of {part}')}" for part, count in written.items()]

@@ -1,6 +1,7 @@
 """The state of training on one rank, as a checkpoint has it: gathered to be saved, and taken from a saved one."""
 
 import json
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,9 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardwright.backends.torch.compat import EXTRA_STATE_KEY
 from shardwright.backends.torch.machine.agreement import Claim
 from shardwright.backends.torch.machine.digests import digest_of
+from shardwright.backends.torch.state.extra_state import extra_keys, held_extra, set_extra
 from shardwright.backends.torch.state.generators import generator_states, set_generator_states
 from shardwright.backends.torch.state.parts import Parts
 from shardwright.backends.torch.state.saved_parts import (
@@ -26,19 +27,22 @@ from shardwright.core.checkpoint.boxes import Box
 from shardwright.core.checkpoint.content import encoded
 from shardwright.core.checkpoint.folder import Piece
 from shardwright.core.checkpoint.name_map import NameMap, Side, families
+from shardwright.core.checkpoint.options import OptionGroup
 from shardwright.core.checkpoint.reader import Reader, require_names
 from shardwright.core.checkpoint.saved_tensors import SavedState
 from shardwright.core.checkpoint.tensor_file import digest_of as bytes_digest
-from shardwright.core.checkpoint.translated import COUNTS, OPTIMIZER, SCHEDULE, STEP, Translated
-from shardwright.core.errors import CheckpointError, MissingCapabilityError, ShardwrightError
+from shardwright.core.checkpoint.translated import COUNTS, OPTIMIZER, OPTIONS, SCHEDULE, STEP, Translated
+from shardwright.core.errors import CheckpointError, PlanWarning, ShardwrightError
 from shardwright.torch import session as sessions
+from shardwright.torch.crossed_options import take_options
 from shardwright.torch.model import DistributedModel
 from shardwright.torch.optimizer import DistributedOptimizer
 from shardwright.torch.run_agreement import optimizers_claim
 
 HALVES = (torch.bfloat16, torch.float16)
-USER, RANDOM = "user", "random"
-"""The parts of a checkpoint with tensors of the user's, and with the states of random generators."""
+USER, RANDOM, EXTRA = "user", "random", "extra"
+"""The parts of a checkpoint with tensors of the user's, with the states of random generators, and with tensors in the
+extra state of modules."""
 Optimizers = DistributedOptimizer | Sequence[DistributedOptimizer] | None
 
 
@@ -121,15 +125,27 @@ class CheckpointState:
         states = generator_states()
         pieces[RANDOM] = [whole_piece(f"{kind}.{self.session.bound.rank}", state) for kind, state in states.items()]
         claims = [*_content_claims(content, user), optimizers_claim(self.run)]
-        extra = {key: value for key, value in self.ownership.model.state_dict(keep_vars=True).items() if _is_extra(key)}
-        if extra and self.session.bound.size("pp") > 1:
-            raise MissingCapabilityError(
-                f"the model has extra state ({next(iter(extra))}), of which each stage has its own: checkpoints of "
-                f"pipelines do not hold it yet"
-            )
-        if self.session.bound.rank == 0:
-            content["extra"] = encoded(extra, tensor, "the model's extra state")
         return content, pieces, claims
+
+    def own_content(self, pieces: dict[str, list[Piece]]) -> dict[str, dict[str, Any]]:
+        """The values that are no tensors and that this rank alone has: the extra states of the modules that run here,
+        of the first replica. Their tensors join ``pieces``."""
+        bound = self.session.bound
+        is_first = not any(bound.coordinate(axis) for axis in bound.mesh.names if axis != "pp")
+        if not is_first or (self.ownership.placement is None and bound.rank):
+            return {}
+        held: list[Piece] = []
+
+        def tensor(value: Any, place: str) -> str | None:
+            if not isinstance(value, torch.Tensor):
+                return None
+            name = f"{bound.coordinate('pp')}.{len(held)}"
+            held.append(whole_piece(name, value, place))
+            return f"{EXTRA}/{name}"
+
+        found = {key: encoded(value, tensor, key) for key, value in held_extra(self.ownership).items()}
+        pieces[EXTRA] = held
+        return {EXTRA: found}
 
     # Loading -----------------------------------------------------------------------------------------------------
 
@@ -185,6 +201,8 @@ class CheckpointState:
                 f"{reader} has {len(saved)} optimizers, and this run has {len(self.optimizers)}: wrap as many before, "
                 f"or give load_optimizer=False"
             )
+        if strict and (extra := content.get(EXTRA)) is not None:
+            require_names(extra_keys(self.ownership.model), sorted(extra), "the extra state of the model's modules")
         lacking = sorted(self.split_model.lacking_values() - firsts)
         if lacking:
             raise CheckpointError(f"{lacking[0]} has no values yet, and {reader} has none for it: give weights= too")
@@ -203,8 +221,7 @@ class CheckpointState:
             if name in weights and name not in awaited:
                 saved.read(reader, weights.label(name), name, self.ownership.tensor(name))
         self._read_masters(reader, {name: weights.label(name) for name in saved.of if name in weights})
-        for path, value in content.get("extra", {}).items():
-            self.ownership.modules[path.rpartition(".")[0]].set_extra_state(value)
+        set_extra(self.ownership, content.get(EXTRA) or {})
         kept = set(self.ownership.model.state_dict(keep_vars=True))
         for name in self.ownership.buffer_names:
             tensor = self.ownership.tensor(name)
@@ -215,6 +232,10 @@ class CheckpointState:
             counts = content.get(COUNTS) or {}
             updates = counts.get(STEP) if counts.get(STEP) is not None else counts.get(SCHEDULE)
             optimizer.resume(told, reader, f"optimizer{number}", updates)
+            if not told and OPTIONS in content:
+                groups = [OptionGroup.of_values(values) for values in content[OPTIONS]]
+                note = take_options(optimizer.optimizer, optimizer.named_groups(), groups, counts.get(SCHEDULE))
+                self._say_options(reader, note)
         if content["seed"] is not None:
             self.run.set_seed(content["seed"])
             if len(self.session.models) == 1:
@@ -224,6 +245,11 @@ class CheckpointState:
         suffix = f".{self.session.bound.rank}"
         mine = [name for name in reader.names(RANDOM) if name.endswith(suffix)]
         set_generator_states({name.removesuffix(suffix): read_whole(reader, f"{RANDOM}/{name}") for name in mine})
+
+    def _say_options(self, reader: SavedState, note: str | None) -> None:
+        """Say what of the options of an optimizer does not cross frameworks."""
+        if note is not None and self.session.bound.rank == 0:
+            warnings.warn(f"{reader}: {note}", PlanWarning, stacklevel=4)
 
     def _read_masters(self, reader: SavedState, labels: Mapping[str, str]) -> None:
         """Read parameters once more where the first step will keep them in float32, and they are in 16 bits until
@@ -250,10 +276,6 @@ class CheckpointState:
 
         split_model.after_sharding.append(read)
         split_model.awaits_masters = True
-
-
-def _is_extra(key: str) -> bool:
-    return key.rpartition(".")[2] == EXTRA_STATE_KEY
 
 
 def _content_claims(content: Mapping[str, Any], tensors: Sequence[Piece]) -> list[Claim]:

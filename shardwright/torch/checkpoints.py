@@ -70,6 +70,7 @@ def save_checkpoint(
     failure: Exception | None = None
     notes: tuple[int, ...] = ()
     claims: list[Claim] = []
+    own: dict[str, dict[str, Any]] = {}
     try:
         folder = folders.folder_of(path)
         folders.require_keep(num_kept_partial_checkpoints)
@@ -79,11 +80,12 @@ def save_checkpoint(
         _require_own_folder(session, folder, state.run)
         content, pieces, claims = state.gathered(user_content)
         if session.bound.rank == 0:
-            save = folders.begin(folder, tag)
+            save = folders.begin(folder, tag, session.saves)
             notes = int(save.name, 16), save.sequence
         else:
             folders.require_tag(tag)
             pieces[USER] = []  # rank 0 writes them
+        own = state.own_content(pieces)
     except Exception as error:
         failure = error
     try:
@@ -100,7 +102,7 @@ def save_checkpoint(
     session.folders[folder.resolve()] = state.run
 
     def write() -> None:
-        folders.write_rank(chosen, session.bound.rank, pieces)
+        folders.write_rank(chosen, session.bound.rank, pieces, own)
 
     wait_s = max(session.config.wait_timeout_s, BEHIND_S) if background else session.config.wait_timeout_s
 

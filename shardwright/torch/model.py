@@ -21,6 +21,7 @@ from shardwright.backends.torch.program.stage_map import StageMap
 from shardwright.backends.torch.runtime import Runtime
 from shardwright.backends.torch.state import checkpoint
 from shardwright.backends.torch.state.deferred_init import require_built
+from shardwright.backends.torch.state.extra_state import extra_keys, held_extra, is_extra, keys_elsewhere, set_extra
 from shardwright.backends.torch.state.model_agreement import digest_of_state, model_claims, source_claim, values_digest
 from shardwright.backends.torch.state.parts import Parts
 from shardwright.backends.torch.state.weight_files import opened
@@ -376,18 +377,26 @@ class DistributedModel(SageMakerModel):
         """The whole state dict, by original names, on every rank or on rank 0 only. Every rank calls this."""
         if args or kwargs.get("prefix") or kwargs.get("destination") is not None:
             raise ShardwrightError("state_dict of a distributed model takes rank0_only alone: it gives original names")
-        if max(self.session.bound.size("pp"), self.session.bound.size("tp")) > 1:
+        ownership, bound = self.runtime.ownership, self.session.bound
+        extra: dict[str, Any] = {}
+        if max(bound.size("pp"), bound.size("tp")) > 1:
+            failure: Exception | None = None
+            try:
+                extra = held_extra(ownership)
+            except ShardwrightError as error:
+                failure = error
             claims = [optimizers_claim(self.model_run)]
             call = self.model_run.of_model(f"model.state_dict({rank0_only=})")
-            self.session.agreement.meet(call, claims, in_replica=True)
+            self.session.agreement.meet(call, claims, failure=failure, in_replica=True)
         self.runtime.split_model.make_values()
-        return checkpoint.gather(
-            self.runtime.ownership,
-            self.session.bound,
-            self.session.watchdog,
-            rank0_only=rank0_only,
-            parts=self.runtime.split_model.parts,
+        whole = checkpoint.gather(
+            ownership, bound, self.session.watchdog, rank0_only=rank0_only, parts=self.runtime.split_model.parts
         )
+        if bound.size("pp") > 1 and ownership.placement is not None and extra_keys(self.module):
+            stages = [bound.peer("pp", stage) for stage in range(bound.size("pp"))]
+            for held in self.session.messages.gather(extra, stages):
+                whole.update({key: state for key, state in held.items() if key in whole})
+        return whole
 
     def local_state_dict(self) -> dict[str, Any]:
         """The part of the state dict that this rank holds."""
@@ -396,10 +405,11 @@ class DistributedModel(SageMakerModel):
     def _held_state(self) -> dict[str, Any]:
         self.runtime.split_model.make_values()
         ownership = self.runtime.ownership
+        elsewhere = keys_elsewhere(ownership)
         return {
             key: entry
             for key, entry in self.module.state_dict().items()
-            if key not in ownership.first_name or ownership.holds(ownership.first_name[key])
+            if key not in elsewhere and (key not in ownership.first_name or ownership.holds(ownership.first_name[key]))
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
@@ -412,8 +422,9 @@ class DistributedModel(SageMakerModel):
         if self._is_divided(own) and _is_like(state_dict, own):
             with torch.no_grad():
                 for key, entry in own.items():
-                    if isinstance(entry, torch.Tensor):
+                    if isinstance(entry, torch.Tensor) and not is_extra(key):
                         entry.detach().copy_(state_dict[key])
+            set_extra(self.runtime.ownership, state_dict)
             self.session.note_loaded("what each rank holds")
             return IncompatibleKeys([], [])
         missing, unexpected = checkpoint.load(

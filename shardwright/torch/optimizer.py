@@ -324,8 +324,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def resume(self, told: Mapping[str, Any] | None, reader: SavedState, section: str, steps: int | None) -> None:
         """Take the options and the states of an optimizer in a checkpoint; those that the first step cuts, after it.
-        ``told``: None where it comes from a JAX run, whose options nothing tells; ``steps`` is the number of its
-        updates then."""
+        ``told``: None where it comes from a JAX run, whose options `crossed_options.take_options` takes; ``steps`` is
+        the number of its updates then."""
         for group, saved in zip(self.param_groups, told["groups"] if told else (), strict=told is not None):
             for key, entry in saved.items():
                 before = group.get(key)

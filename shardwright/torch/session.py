@@ -26,6 +26,7 @@ from shardwright.backends.torch.machine.mesh import BoundMesh
 from shardwright.backends.torch.machine.messages import Messages
 from shardwright.backends.torch.machine.process import choose_device, start, this_launch, watch_over
 from shardwright.backends.torch.machine.watchdog import Fault, Watchdog, watch_for_stop
+from shardwright.core.checkpoint.other_writers import KnownSaves
 from shardwright.core.errors import CheckpointError, ShardwrightError
 from shardwright.core.layout.mesh import Mesh
 from shardwright.core.plan.plan import Plan
@@ -71,6 +72,7 @@ class Session:
         """The state dicts that were loaded, in words."""
         self.folders: dict[Path, ModelRun] = {}
         """The model whose checkpoints this run has written to each folder."""
+        self.saves: KnownSaves = {}
         self.pending: PendingSave | None = None
         """The checkpoint that is being written in the background."""
 

@@ -5,6 +5,7 @@ import pickle
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from random import Random as random_of
 from typing import Any
 
 import pytest
@@ -163,6 +164,36 @@ def test_no_more_than_one_tensor_is_held_while_writing(tmp_path: Path, monkeypat
     assert most <= 2, "the last one is let go of when the next is there"
 
 
+class Scaled(nn.Linear):
+    """A layer with extra state, of whatever form."""
+
+    extra: Any = None
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+
+@pytest.mark.parametrize("prefix", ["model.", ""])
+def test_extra_states_of_modules_are_no_weights(tmp_path: Path, prefix: str) -> None:
+    model = nn.Sequential(Scaled(2, 2), Scaled(2, 2), Scaled(2, 2))
+    model[0].extra = {"calls": 3, "scale": torch.full((2,), 0.5), "history": [torch.ones(1), {"mean": 1.5}]}
+    model[1].extra, model[2].extra = torch.arange(4, dtype=torch.uint8), 7
+    state = model.state_dict()
+    dcp.save({"model": state} if prefix else state, checkpoint_id=tmp_path / "dcp")
+    folder = open_dcp(tmp_path / "dcp")
+    assert sorted(folder.names("model")) == sorted(name for name, _ in model.named_parameters())
+    extra = folder.content(lambda label: read_whole(folder, label))["extra"]
+    assert extra.keys() == {f"{number}._extra_state" for number in range(3)}
+    first = extra["0._extra_state"]
+    tensors = {"scale": first["scale"], "history": first["history"][0], "bytes": extra["1._extra_state"]}
+    wanted = {"scale": torch.full((2,), 0.5), "history": torch.ones(1), "bytes": torch.arange(4, dtype=torch.uint8)}
+    Comparison("extra states").equal(tensors, wanted, what="tensors").require("tensors")
+    assert (first["calls"], first["history"][1], extra["2._extra_state"]) == (3, {"mean": 1.5}, 7)
+
+
 def test_numbers_without_names_are_refused_and_weights_are_read(tmp_path: Path) -> None:
     model, optimizer = trained()
     dcp.save(numbered(model, optimizer), checkpoint_id=tmp_path, no_dist=True)
@@ -272,12 +303,16 @@ def test_what_is_damaged_is_named(tmp_path: Path) -> None:
     data = saved(tmp_path / "a")
     data.write_bytes(data.read_bytes()[:2000])
     with pytest.raises(CheckpointError, match=rf"{data.name}: the file has 2,000 bytes, and .metadata tells of"):
-        read_whole(open_dcp(tmp_path / "a"), "model/head.weight")
+        open_dcp(tmp_path / "a")
     data.unlink()
     with pytest.raises(CheckpointError, match=rf".metadata names {data.name}, which is not in the folder"):
         open_dcp(tmp_path / "a")
     data = saved(tmp_path / "b")
-    data.write_bytes(b"\0" * data.stat().st_size)
+    before = data.read_bytes()
+    data.write_bytes(before + b"\0")
+    with pytest.raises(CheckpointError, match=rf"{data.name}: the file has [\d,]+ bytes, and .metadata tells of"):
+        open_dcp(tmp_path / "b")
+    data.write_bytes(b"\0" * len(before))
     with pytest.raises(CheckpointError, match=rf"{data.name}: the chunk at byte [\d,]+ is damaged"):
         read_whole(open_dcp(tmp_path / "b"), "model/up.weight")
     whole = (tmp_path / "b" / ".metadata").read_bytes()
@@ -289,9 +324,44 @@ def test_what_is_damaged_is_named(tmp_path: Path) -> None:
         open_dcp(tmp_path / "nowhere")
 
 
+def test_any_flipped_bit_of_a_tensor_is_found(tmp_path: Path) -> None:
+    """By the checksums of the archives that torch writes; a file without them has zeros in their place."""
+    data = saved(tmp_path / "a")
+    before, random = data.read_bytes(), random_of(0)
+    state = open_dcp(tmp_path / "a")
+    labels = [f"{part}/{name}" for part in ("model", "optimizer0") for name in state.names(part)]
+    whole = {label: read_whole(state, label) for label in labels}
+    found = 0
+    for _ in range(150):
+        spoilt = bytearray(before)
+        spoilt[random.randrange(len(before))] ^= 1 << random.randrange(8)
+        data.write_bytes(spoilt)
+        refused, same = "", whole
+        try:
+            state = open_dcp(tmp_path / "a")
+            same = {label: read_whole(state, label) for label in labels}
+        except CheckpointError as error:
+            refused = str(error)
+        assert not refused or data.name in refused
+        found += bool(refused)
+        Comparison("what is not refused").equal(same, whole).require()  # the bit is in what nobody reads
+    assert found > 25
+    torch.serialization.set_crc32_options(False)
+    try:
+        saved(tmp_path / "b")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    Comparison().equal(read_whole(open_dcp(tmp_path / "b"), "model/up.weight"), whole["model/up.weight"]).require()
+
+
 def outside(found: Any) -> None:
     for told in found.storage_data.values():
         told.relative_path = "../elsewhere.distcp"
+
+
+def on_another(found: Any) -> None:
+    one, other = list(found.storage_data.values())[:2]
+    one.offset = other.offset
 
 
 def packed(found: Any) -> None:
@@ -311,6 +381,7 @@ def other_dtype(found: Any) -> None:
     ("change", "said"),
     [
         (outside, r"a value is said to be in '../elsewhere.distcp', outside of the folder"),
+        (on_another, r"tells of two values that share byte"),
         (packed, r"was written through zstd, which is not read here"),
         (half, r"model.up.weight of shape \(6, 4\) is not there whole: of 24 entries, 12 are in no piece"),
         (other_dtype, r"is damaged, or no tensor of torch.save: model/up.weight is not the tensor of I32"),

@@ -13,6 +13,8 @@ from shardwright.core.checkpoint.name_map import NameMap
 SAMPLES = 8
 RATE, DECAY, EPSILON = 1e-3, 0.1, 1e-6
 BETAS = 0.9, 0.99
+OPTIONS_CROSS = ("ncf",)
+"""The models whose optimizer is made with other options where a run goes on, and takes those of the checkpoint."""
 VOCABULARY, LENGTH, WIDTH, HEADS, LAYERS = 64, 12, 32, 4, 2
 USERS, ITEMS, FACTORS, DEPTH = 24, 40, 8, 2
 LINEAR = "weight[out, in]", "kernel[in, out]"

@@ -1,6 +1,7 @@
 """Runs that cross from PyTorch to JAX and back: the same bits, and losses as if they had stayed."""
 
 import json
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -60,12 +61,14 @@ def launched(folder: Path, mode: str, steps: int, degrees: dict[str, int], model
     return found
 
 
-def optimizer() -> optax.GradientTransformation:
+def optimizer(name: str) -> optax.GradientTransformation:
+    """The optimizer of a twin: for `OPTIONS_CROSS` with other options, which are to come from the checkpoint."""
     b1, b2 = crossing.BETAS
-    return optax.chain(
-        optax.clip_by_global_norm(1e6),
-        optax.adamw(crossing.RATE, b1, b2, crossing.EPSILON, weight_decay=crossing.DECAY),
-    )
+    if name in crossing.OPTIONS_CROSS:
+        own: Any = optax.inject_hyperparams(optax.adamw)(learning_rate=0.5, b1=0.5, b2=0.5, eps=0.1, weight_decay=0.9)
+    else:
+        own = optax.adamw(crossing.RATE, b1, b2, crossing.EPSILON, weight_decay=crossing.DECAY)
+    return optax.chain(optax.clip_by_global_norm(1e6), own)
 
 
 def step_of(name: str, **pins: Any) -> tuple[sw.TrainStep, sw.TrainState]:
@@ -74,7 +77,7 @@ def step_of(name: str, **pins: Any) -> tuple[sw.TrainStep, sw.TrainState]:
     pins = {"pp": 1, "dp": 1, "tp": 1, "microbatch": 2, "recompute": "none", "precision": "fp32", "shard": 0} | pins
     ranks = pins["pp"] * pins["dp"] * pins["tp"]
     plan = sw.plan(graph, sw.Cluster("cpu", devices_per_node=ranks), batch=crossing.SAMPLES, **pins)
-    train = sw.train_step(loss, optimizer(), plan, devices=jax.devices()[:ranks], log_every=0)
+    train = sw.train_step(loss, optimizer(name), plan, devices=jax.devices()[:ranks], log_every=0)
     return train, train.init(create)
 
 
@@ -84,7 +87,10 @@ def require_crossing(folder: Path, stayed: dict[str, list[float]], models: Seque
     comparison = Comparison("losses of runs that crossed")
     for name in models:
         train, state = step_of(name, **DEGREES[name])
-        state, user = train.resume_from_checkpoint(folder, state, f"{name}-torch", names=NAMES[name])
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            state, user = train.resume_from_checkpoint(folder, state, f"{name}-torch", names=NAMES[name])
+        require_said([str(one.message) for one in caught], name in crossing.OPTIONS_CROSS)
         train.save_checkpoint(folder, f"{name}-jax", state, user)
         losses = []
         for step in range(steps, 2 * steps):
@@ -99,6 +105,19 @@ def require_crossing(folder: Path, stayed: dict[str, list[float]], models: Seque
         wanted = {f"{name} back": stayed[name][steps:]}
         comparison.losses({f"{name} back": back[name]["losses"]}, wanted, relative=DRIFT)
     comparison.require()
+
+
+def require_said(said: Sequence[str], options_cross: bool) -> None:
+    """Require that options which an optax chain does not tell are named, with the values of the run in PyTorch."""
+    named = [text for text in said if "give the optimizer here" in text]
+    if options_cross:
+        assert not named
+    else:
+        (text,) = named
+        b1, b2 = crossing.BETAS
+        options = {"learning_rate": crossing.RATE, "b1": b1, "b2": b2, "eps": crossing.EPSILON}
+        for option, value in (options | {"weight_decay": crossing.DECAY}).items():
+            assert f"{option}={value:.7g}" in text
 
 
 def test_runs_go_there_and_back(started: tuple[Path, dict[str, list[float]]]) -> None:

@@ -16,7 +16,7 @@ from shardwright.core.checkpoint.saved_tensors import SavedState
 from shardwright.core.checkpoint.tensor_file import ITEM_BYTES, Bytes
 from shardwright.core.errors import CheckpointError
 
-_PARTS = ("model", "other", "scaling", "random", "user")
+_PARTS = ("model", "other", "scaling", "random", "user", "extra")
 
 
 @dataclass(frozen=True, slots=True)

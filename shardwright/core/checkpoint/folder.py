@@ -10,6 +10,7 @@ import json
 import os
 import re
 import secrets
+import stat
 import time
 import warnings
 from collections.abc import Callable, Mapping
@@ -30,13 +31,17 @@ from shardwright.core.checkpoint.index import (
     read_index,
     read_marker,
     read_rank_record,
+    with_content_of,
 )
+from shardwright.core.checkpoint.other_writers import KnownSaves, publishing_alone, require_alone
 from shardwright.core.checkpoint.tensor_file import ToWrite, digest_of, write_path
 from shardwright.core.checkpoint.together import put_together
 from shardwright.core.errors import CheckpointError, PlanWarning, nearest
 from shardwright.core.values.text_files import path_of
 
 MARKER = "complete.json"
+LOCKED_S = 60.0
+"""The seconds that a run waits while another publishes to the same folder, at least."""
 POLL_S = 0.02
 """Seconds between two looks for what other ranks have written."""
 _OF_SAVE = re.compile(r"(?P<part>[a-z0-9-]+)\.(?P<save>[0-9a-f]{12})\.(?:json|safetensors)(?:\.part)?")
@@ -89,10 +94,12 @@ def folder_of(path: str | Path) -> Path:
     return path_of(path, CheckpointError).expanduser().absolute()
 
 
-def begin(path: Path, tag: str) -> Save:
-    """Begin a save under a tag: one rank calls this, and tells the others. Raises CheckpointError where the folder
-    cannot be made."""
+def begin(path: Path, tag: str, known: KnownSaves | None = None) -> Save:
+    """Begin a save under a tag: one rank calls this, and tells the others. ``known``: the saves that the run knows.
+    Raises CheckpointError where the folder cannot be made, or another run writes to it too."""
     folder = path / require_tag(tag)
+    found = complete(path)
+    names = set() if known is None else require_alone(path, found, known)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / f"probe.{secrets.token_hex(4)}"
@@ -100,13 +107,23 @@ def begin(path: Path, tag: str) -> Save:
         probe.unlink()
     except OSError as failed:
         raise CheckpointError(f"no checkpoint can be written to {folder}: {failed.strerror}") from failed
-    last = max((marker.sequence for _, marker in complete(path)), default=0)
-    return Save(folder, secrets.token_hex(6), last + 1)
+    last = max((marker.sequence for _, marker in found), default=0)
+    save = Save(folder, secrets.token_hex(6), last + 1)
+    names.add(save.name)
+    return save
 
 
-def write_rank(save: Save, rank: int, pieces: Mapping[str, list[Piece]]) -> None:
+def write_rank(
+    save: Save, rank: int, pieces: Mapping[str, list[Piece]], content: Mapping[str, dict[str, Any]] | None = None
+) -> None:
     """Write one rank's pieces, by the part of the state that they belong to, each part to a file of its own; and last
-    its record. Raises CheckpointError where a file cannot be written, as on a full disk; nothing of it is left then."""
+    its record.
+
+    content: values that are no tensors and that this rank alone has, by their part of the content that `publish` gets
+    and their names there.
+
+    Raises CheckpointError where a file cannot be written, as on a full disk; nothing of it is left then.
+    """
     files: dict[str, FileRecord] = {}
     tensors: dict[str, RankTensor] = {}
     made: list[Path] = []
@@ -127,7 +144,9 @@ def write_rank(save: Save, rank: int, pieces: Mapping[str, list[Piece]]) -> None
                 before = tensors[name].pieces if name in tensors else ()
                 tensors[name] = RankTensor(dtype=piece.dtype, shape=piece.shape, pieces=(*before, own))
         made.append(save.file("record", rank, "json"))
-        _write_whole(made[-1], RankRecord(files=files, tensors=tensors).model_dump_json().encode())
+        _write_whole(
+            made[-1], RankRecord(files=files, tensors=tensors, content=content or {}).model_dump_json().encode()
+        )
     except OSError as failed:
         for path in made:
             path.unlink(missing_ok=True)
@@ -156,39 +175,48 @@ def publish(
     """
     records = _gathered(save, ranks, timeout_s)
     files, tensors = merged(records)
-    for name, record in files.items():
-        if not (save.folder / name).exists() or (save.folder / name).stat().st_size != record.size_bytes:
+    with publishing_alone(save.folder.parent, max(timeout_s, LOCKED_S)):
+        for name, record in files.items():
+            if not (save.folder / name).exists() or (save.folder / name).stat().st_size != record.size_bytes:
+                raise CheckpointError(
+                    f"{save.folder / name} is gone, or has changed, before the checkpoint was complete: does another "
+                    f"run write to this folder? Nothing was published"
+                )
+        try:
+            if together:
+                files, tensors = put_together(save.folder, save.name, files, tensors)
+            index = Index(
+                format="shardwright-checkpoint", version=VERSION, save=save.name, sequence=save.sequence, step=step,
+                framework=framework, ranks=ranks, files=files, tensors=tensors,
+                content=with_content_of(records, content), plan=plan,
+            )  # fmt: skip
+            _write_marker(save, index)
+        except OSError as failed:
             raise CheckpointError(
-                f"{save.folder / name} is gone, or has changed, before the checkpoint was complete: does another run "
-                f"write to this folder? Nothing was published"
-            )
-    try:
-        if together:
-            files, tensors = put_together(save.folder, save.name, files, tensors)
-        index = Index(
-            format="shardwright-checkpoint", version=VERSION, save=save.name, sequence=save.sequence, step=step,
-            framework=framework, ranks=ranks, files=files, tensors=tensors, content=content, plan=plan,
-        )  # fmt: skip
-        text = index.model_dump_json().encode()
-        path = save.folder / f"index.{save.name}.json"
-        _write_whole(path, text)
-        marker = Marker(
-            tag=save.folder.name,
-            format="shardwright-checkpoint", version=VERSION, save=save.name, sequence=save.sequence, step=step,
-            index=path.name, index_bytes=len(text), index_digest=digest_of(text), digest="",
-        )  # fmt: skip
-        marker = marker.model_copy(update={"digest": marker.own_digest()})
-        aside = save.folder / f"marker.{save.name}.json"
-        _write_whole(aside, marker.model_dump_json(indent=1).encode())
-        os.replace(aside, save.folder / MARKER)
-        _settle_folder(save.folder)
-    except OSError as failed:
-        raise CheckpointError(f"the checkpoint could not be written to {save.folder}: {failed.strerror}") from failed
-    _settle_folder(save.folder.parent)
-    try:
-        _clear(save, keep)
-    except OSError as failed:  # the checkpoint is complete
-        warnings.warn(f"what {save.folder} replaces could not be removed: {failed}", PlanWarning, stacklevel=2)
+                f"the checkpoint could not be written to {save.folder}: {failed.strerror}"
+            ) from failed
+        _settle_folder(save.folder.parent)
+        try:
+            _clear(save, keep)
+        except (OSError, CheckpointError) as failed:  # the checkpoint is complete
+            warnings.warn(f"what {save.folder} replaces could not be removed: {failed}", PlanWarning, stacklevel=2)
+
+
+def _write_marker(save: Save, index: Index) -> None:
+    """Write the index of a save, and then the marker."""
+    text = index.model_dump_json().encode()
+    path = save.folder / f"index.{save.name}.json"
+    _write_whole(path, text)
+    marker = Marker(
+        tag=save.folder.name, format="shardwright-checkpoint", version=VERSION, save=save.name,
+        sequence=save.sequence, step=index.step, index=path.name, index_bytes=len(text),
+        index_digest=digest_of(text), digest="",
+    )  # fmt: skip
+    marker = marker.model_copy(update={"digest": marker.own_digest()})
+    aside = save.folder / f"marker.{save.name}.json"
+    _write_whole(aside, marker.model_dump_json(indent=1).encode())
+    os.replace(aside, save.folder / MARKER)
+    _settle_folder(save.folder)
 
 
 def _clear(save: Save, keep: int | None) -> None:
@@ -229,19 +257,22 @@ def abandon(save: Save) -> None:
 
 
 def tell_failure(save: Save, rank: int, error: Exception) -> None:
-    """Tell the rank that waits for the records of all that this one will not write its own."""
-    with contextlib.suppress(OSError):
-        _write_whole(save.file("failure", rank, "json"), json.dumps(f"{type(error).__name__}: {error}").encode())
+    """Tell the rank that waits for the records of all that this one will not write its own; on a full disk by a file
+    without bytes."""
+    path = save.file("failure", rank, "json")
+    try:
+        _write_whole(path, json.dumps(f"{type(error).__name__}: {error}").encode())
+    except OSError:
+        with contextlib.suppress(OSError):
+            path.touch()
 
 
 def complete(path: Path) -> list[tuple[str, Marker]]:
     """The complete checkpoints of a folder, by tag, the oldest first. Links are none, and one whose marker is damaged
     is left out with a warning."""
-    if not path.is_dir():
-        return []
     found = []
-    for folder in path.iterdir():
-        if folder.is_symlink() or not folder.is_dir():
+    for folder in _folders_in(path):
+        if folder.is_symlink():
             continue
         try:
             marker = _marker_of(folder)
@@ -254,8 +285,21 @@ def complete(path: Path) -> list[tuple[str, Marker]]:
 
 
 def has_none(path: Path) -> bool:
-    """Whether a folder has no checkpoint that was completed, damaged ones among them, or does not exist."""
-    return not path.is_dir() or not any((folder / MARKER).exists() for folder in path.iterdir() if folder.is_dir())
+    """Whether a folder has no checkpoint that was completed, damaged ones among them, or does not exist. Raises
+    CheckpointError where it may not be looked into, or is a file, or a checkpoint itself."""
+    require_folder(path)
+    return not any(_is_there(folder / MARKER) for folder in _folders_in(path))
+
+
+def require_folder(path: Path) -> None:
+    """Raise CheckpointError where a path, if there is anything, is not a folder of checkpoints but a file, or one of
+    them."""
+    if _is_there(path) and not _is_folder(path):
+        raise CheckpointError(f"{path} is a file: expected the folder of checkpoints")
+    if _is_there(path / MARKER):
+        raise CheckpointError(
+            f"{path} is itself a checkpoint: name the folder that it is in, {path.parent}, and tag={path.name!r}"
+        )
 
 
 def chosen(path: Path, tag: str | None) -> tuple[Path, Marker]:
@@ -263,13 +307,14 @@ def chosen(path: Path, tag: str | None) -> tuple[Path, Marker]:
 
     Raises CheckpointError where there is none, naming those that are.
     """
-    if not path.is_dir():
+    require_folder(path)
+    if not _is_folder(path):
         raise CheckpointError(f"{path}: there is no such folder of checkpoints")
     if tag is not None:
         marker = _marker_of(path / require_tag(tag))
         if marker is None:
             known = [held for held, _ in complete(path)]
-            why = "is not complete: its run ended while it was written" if (path / tag).is_dir() else "does not exist"
+            why = "is not complete: its run ended while it was written" if _is_folder(path / tag) else "does not exist"
             raise CheckpointError(f"checkpoint {tag!r} in {path} {why}; {nearest(tag, known)}")
         return path / tag, marker
     found = complete(path)
@@ -302,7 +347,41 @@ def _drop(folder: Path, save: str) -> None:
 
 def _marker_of(folder: Path) -> Marker | None:
     path = folder / MARKER
-    return read_marker(_read_bytes(path), str(path)) if path.exists() else None
+    return read_marker(_read_bytes(path), str(path)) if _is_there(path) else None
+
+
+def _folders_in(path: Path) -> list[Path]:
+    """The folders in a folder, none where it does not exist. Raises CheckpointError where it may not be listed."""
+    if not _is_folder(path):
+        return []
+    try:
+        return [held for held in path.iterdir() if _is_folder(held)]
+    except OSError as failed:
+        raise _unreadable(path, failed) from failed
+
+
+def _is_folder(path: Path) -> bool:
+    told = _stat_of(path)
+    return told is not None and stat.S_ISDIR(told.st_mode)
+
+
+def _is_there(path: Path) -> bool:
+    return _stat_of(path) is not None
+
+
+def _stat_of(path: Path) -> os.stat_result | None:
+    """What the system knows of a path; None where there is nothing. What may not be looked at is not taken for nothing:
+    raises CheckpointError."""
+    try:
+        return path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as failed:
+        raise _unreadable(path, failed) from failed
+
+
+def _unreadable(path: Path, failed: OSError) -> CheckpointError:
+    return CheckpointError(f"{path}: the folder of checkpoints cannot be read: {failed.strerror}")
 
 
 def _gathered(save: Save, ranks: int, timeout_s: float) -> dict[int, RankRecord]:
@@ -315,7 +394,8 @@ def _gathered(save: Save, ranks: int, timeout_s: float) -> dict[int, RankRecord]
                 records[rank] = read_rank_record(_read_bytes(path), str(path))
             failed = save.file("failure", rank, "json")
             if rank not in records and failed.exists():
-                raise CheckpointError(f"rank {rank} could not write its part: {json.loads(_read_bytes(failed))}")
+                why = json.loads(_read_bytes(failed) or b'"there was no space to say why"')
+                raise CheckpointError(f"rank {rank} could not write its part: {why}")
         if len(records) == ranks:
             return records
         if time.monotonic() > until:

@@ -6,6 +6,7 @@ last: a checkpoint without one is not complete.
 """
 
 import json
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -69,10 +70,12 @@ class RankTensor(_Section):
 
 
 class RankRecord(_Section):
-    """What one rank wrote: its files, and its pieces of tensors by name."""
+    """What one rank wrote: its files, its pieces of tensors by name, and the values that are no tensors and that it
+    alone has, by the part of the content and their names."""
 
     files: dict[Name, FileRecord]
     tensors: dict[str, RankTensor]
+    content: dict[str, dict[str, Any]] = {}
 
 
 class Index(_Section):
@@ -160,6 +163,21 @@ def merged(records: dict[int, RankRecord]) -> tuple[dict[str, FileRecord], dict[
             raise CheckpointError(f"{name} of shape {own.shape} was not written whole: {fault}; nothing was published")
         tensors[name] = TensorRecord(dtype=own.dtype, shape=own.shape, pieces=tuple(pieces[name]))
     return files, tensors
+
+
+def with_content_of(records: Mapping[int, RankRecord], content: Mapping[str, Any]) -> dict[str, Any]:
+    """The content of a checkpoint with the values that single ranks have. Raises CheckpointError where two ranks have
+    one of the same name: then nothing is to be published."""
+    found = dict(content)
+    for rank, record in sorted(records.items()):
+        for part, values in record.content.items():
+            known = found.setdefault(part, {})
+            if twice := sorted(known.keys() & values.keys()):
+                raise CheckpointError(
+                    f"rank {rank} and another rank both have {part} of {twice[0]}: nothing was published"
+                )
+            found[part] = known | values
+    return found
 
 
 def read_index(text: bytes, source: str) -> Index:

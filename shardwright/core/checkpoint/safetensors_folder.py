@@ -1,6 +1,7 @@
 """Models in safetensors files, as Hugging Face lays them out: one file, or several and an index of their tensors."""
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 from shardwright.core.checkpoint.boxes import Box
 from shardwright.core.checkpoint.copied import whole_bytes
 from shardwright.core.checkpoint.saved_tensors import Entry, SavedState
-from shardwright.core.checkpoint.tensor_file import Bytes, TensorFile, ToWrite, write_path
+from shardwright.core.checkpoint.tensor_file import ITEM_BYTES, Bytes, TensorFile, ToWrite, write_path
 from shardwright.core.errors import CheckpointError, nearest
 
 MODEL = "model"
@@ -25,7 +26,8 @@ class SafetensorsModel:
     """The parameters and buffers in safetensors files, a `SavedState` without optimizers.
 
     Files are mapped, and read where a box is asked for. Raises CheckpointError where a file is missing or damaged, or
-    lacks a tensor that the index has there; no tensor is read for that.
+    has other tensors than the index says, or all of them other sizes; no tensor is read for that. Entries of such files
+    have no digests: a changed one is not noticed.
 
     Attributes:
         files: the paths of the files, and of the index.
@@ -48,6 +50,12 @@ class SafetensorsModel:
                         f"{nearest(name, opened.entries)[:200]}; the index and the files are of different models"
                     )
                 self._file_of[name] = opened
+            more = [] if names is None else sorted(set(opened.entries) - set(names))
+            if more:
+                raise CheckpointError(
+                    f"{file}: the file has a tensor {more[0]!r}, which {index} does not place there: the index and the "
+                    f"files are of different models"
+                )
 
     @classmethod
     def of_file(cls, path: Path) -> "SafetensorsModel":
@@ -66,7 +74,25 @@ class SafetensorsModel:
                 f"{path}: the index names {missing[0]} ({len(missing)} of {len(files)} files), which is not in "
                 f"{path.parent}: complete the download, or copy the file there"
             )
-        return cls(path.parent, path, files)
+        found = cls(path.parent, path, files)
+        found._require_size(path)
+        return found
+
+    def _require_size(self, index: Path) -> None:
+        """Raise CheckpointError where the tensors have not the bytes that the index tells of."""
+        told = total_size(index)
+        entries = [file.entries[name] for name, file in self._file_of.items()]
+        bytes_of = [(dtype, math.prod(shape) * ITEM_BYTES[dtype]) for dtype, shape, _ in entries]
+        size = sum(held for _, held in bytes_of)
+        # Older writers count an eighth of a byte for each entry of bool.
+        packed = size - sum(held - held / 8 for dtype, held in bytes_of if dtype == "BOOL")
+        if told is not None and told not in (size, packed) and int(told) not in (int(packed), size):
+            sizes = ", ".join(f"{file.name} {file.stat().st_size:,}" for file in self.files if file != index)
+            raise CheckpointError(
+                f"{index}: the index tells of {told:,.0f} bytes of tensors (total_size), and the files have {size:,} "
+                f"({sizes} with their headers): one of them is of another model, or of another precision. Complete the "
+                f"download; where the files are right, remove total_size from the index"
+            )
 
     @classmethod
     def of_folder(cls, path: Path) -> "SafetensorsModel | None":
@@ -111,6 +137,15 @@ class SafetensorsModel:
         if not self.has(name):
             raise CheckpointError(f"{self} has no tensor {key!r}: {nearest(key, self._file_of)[:300]}")
         return self._file_of[key], key
+
+
+def total_size(path: Path) -> float | None:
+    """The bytes of all tensors, as an index has it; None where it does not tell."""
+    try:
+        found = json.loads(path.read_bytes())["metadata"]["total_size"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return found if isinstance(found, int | float) and not isinstance(found, bool) else None
 
 
 def weight_map(path: Path) -> dict[str, str]:

@@ -159,8 +159,9 @@ class TensorFile:
             raise CheckpointError(f"{self.path}: no safetensors file: its header would have {length:,} bytes")
         self._check(8, 8 + length)
         try:
-            header = json.loads(self._bytes[8 : 8 + length].tobytes())
+            header = json.loads(self._bytes[8 : 8 + length].tobytes(), object_pairs_hook=_once)
             found = {key: self._place(entry, 8 + length, size) for key, entry in header.items() if key != METADATA}
+            _require_filled(found, 8 + length, size)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as failed:
             raise CheckpointError(f"{self.path}: the header of the safetensors file is damaged: {failed}") from failed
         return found
@@ -207,6 +208,27 @@ class TensorFile:
                     f"that were written: the file is damaged, or another's; take an earlier checkpoint"
                 )
             self._checked[chunk] = True
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON. Raises ValueError where it has a key twice, which could mean either value."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"{next(key for key in keys if keys.count(key) > 1)!r} is there twice")
+    return found
+
+
+def _require_filled(entries: Mapping[str, tuple[str, tuple[int, ...], int]], origin: int, size: int) -> None:
+    """Raise ValueError unless tensors lie one after the other and fill the file, as the format demands: else bytes are
+    missing, or the header is another file's."""
+    at = origin
+    for key, (dtype, shape, first) in sorted(entries.items(), key=lambda item: (item[1][2], math.prod(item[1][1]))):
+        if first != at:
+            raise ValueError(f"tensor {key!r} begins at byte {first:,}, and the one before ends at {at:,}")
+        at += math.prod(shape) * ITEM_BYTES[dtype]
+    if at != size:
+        raise ValueError(f"the tensors end at byte {at:,}, and the file has {size:,}")
 
 
 class TensorFiles:

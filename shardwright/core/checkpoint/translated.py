@@ -16,6 +16,7 @@ import numpy as np
 from shardwright.core.checkpoint.axis_boxes import Dims
 from shardwright.core.checkpoint.boxes import Box
 from shardwright.core.checkpoint.name_map import Framework, NameMap, Relation
+from shardwright.core.checkpoint.options import OptionGroup, of_optax, of_torch, renamed
 from shardwright.core.checkpoint.rearranged import Rearranged, solve_sizes
 from shardwright.core.checkpoint.saved_tensors import Entry, SavedState, SavedTensor
 from shardwright.core.checkpoint.tensor_file import ITEM_BYTES, Bytes
@@ -28,8 +29,9 @@ ROLES, COUNTS = "roles", "counts"
 of a state that was translated, the counts of updates and of steps of a schedule, by role."""
 STEP, SCHEDULE = "step", "schedule"
 """The roles of counts: of updates, from which Adam corrects its bias; and of a schedule of the learning rate."""
-OPTION = "option"
-"""The role of options that an optax state holds, which do not cross: each run has its own."""
+OPTION, OPTIONS = "option", "options"
+"""The role of options that an optax state holds; and the key, among the values of a state that was translated, of the
+options of its optimizer (`core.checkpoint.options`)."""
 MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 """The roles of states that are as large as their parameters, in torch's words."""
 _SCALARS = {"F32": np.float32, "F64": np.float64, "I32": np.int32, "I64": np.int64, "U32": np.uint32}
@@ -178,11 +180,47 @@ class Translated:
         if self._source.framework == "torch":
             return {role: [f"{OPTIMIZER}/{role}"] for role in (*MOMENTS, STEP)}
         found: dict[str, list[str]] = {}
-        own = {role: role for role in MOMENTS}  # of a state that was translated before
-        roles: Mapping[str, str] = own if COUNTS in self._content else self._content[ROLES]
-        for prefix, role in roles.items():
+        for prefix, role in self._roles().items():
             found.setdefault(role, []).append(f"{OPTIMIZER}/{prefix}")
         return found
+
+    def _roles(self) -> Mapping[str, str]:
+        """What the leaves of an optax state are, by the name before the parameter's."""
+        own = {role: role for role in MOMENTS}  # of a state that was translated before
+        return own if COUNTS in self._content else self._content[ROLES]
+
+    @cached_property
+    def options(self) -> list[OptionGroup]:
+        """The options of the optimizer, as far as the source tells them, by this state's names of parameters."""
+        weights = {name: target for name, target in self._targets.items() if name.startswith(f"{MODEL}/")}
+        sources = {
+            name.removeprefix(f"{MODEL}/"): [label.removeprefix(f"{MODEL}/") for label in target.sources.values()]
+            for name, target in weights.items()
+        }
+        return renamed(self._source_options(), sources)
+
+    def _source_options(self) -> list[OptionGroup]:
+        if OPTIONS in self._content:
+            return [OptionGroup.of_values(values) for values in self._content[OPTIONS]]
+        if self._source.framework == "torch":
+            optimizers = self._content["optimizers"]
+            return of_torch(optimizers[0], self._number) if optimizers else []
+        scalars = (OPTION, SCHEDULE)
+        names = [name for name in self._source.names(OPTIMIZER) if self._roles().get(name) in scalars]
+        follows: dict[str, list[str]] = {"": [label.removeprefix(f"{MODEL}/") for label in self._weights()]}
+        moments = [prefix for prefix, role in self._roles().items() if role in MOMENTS]
+        for name in self._source.names(OPTIMIZER):
+            for prefix in moments:
+                if name.startswith(f"{prefix}/"):
+                    follows.setdefault(prefix, []).append(name.removeprefix(f"{prefix}/"))
+        return of_optax(names, follows, lambda name: self._number(_Later(f"{OPTIMIZER}/{name}")))
+
+    def _number(self, value: Any) -> float | None:
+        """A number, which may lie in a tensor; None for another value."""
+        if not isinstance(value, _Later):
+            return float(value) if isinstance(value, int | float) else None
+        told = self._source.tensor(value.name)
+        return self._scalar(value.name) if told.dtype in _SCALARS and not told.shape else None
 
     def require_states(self) -> None:
         """Raise CheckpointError where the optimizer has states that the other framework's has no word for."""
@@ -306,10 +344,12 @@ class Translated:
         that wrote it."""
         told = self._source.content(tensors)
         counts = {STEP: self.count(STEP), SCHEDULE: self.count(SCHEDULE)}
-        shared = {"user": told["user"], "steps": told["steps"], COUNTS: counts}
+        samples = told.get("samples", 0)
+        options = [group.values() for group in self.options]
+        shared = {"user": told["user"], "steps": told["steps"], COUNTS: counts, OPTIONS: options, "samples": samples}
         if self.framework == "jax":
             return shared | {"keys": None}
-        return shared | {"optimizers": None, "ties": {}, "seed": None, "steps_begun": told["steps"], "samples": 0}
+        return shared | {"optimizers": None, "ties": {}, "seed": None, "steps_begun": told["steps"]}
 
 
 @dataclass(frozen=True, slots=True)

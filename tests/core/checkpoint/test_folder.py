@@ -4,6 +4,7 @@ import json
 import os
 import random
 import shutil
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from shardwright.core.checkpoint import folder as folders
 from shardwright.core.checkpoint import tensor_file
 from shardwright.core.checkpoint.boxes import Box
 from shardwright.core.checkpoint.folder import MARKER, Piece, Save
+from shardwright.core.checkpoint.other_writers import publishing_alone
 from shardwright.core.checkpoint.reader import Reader, require_names
 from shardwright.core.checkpoint.writers import writers
 from shardwright.core.errors import CheckpointError, PlanWarning
@@ -145,11 +147,56 @@ def test_files_that_vanish_before_the_end_are_missed(tmp_path: Path) -> None:
         folders.publish(save, 1, 1, step=0, framework="torch", content={}, plan=None, keep=None)
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_another_run_that_writes_to_the_folder_is_named(tmp_path: Path) -> None:
+    write(tmp_path, "earlier")
+    known: dict[Path, set[str]] = {}
+    for tag in ("one", "two"):
+        save = folders.begin(tmp_path, tag, known)
+        for rank in range(2):
+            folders.write_rank(save, rank, of_rank(rank, WHOLE))
+        folders.publish(save, 2, 1, step=7, framework="torch", content={}, plan=None, keep=None)
+    shutil.copytree(tmp_path / "one", tmp_path / "best")
+    folders.begin(tmp_path, "three", known)
+    write(tmp_path, "of_another_run")
+    with pytest.raises(CheckpointError, match=r"another run has written checkpoint 'of_another_run' .* its own"):
+        folders.begin(tmp_path, "four", known)
+    assert not (tmp_path / "four").exists()
+    folders.begin(tmp_path, "four", {})
+    folders.begin(tmp_path / "elsewhere", "four", known)
+
+
+def test_no_two_runs_publish_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folders, "LOCKED_S", 0.1)
+    with (
+        publishing_alone(tmp_path, 1.0),
+        pytest.raises(CheckpointError, match=r"another run publishes a checkpoint to .* folder of its own"),
+    ):
+        write(tmp_path, "a")
+    write(tmp_path, "a")
+
+
 def test_a_folder_without_permission_is_named(tmp_path: Path) -> None:
-    tmp_path.chmod(0o500)
-    with pytest.raises(CheckpointError, match=r"no checkpoint can be written to .*Permission denied"):
-        folders.begin(tmp_path, "a")
+    """Nor is it taken for one without checkpoints, with which a run would begin anew."""
+    user = os.geteuid()
+    with tempfile.TemporaryDirectory() as made:  # others may not enter pytest's folders
+        path = Path(made)
+        write(path, "there")
+        path.chmod(0o555)
+        (path / "there").chmod(0o000)
+        if not user:  # root may write anywhere
+            os.seteuid(65534)
+        try:
+            with pytest.raises(CheckpointError, match=r"no checkpoint can be written to .*Permission denied"):
+                folders.begin(path / "new", "a")
+            for read_it in (lambda: Reader.open(path, "there"), lambda: folders.has_none(path)):
+                with pytest.raises(CheckpointError, match=r"there.*cannot be read: Permission denied"):
+                    read_it()
+            with pytest.raises(CheckpointError, match=r"cannot be read: Permission denied"):
+                folders.has_none(path / "there" / "deeper")
+        finally:
+            os.seteuid(user)
+            path.chmod(0o700)
+            (path / "there").chmod(0o700)
 
 
 def test_a_folder_that_is_a_file_is_named(tmp_path: Path) -> None:
@@ -270,6 +317,34 @@ def test_what_a_killed_save_left_under_another_tag_goes_where_not_all_are_kept(t
 def test_a_number_to_keep_is_a_whole_one(keep: Any) -> None:
     with pytest.raises(CheckpointError, match="at least 1, or None for all; given"):
         folders.require_keep(keep)
+
+
+def test_a_rank_without_space_is_heard_of_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save = folders.begin(tmp_path, "one")
+    folders.write_rank(save, 0, of_rank(0, WHOLE))
+
+    def full(number: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    folders.tell_failure(save, 1, CheckpointError("no room"))
+    monkeypatch.undo()
+    with pytest.raises(CheckpointError, match="rank 1 could not write its part: there was no space to say why"):
+        folders.publish(save, 2, 60, step=0, framework="torch", content={}, plan=None, keep=None)
+
+
+def test_the_wrong_folder_is_not_one_without_checkpoints(tmp_path: Path) -> None:
+    write(tmp_path, "step_7")
+    (tmp_path / "notes.txt").touch()
+    for path, said in (
+        (tmp_path / "step_7", "is itself a checkpoint.*tag='step_7'"),
+        (tmp_path / "notes.txt", "is a file"),
+    ):
+        with pytest.raises(CheckpointError, match=said):
+            folders.has_none(path)
+        with pytest.raises(CheckpointError, match=said):
+            Reader.open(path)
+    assert folders.has_none(tmp_path / "nowhere")
 
 
 def test_a_rank_that_fails_is_heard_of_at_once(tmp_path: Path) -> None:

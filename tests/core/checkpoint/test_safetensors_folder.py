@@ -95,9 +95,45 @@ def from_outside(path: Path) -> None:
     (path / INDEX).write_text('{"weight_map": {"a": "../secret.safetensors"}}')
 
 
+def add_tensor(path: Path) -> None:
+    save_file({name: TENSORS[name] for name in ("block.weight", "count", "empty", "embedding")}, path / SECOND)
+
+
+def other_precision(path: Path) -> None:
+    save_file({"embedding": TENSORS["embedding"].astype(np.float16)}, path / FIRST)
+
+
+def longer_file(path: Path) -> None:
+    (path / SECOND).write_bytes((path / SECOND).read_bytes() + b"\0" * 8)
+
+
+def shift_tensors(path: Path) -> None:
+    """The bytes of a tensor are missing before another, and there are as many more behind it."""
+    data = (path / SECOND).read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    last = max(header.values(), key=lambda entry: entry["data_offsets"][0] if entry["shape"] != [0, 3] else -1)
+    last["data_offsets"] = [at + 2 for at in last["data_offsets"]]
+    text = json.dumps(header).encode()
+    (path / SECOND).write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :] + b"\0\0")
+
+
+def name_twice(path: Path) -> None:
+    data = (path / FIRST).read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    text = data[8 : 8 + length].rstrip()
+    twice = text[:-1] + b"," + text[1:]
+    (path / FIRST).write_bytes(len(twice).to_bytes(8, "little") + twice + data[8 + length :])
+
+
 @pytest.mark.parametrize(
     ("harm", "said"),
     [
+        (add_tensor, rf"{SECOND}: the file has a tensor 'embedding', which .*{INDEX} does not place there"),
+        (other_precision, rf"{INDEX}: the index tells of 144 bytes of tensors .* the files have 96 \({FIRST} "),
+        (longer_file, rf"{SECOND}: the header .* is damaged: the tensors end at byte [\d,]+, and the file has"),
+        (shift_tensors, rf"{SECOND}: the header .* is damaged: tensor '.*' begins at byte"),
+        (name_twice, rf"{FIRST}: the header .* is damaged: '.*' is there twice"),
         (lose_file, rf"{INDEX}: the index names {SECOND} \(1 of 2 files\), which is not in .*complete the download"),
         (lose_tensor, rf"{INDEX}: tensor 'block.weight' should be in {SECOND}, which lacks it"),
         (damage_header, rf"{SECOND}: the header of the safetensors file is damaged"),
@@ -113,6 +149,42 @@ def test_what_is_wrong_with_a_folder_is_said_by_name(tmp_path: Path, harm: Calla
     harm(indexed(tmp_path))
     with pytest.raises(CheckpointError, match=said):
         SafetensorsModel.of_index(tmp_path / INDEX)
+
+
+def test_any_cut_and_any_other_file_is_refused_by_its_name(tmp_path: Path) -> None:
+    """Files of others have no digests: what is found is everything but changed entries."""
+    random = np.random.default_rng(0)
+    other = {name: np.zeros((*held.shape, 2), held.dtype) for name, held in TENSORS.items()}
+    seen = set()
+    for case in range(120):
+        indexed(tmp_path)
+        file = (FIRST, SECOND)[case % 2]
+        kind = ("cut", "longer", "header", "missing", "of another model")[case % 5]
+        data = bytearray((tmp_path / file).read_bytes())
+        text = 8 + int.from_bytes(data[:8], "little")
+        if kind == "cut":
+            del data[int(random.integers(0, len(data))) :]
+        elif kind == "longer":
+            data += bytes(int(random.integers(1, 40)))
+        elif kind == "header":
+            data[int(random.integers(0, text))] ^= 1 << int(random.integers(0, 8))
+        (tmp_path / file).write_bytes(data)
+        if kind == "missing":
+            (tmp_path / file).unlink()
+        elif kind == "of another model":
+            names = ["embedding"] if file == FIRST else ["block.weight", "count", "empty"]
+            save_file({name: other[name] for name in names}, tmp_path / file)
+        with pytest.raises(CheckpointError, match=f"{file}"):
+            SafetensorsModel.of_index(tmp_path / INDEX)
+        seen.add((file, kind))
+    assert len(seen) == 10
+
+
+def test_an_older_writers_count_of_bools_is_known(tmp_path: Path) -> None:
+    save_file({"mask": np.ones((3, 3), bool), "weight": np.ones(2, np.float32)}, tmp_path / FIRST)
+    index = {"metadata": {"total_size": 9 / 8 + 8}, "weight_map": dict.fromkeys(("mask", "weight"), FIRST)}
+    (tmp_path / INDEX).write_text(json.dumps(index))
+    assert sorted(SafetensorsModel.of_index(tmp_path / INDEX).names("model")) == ["mask", "weight"]
 
 
 @pytest.mark.parametrize("most_bytes", [5e9, 100, 1])

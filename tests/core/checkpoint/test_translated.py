@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from shardwright.core.checkpoint.boxes import Box
 from shardwright.core.checkpoint.name_map import NameMap, families
-from shardwright.core.checkpoint.translated import COUNTS, ROLES, SCHEDULE, STEP, Translated
+from shardwright.core.checkpoint.translated import COUNTS, OPTIONS, ROLES, SCHEDULE, STEP, Translated
 from shardwright.core.errors import CheckpointError
 from tests.comparison import Comparison
 from tests.core.checkpoint.saved_arrays import SavedArrays, read
@@ -169,7 +169,8 @@ def test_moments_follow_their_weights_and_counts_are_one() -> None:
     wanted = source.arrays["optimizer0/exp_avg/b.weight"].T
     Comparison().equal(read(state, "optimizer0/exp_avg/b.kernel"), wanted).require()
     content = state.content(lambda name: name)
-    assert content == {"user": {}, "steps": 7, "keys": None, COUNTS: {STEP: 9, SCHEDULE: 9}}
+    counts = {STEP: 9, SCHEDULE: 9}
+    assert content == {"user": {}, "steps": 7, "keys": None, COUNTS: counts, OPTIONS: [], "samples": 0}
 
 
 def test_there_and_back_is_the_state_that_it_was() -> None:

@@ -18,6 +18,7 @@ from shardwright.core.errors import CheckpointError
 
 FOLDER = Path(sys.argv[1])
 BEFORE, AFTER = 2, 2
+SPLIT: dict[str, Any] = {"pipeline_parallel_degree": 2}
 
 
 class Net(nn.Module):
@@ -157,20 +158,45 @@ def state_on_the_host() -> None:
     goes_on("host", {"offload_states": "parameters", "shard": 3})
 
 
-def extra_state_of_modules() -> None:
-    def counting() -> nn.Module:
-        net = Net()
-        net.head = Counting(8, 1)
-        return net
+def counting() -> nn.Module:
+    net = Net()
+    net.blocks[0], net.head = Counting(8, 8), Counting(8, 1)
+    return net
 
-    model, optimizer = start(counting, adamw, {})
-    steps(model, optimizer, 0, 1)
-    model.module.head.calls = 7
-    sw.save_checkpoint(FOLDER / "extra", "mid")
-    sw.shutdown()
-    model, _ = start(counting, adamw, {})
-    sw.resume_from_checkpoint(FOLDER / "extra")
-    assert model.module.head.calls == 7
+
+def extra_state_of_modules() -> None:
+    """Stages have the extra state of the modules that they run, and no other; it crosses any split."""
+    folder, wanted = FOLDER / "extra", {"blocks.0": 5, "head": 7}
+    for number, (saved, taken) in enumerate((({}, SPLIT), (SPLIT, SPLIT), (SPLIT, {}))):
+        model, optimizer = start(counting, adamw, saved)
+        steps(model, optimizer, 0, 1)
+        runs_here = {path for path in wanted if f"{path}.weight" in dict(model.local_named_parameters())}
+        assert runs_here == (set(wanted) if saved == {} else {("blocks.0", "head")[sw.pp_rank()]})
+        for path, calls in wanted.items():
+            model.module.get_submodule(path).calls = calls if path in runs_here else -1
+        sw.save_checkpoint(folder, f"{number}", partial=number != 1).wait()
+        whole, own = model.state_dict(), model.local_state_dict()
+        assert [whole[f"{path}._extra_state"]["calls"] for path in wanted] == [5, 7]
+        assert {key.removesuffix("._extra_state") for key in own if key.endswith("_extra_state")} == runs_here
+        for path in wanted:
+            model.module.get_submodule(path).calls = 0
+        model.load_state_dict(own)
+        assert all(model.module.get_submodule(path).calls == wanted[path] for path in runs_here)
+        sw.shutdown()
+        for after_step in (False, True):
+            model, optimizer = start(counting, adamw, taken)
+            if after_step:
+                steps(model, optimizer, 0, 1)
+            sw.resume_from_checkpoint(folder, f"{number}")
+            found = model.state_dict()
+            for path, calls in wanted.items():
+                assert found[f"{path}._extra_state"]["calls"] == calls
+                assert torch.equal(found[f"{path}._extra_state"]["scale"], torch.full((2,), 0.5))
+            sw.shutdown()
+    start(Net, adamw, {})
+    with pytest.raises(CheckpointError, match=r"blocks\.0\._extra_state"):
+        sw.resume_from_checkpoint(folder, "0")
+    sw.resume_from_checkpoint(folder, "0", strict=False)
     sw.shutdown()
 
 

@@ -32,7 +32,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "pp2-dp2-s2": {"pipeline_parallel_degree": 2, "shard": 2},
     "tp2-dp2-s3": {"tensor_parallel_degree": 2, "shard": 3},
     "pp2-tp2": {"pipeline_parallel_degree": 2, "tensor_parallel_degree": 2},
-    "dp4-s3-groups": {"shard": 3, "sharded_data_parallel_degree": 2},
+    "dp4-s3-groups": {"shard": 3, "shard_group": 2},
     "pp4": {"pipeline_parallel_degree": 4},
     "pp2-tp2-dp2-s1": {"pipeline_parallel_degree": 2, "tensor_parallel_degree": 2, "shard": 1},
 }  # fmt: skip

@@ -76,6 +76,9 @@ for name in models:
         assert found.keys() == kept.keys(), found.keys() ^ kept.keys()
         comparison = Comparison(f"{name}, there and back").equal(found, kept)
         assert user["data"].tolist() == [0, 1, 2]
+        if name in crossing.OPTIONS_CROSS:
+            for group in run.optimizer.param_groups:
+                group |= {"lr": 0.5, "betas": (0.5, 0.5), "eps": 0.1, "weight_decay": 0.9}
         sw.resume_from_checkpoint(folder, f"{name}-away", names=NAMES[name])
         results[name] = {"losses": run.steps(2 * steps, 3 * steps), "state": comparison.report()}
     sw.shutdown()

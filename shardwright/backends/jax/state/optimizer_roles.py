@@ -18,8 +18,9 @@ _FIELDS: tuple[tuple[type, dict[str, str]], ...] = (
     (optax.InjectStatefulHyperparamsState, {"count": SCHEDULE}),
 )
 """AMSGrad's largest second moment is not among them: optax corrects its bias before the comparison, and torch after."""
-_OPTIONS = ("hyperparams", "hyperparams_states")
-"""The fields of `optax.inject_hyperparams` with the options of the optimizer."""
+_SCHEDULES = "hyperparams_states"
+_OPTIONS = ("hyperparams", _SCHEDULES)
+"""The fields of `optax.inject_hyperparams` with the options of the optimizer, and the schedules of some of them."""
 
 
 def roles_of(state: Any) -> dict[str, str]:
@@ -38,7 +39,8 @@ def _find(node: Any, path: tuple[Any, ...], found: dict[str, str]) -> None:
         for field in _OPTIONS:
             at = (*path, jax.tree_util.GetAttrKey(field))
             for below, _ in jax.tree_util.tree_leaves_with_path(getattr(node, field)):
-                found[_name((*at, *below))] = OPTION
+                is_count = field == _SCHEDULES and _name(below[-1:]) == "count"
+                found[_name((*at, *below))] = SCHEDULE if is_count else OPTION
         _find(node.inner_state, (*path, jax.tree_util.GetAttrKey("inner_state")), found)
     elif not fields:
         for below, child in jax.tree_util.tree_leaves_with_path(node, is_leaf=lambda one: one is not node):

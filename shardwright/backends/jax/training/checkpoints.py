@@ -1,6 +1,7 @@
 """Checkpoints of a training state: written by shards, read under any plan."""
 
 import json
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from shardwright.backends.jax.pipeline.optimizer_cut import is_stack
 from shardwright.backends.jax.state.optimizer_roles import roles_of
 from shardwright.backends.jax.state.ownership import Stack
 from shardwright.backends.jax.state.train_state import TrainState, own_copy
+from shardwright.backends.jax.training.crossed_options import option_values
 from shardwright.backends.jax.training.saved_state import (
     MODEL,
     OPTIMIZER,
@@ -29,15 +31,19 @@ from shardwright.core.checkpoint import folder as folders
 from shardwright.core.checkpoint.content import encoded
 from shardwright.core.checkpoint.folder import Piece, Save
 from shardwright.core.checkpoint.name_map import NameMap, families
+from shardwright.core.checkpoint.options import OptionGroup
+from shardwright.core.checkpoint.other_writers import KnownSaves
 from shardwright.core.checkpoint.reader import FRESH, Reader, require_names
 from shardwright.core.checkpoint.saved_tensors import SavedState
 from shardwright.core.checkpoint.tensor_file import digest_of
-from shardwright.core.checkpoint.translated import COUNTS, OPTION, ROLES, Translated
-from shardwright.core.errors import CheckpointError
+from shardwright.core.checkpoint.translated import COUNTS, OPTION, OPTIONS, ROLES, Translated
+from shardwright.core.errors import CheckpointError, PlanWarning
 from shardwright.core.plan.file import to_document
 from shardwright.core.plan.plan import Plan
 
 USER = "user"
+_SAVES: KnownSaves = {}
+"""The saves that this process knows, which is one run."""
 WRITTEN_S = 60.0
 """The seconds within which what other processes have written is to be seen by the one that publishes."""
 
@@ -60,7 +66,7 @@ def save(path: Path, tag: str, state: TrainState, plan: Plan, user_content: Any,
         pieces, content = _gathered(state, user_content)
         same = _said(content, pieces[USER])
         if process == 0:
-            begun = folders.begin(path, tag)
+            begun = folders.begin(path, tag, _SAVES)
             told = [begun.name, begun.sequence]
         else:
             folders.require_tag(tag)
@@ -172,6 +178,8 @@ def resume(
         failure = error
     meetings.meet(f"{call}, loading", failure=failure)
     assert resumed is not None
+    if loading.note is not None and jax.process_index() == 0:
+        warnings.warn(f"{loading.source.rpartition(',')[0]}: {loading.note}", PlanWarning, stacklevel=3)
     return resumed, loading.content["user"]
 
 
@@ -194,11 +202,18 @@ class _Loading:
             leaf for leaf in leaves
             if (leaf.part != OPTIMIZER or load_optimizer) and (only_here is None or not _is_own(leaf, only_here))
         ]  # fmt: skip
-        self._counts: dict[str, int] = {}
+        self._numbers: dict[str, float] = {}
+        self.note: str | None = None
+        """What the user must be told of options of the optimizer that do not cross."""
         self._labels = {leaf.label: leaf.label for leaf in self._leaves}
         if COUNTS in self.content:
             known = self.content[COUNTS]
-            self._labels, self._counts = _labels_across(self._reader, known, self._leaves, state)
+            self._labels, counts = _labels_across(self._reader, known, self._leaves, state)
+            self._numbers |= counts
+            if load_optimizer and OPTIONS in self.content:
+                told = [OptionGroup.of_values(values) for values in self.content[OPTIONS]]
+                values, self.note = option_values(told, self._leaves, roles_of(state.optimizer))
+                self._numbers |= values
         parts = (MODEL, OPTIMIZER, OTHER) if load_optimizer else (MODEL, OTHER)
         _require_fits(self._reader, self._leaves, self._labels, self.content, state, parts)
 
@@ -207,9 +222,9 @@ class _Loading:
         damaged."""
         loaded: dict[int, jax.Array] = {}
         for leaf in self._leaves:
-            if leaf.label in self._counts:
+            if leaf.label in self._numbers:
                 (array,) = leaf.arrays
-                loaded[id(array)] = own_copy(np.asarray(self._counts[leaf.label], array.dtype), array.sharding)
+                loaded[id(array)] = own_copy(np.asarray(self._numbers[leaf.label], array.dtype), array.sharding)
             elif self._reader.has(label := self._labels.get(leaf.label, "")):
                 old = [id(array) for array in leaf.arrays]
                 loaded |= dict(zip(old, leaf.read(self._reader, label), strict=True))

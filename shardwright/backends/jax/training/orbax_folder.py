@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 from shardwright.backends.jax.training.saved_state import DTYPES, MODEL, OPTIMIZER, OTHER, code_of
 from shardwright.core.checkpoint.boxes import Box
 from shardwright.core.checkpoint.copied import whole_bytes
+from shardwright.core.checkpoint.options import above_options
 from shardwright.core.checkpoint.saved_tensors import Entry, SavedState
 from shardwright.core.checkpoint.tensor_file import ITEM_BYTES, Bytes
-from shardwright.core.checkpoint.translated import COUNTS, ROLES, SCHEDULE, STEP
+from shardwright.core.checkpoint.translated import COUNTS, OPTION, ROLES, SCHEDULE, STEP
 from shardwright.core.errors import CheckpointError, MissingFrameworkError, nearest
 
 _MODELS, _OPTIMIZERS, _USER = ("params", "model", "state", "target"), ("opt_state", "optimizer"), "user"
@@ -98,7 +99,9 @@ class OrbaxFolder:
         found = {}
         for kind in kinds:
             above, _, field = kind.rpartition(".")
-            if field in _FIELDS:
+            if above_options(kind) is not None:
+                found[kind] = OPTION
+            elif field in _FIELDS:
                 found[kind] = _FIELDS[field]
             elif field == "count":
                 found[kind] = STEP if f"{above}.mu".lstrip(".") in kinds else SCHEDULE

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwright.backends.torch.compat import EXTRA_STATE_KEY
 from shardwright.backends.torch.machine.mesh import BoundMesh
 from shardwright.backends.torch.machine.pipeline_messages import as_carried
 from shardwright.backends.torch.machine.watchdog import Watchdog
+from shardwright.backends.torch.state.extra_state import set_extra
 from shardwright.backends.torch.state.ownership import Ownership
 from shardwright.backends.torch.state.parts import Parts
 from shardwright.core.errors import PlanError, nearest
@@ -112,14 +112,8 @@ def load(
             name = ownership.first_name.get(key)
             if name is not None and key in state and ownership.holds(name):
                 ownership.tensor(name).copy_(parts.part(name, state[key]))
-    for path, module in ownership.modules.items():
-        extra = f"{path}.{_EXTRA}" if path else _EXTRA
-        if extra in state and extra in expected:
-            module.set_extra_state(state[extra])
+    set_extra(ownership, state)
     return missing, unexpected
-
-
-_EXTRA = EXTRA_STATE_KEY
 
 
 def _listed(names: list[str]) -> str:

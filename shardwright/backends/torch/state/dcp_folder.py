@@ -2,10 +2,10 @@
 
 import io
 import math
-import pickle
 import struct
 import warnings
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardwright.backends.torch.state.dcp_keys import USER, placed
+from shardwright.backends.torch.state.dcp_keys import USER, nested, placed
 from shardwright.backends.torch.state.dcp_metadata import METADATA, DcpTensor, Entry, read_metadata
 from shardwright.backends.torch.state.plain_states import (
     PARAMS,
@@ -26,12 +26,6 @@ from shardwright.backends.torch.state.saved_parts import MODEL, NUMBER, dtype_of
 from shardwright.core.checkpoint.boxes import Box
 from shardwright.core.checkpoint.tensor_file import ITEM_BYTES, Bytes
 from shardwright.core.errors import CheckpointError, PlanWarning, nearest
-
-_DAMAGED = (
-    RuntimeError, pickle.UnpicklingError, zipfile.BadZipFile, EOFError, KeyError, ValueError, TypeError, struct.error,
-    NotImplementedError,
-)  # fmt: skip
-"""What reading a value may raise that is damaged, or was not written by ``torch.save`` with such values alone."""
 
 
 class DcpFolder:
@@ -47,10 +41,13 @@ class DcpFolder:
         """As `open_dcp`."""
         self._path, self._names, self._class = path, names, optimizer_class
         self._metadata = read_metadata(path / METADATA)
-        self.files = [path / METADATA, *(path / file for file in self._metadata.files)]
+        entries = self._metadata.entries
+        self.files = [path / METADATA, *(path / file for file in entries)]
         missing = [file.name for file in self.files if not file.is_file()]
         if missing:
             raise CheckpointError(f"{path}: {METADATA} names {missing[0]}, which is not in the folder")
+        for file, held in entries.items():
+            _require_filled(path / file, held)
         self._maps: dict[str, Bytes] = {}
         self._chunks: dict[Entry, Bytes] = {}
         self._positions: dict[int, Sequence[str]] = {}
@@ -168,7 +165,15 @@ class DcpFolder:
                 PlanWarning, stacklevel=2,
             )  # fmt: skip
         user |= {name: tensors(f"{USER}/{name}") for name in self.names(USER)}
-        extra = {name: self._value(entry) for name, entry in self._places.extra.items()}
+        extra = {
+            name: nested(
+                {
+                    place: tensors(entry) if isinstance(entry, str) else self._value(entry)
+                    for place, entry in held.items()
+                }
+            )
+            for name, held in self._places.extra.items()
+        }
         return content_of(optimizers, self.step, user or None) | {"extra": extra}
 
     def _named_groups(self, number: int) -> list[dict[str, Any]]:
@@ -200,24 +205,23 @@ class DcpFolder:
                 self._maps[entry.file] = np.memmap(path, dtype=np.uint8, mode="r")
             except (OSError, ValueError) as failed:
                 raise CheckpointError(f"{path}: the file of the DCP folder cannot be read: {failed}") from failed
-        held = self._maps[entry.file]
-        if entry.offset + entry.length > held.size:
-            raise CheckpointError(
-                f"{path}: the file has {held.size:,} bytes, and {METADATA} tells of {entry.offset + entry.length:,}: "
-                f"it is damaged, or of another checkpoint"
-            )
-        return held[entry.offset : entry.offset + entry.length]
+        return self._maps[entry.file][entry.offset : entry.offset + entry.length]
 
     def _value(self, entry: Entry) -> Any:
         """A value that is no tensor. Raises CheckpointError where only a pickle holds it, or the file is damaged."""
+        data = self._map(entry)
         try:
-            return torch.load(io.BytesIO(self._map(entry).tobytes()), map_location="cpu", weights_only=True)
-        except _DAMAGED as failed:
-            if isinstance(failed, CheckpointError):
-                raise
+            if zipfile.is_zipfile(_Slice(data)):
+                with zipfile.ZipFile(_Slice(data)) as archive:
+                    for info in archive.infolist():
+                        _require_sum(_record(data, info), info)
+            return torch.load(io.BytesIO(data.tobytes()), map_location="cpu", weights_only=True)
+        except CheckpointError:
+            raise
+        except Exception as failed:  # of any class, where bytes are none of torch's
             raise CheckpointError(
                 f"{self._path / entry.file}: the value at byte {entry.offset:,} is not one of tensors, numbers and "
-                f"texts, or damaged: {str(failed).splitlines()[0][:200]}"
+                f"texts, or damaged: {str(failed).partition(chr(10))[0][:200]}"
             ) from failed
 
     def _chunk(self, entry: Entry, dtype: str, shape: tuple[int, ...], name: str) -> Bytes:
@@ -238,12 +242,12 @@ class DcpFolder:
             last = first + sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) + width
             if math.prod(shape) and last > entries.size:
                 raise ValueError(f"{name} has {entries.size:,} bytes, and {last:,} are needed")
-        except _DAMAGED as failed:
-            if isinstance(failed, CheckpointError):
-                raise
+        except CheckpointError:
+            raise
+        except Exception as failed:  # of any class, where bytes are none of torch's
             raise CheckpointError(
                 f"{path}: the chunk at byte {entry.offset:,} is damaged, or no tensor of torch.save: "
-                f"{str(failed).splitlines()[0][:200]}"
+                f"{str(failed).partition(chr(10))[0][:200]}"
             ) from failed
         found: Bytes = np.lib.stride_tricks.as_strided(entries[first:], (*shape, width), (*strides, 1), writeable=False)
         self._chunks[entry] = found
@@ -262,6 +266,23 @@ def open_dcp(path: Path, names: Sequence[str] | None = None, optimizer_class: st
         CheckpointError: the folder is none of DCP's, damaged, or names in its metadata what DCP does not write.
     """
     return DcpFolder(path, names, optimizer_class)
+
+
+def _require_filled(path: Path, entries: Sequence[Entry]) -> None:
+    """Raise CheckpointError unless the entries of a file lie apart, and end where it does."""
+    size, at = path.stat().st_size, 0
+    for entry in entries:
+        if entry.offset < at:
+            raise CheckpointError(
+                f"{path}: {METADATA} tells of two values that share byte {entry.offset:,}: it is damaged, or of "
+                f"another checkpoint"
+            )
+        at = entry.offset + entry.length
+    if at != size:
+        raise CheckpointError(
+            f"{path}: the file has {size:,} bytes, and {METADATA} tells of {at:,}: it is damaged, or of another "
+            f"checkpoint"
+        )
 
 
 class _Slice(io.RawIOBase):
@@ -292,6 +313,8 @@ class _Slice(io.RawIOBase):
         return len(data)
 
 
+_SUM_BYTES = 1 << 24
+"""The bytes of which a checksum is made at a time."""
 _LOCAL_HEADER = 30
 """The bytes of a header in a zip archive before the name of its file, whose length is at bytes 26 and 27, and that of
 what follows the name at 28 and 29 (APPNOTE.TXT, section 4.3.7)."""
@@ -299,15 +322,35 @@ what follows the name at 28 and 29 (APPNOTE.TXT, section 4.3.7)."""
 
 def _entries_in(data: Bytes) -> Bytes:
     """The entries of the one tensor that ``torch.save`` wrote to an archive, as a view. Raises ValueError where it
-    holds more, or packs them."""
+    holds more, packs them, or has other bytes than were written, as the archive's checksums tell."""
     with zipfile.ZipFile(_Slice(data)) as archive:
         records = {info.filename.partition("/")[2]: info for info in archive.infolist()}
-        if "byteorder" in records and archive.read(records["byteorder"]) != b"little":
+        for info in records.values():
+            _require_sum(_record(data, info), info)
+        if "byteorder" in records and _record(data, records["byteorder"]).tobytes() != b"little":
             raise ValueError("the entries have the order of bytes of another machine")
     held = [info for name, info in records.items() if name.startswith("data/")]
     if len(held) != 1 or held[0].compress_type != zipfile.ZIP_STORED:
         raise ValueError(f"{len(held)} storages in place of one, or packed")
-    header = held[0].header_offset
+    return _record(data, held[0])
+
+
+def _record(data: Bytes, info: zipfile.ZipInfo) -> Bytes:
+    """The bytes of a record of an archive, as a view. Raises ValueError where they are packed, or not all there."""
+    header = info.header_offset
     of_name, of_extra = struct.unpack("<HH", data[header + 26 : header + _LOCAL_HEADER].tobytes())
     first = header + _LOCAL_HEADER + of_name + of_extra
-    return data[first : first + held[0].file_size]
+    found = data[first : first + info.file_size]
+    if info.compress_type != zipfile.ZIP_STORED or found.size != info.file_size:
+        raise ValueError(f"{info.filename} is packed, or not all there")
+    return found
+
+
+def _require_sum(data: Bytes, info: zipfile.ZipInfo) -> None:
+    """Raise ValueError where a record has not the checksum that was written with it. torch writes 0 where
+    `torch.serialization.set_crc32_options` says that there is none."""
+    found = 0
+    for first in range(0, data.size, _SUM_BYTES):
+        found = zlib.crc32(data[first : first + _SUM_BYTES].data, found)
+    if info.CRC not in (0, found):
+        raise ValueError(f"the bytes of {info.filename} are not those that were written")

@@ -7,6 +7,7 @@ also inside of another dict; TorchTitan writes the names of parameters as they a
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from shardwright.backends.torch.compat import EXTRA_STATE_KEY
 from shardwright.backends.torch.state.dcp_metadata import DcpMetadata, DcpTensor, Entry
@@ -18,7 +19,7 @@ MODELS = ("model", "module", "state_dict", "model_state_dict", "model_state")
 OPTIMIZER = re.compile(r"optim(izer)?s?\d*(_state(_dict)?)?")
 """A pattern for those of an optimizer's."""
 STATE, GROUPS = "state", "param_groups"
-USER = "user"
+USER, EXTRA = "user", "extra"
 
 
 @dataclass
@@ -31,8 +32,9 @@ class Places:
     """States of parameters that are no tensors, by label."""
     groups: dict[int, dict[KeyPath, Entry]] = field(default_factory=dict)
     """Options of the groups of each optimizer, by (group or parameter, option)."""
-    extra: dict[str, Entry] = field(default_factory=dict)
-    """Extra state of the model's modules, by name."""
+    extra: dict[str, dict[KeyPath, Entry | str]] = field(default_factory=dict)
+    """Extra states of the model's modules, by name: what each has, by its path there, a value or the label of a
+    tensor."""
     user: dict[str, Entry] = field(default_factory=dict)
     """Other values, by key."""
 
@@ -41,7 +43,8 @@ def placed(metadata: DcpMetadata) -> Places:
     """The place of every key of a folder."""
     found = Places()
     paths = _paths(metadata)
-    name_of = _model_names({key: path for key, path in paths.items() if key in metadata.tensors})
+    extra = {key: place for key, path in paths.items() if (place := _extra_place(path)) is not None}
+    name_of = _model_names({k: path for k, path in paths.items() if k in metadata.tensors and k not in extra})
     numbers: dict[KeyPath, int] = {}
     for key, path in paths.items():
         tensor, entry = metadata.tensors.get(key), metadata.values.get(key)
@@ -58,14 +61,19 @@ def placed(metadata: DcpMetadata) -> Places:
                     found.tensors[label] = tensor
                 elif entry is not None:
                     found.states[label] = entry
+        elif key in extra:
+            name, inside = extra[key]
+            held = found.extra.setdefault(name, {})
+            if tensor is not None:
+                label = f"{EXTRA}/{name}/{len(held)}"
+                found.tensors[label] = tensor
+                held[inside] = label
+            elif entry is not None:
+                held[inside] = entry
         elif tensor is not None:
             found.tensors[f"{MODEL}/{name_of[key]}" if key in name_of else f"{USER}/{key}"] = tensor
         elif entry is not None:
-            name = _model_name(path) or key
-            if name.rpartition(".")[2] == EXTRA_STATE_KEY:
-                found.extra[name] = entry
-            else:
-                found.user[key] = entry
+            found.user[key] = entry
     return found
 
 
@@ -105,6 +113,36 @@ def _model_name(path: KeyPath) -> str | None:
         if part in MODELS:
             return ".".join(map(str, path[at + 1 :]))
     return None
+
+
+def _extra_place(path: KeyPath) -> tuple[str, KeyPath] | None:
+    """The name of the extra state of a module that a path leads to, and the path inside of it, since DCP flattens it
+    too; None where it leads to none."""
+    if _optimizer_prefix(path) is not None:
+        return None
+    begins = next((at + 1 for at, part in enumerate(path[:-1]) if part in MODELS), 0)
+    parts = path[begins:]
+    for at, part in enumerate(parts):
+        text = str(part)
+        if text.rpartition(".")[2] == EXTRA_STATE_KEY:
+            return ".".join(map(str, parts[: at + 1])), parts[at + 1 :]
+        around, is_inside, inside = f".{text}".partition(f".{EXTRA_STATE_KEY}.")
+        if is_inside:  # of a folder without paths
+            name = ".".join([*map(str, parts[:at]), f"{around}.{EXTRA_STATE_KEY}"[1:]])
+            return name, (*inside.split("."), *parts[at + 1 :])
+    return None
+
+
+def nested(held: Mapping[KeyPath, Any]) -> Any:
+    """The value whose parts have these paths: numbers are places in lists, and texts keys of dicts."""
+    if () in held:
+        return held[()]
+    below: dict[str | int, dict[KeyPath, Any]] = {}
+    for path, value in held.items():
+        below.setdefault(path[0], {})[path[1:]] = value
+    if all(isinstance(key, int) for key in below):
+        return [nested(below[key]) for key in sorted(below)]
+    return {key: nested(value) for key, value in below.items()}
 
 
 def _optimizer_prefix(path: KeyPath) -> KeyPath | None:

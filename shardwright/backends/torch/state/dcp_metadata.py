@@ -71,10 +71,14 @@ class DcpMetadata:
     paths: Mapping[str, tuple[str | int, ...]]
 
     @property
-    def files(self) -> list[str]:
-        """The names of the files with values, each once."""
-        of_tensors = (entry.file for tensor in self.tensors.values() for _, entry in tensor.chunks)
-        return sorted({*of_tensors, *(entry.file for entry in self.values.values())})
+    def entries(self) -> dict[str, list[Entry]]:
+        """The entries of every file with values, in the order in which they lie there."""
+        of_tensors = (entry for tensor in self.tensors.values() for _, entry in tensor.chunks)
+        every = [*of_tensors, *self.values.values()]
+        found: dict[str, list[Entry]] = {}
+        for entry in sorted(every, key=lambda entry: (entry.file, entry.offset, entry.length)):
+            found.setdefault(entry.file, []).append(entry)
+        return found
 
 
 class _Record:

@@ -6,7 +6,7 @@ on the meta device, which has a shape and no memory.
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import cast
 
 import torch
@@ -17,10 +17,15 @@ Slot = tuple[nn.Module, str]
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The pp coordinates that hold each parameter and each buffer, by first name, in order; the first is its home."""
+    """The pp coordinates that hold each parameter and each buffer, by first name, in order; the first is its home.
+
+    Attributes:
+        modules: those that run each module with extra state, by first path.
+    """
 
     parameters: Mapping[str, tuple[int, ...]]
     buffers: Mapping[str, tuple[int, ...]]
+    modules: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def holders(self, name: str) -> tuple[int, ...]:
         return self.parameters[name] if name in self.parameters else self.buffers[name]
@@ -33,7 +38,7 @@ class Placement:
                 store = parameters if name in parameters else buffers
                 if rank not in store[name]:
                     store[name] = (*store[name], rank)
-        return Placement(parameters, buffers)
+        return Placement(parameters, buffers, self.modules)
 
 
 def place(
@@ -46,7 +51,8 @@ def place(
     """The placement of parameters and buffers.
 
     A parameter goes where the plan uses it, and where a module that has it, under any of its names, is called. One that
-    nobody uses goes to rank 0; a buffer of a module that no single stage holds goes to every rank.
+    nobody uses goes to rank 0; a buffer of a module that no single stage holds goes to every rank. The extra state of a
+    module is where the module is called; where no single stage calls it, with its own parameters, or on rank 0.
 
     Args:
         calls: for every stage, the paths of the modules called on it.
@@ -71,7 +77,13 @@ def place(
     for first, all_names in buffer_names(model).items():
         stages = stages_of(all_names)
         buffers[first] = tuple(dict.fromkeys(stage_to_rank(s) for s in sorted(stages))) or tuple(range(ranks))
-    return Placement(parameters, buffers)
+    modules = {}
+    for path, all_paths in extra_state_paths(model).items():
+        stages = stages_of([f"{one}." for one in all_paths])
+        own = next((first for first in parameters if first.rpartition(".")[0] in all_paths), None)
+        called = tuple(dict.fromkeys(stage_to_rank(s) for s in sorted(stages)))
+        modules[path] = called or ((0,) if own is None else parameters[own][:1])
+    return Placement(parameters, buffers, modules)
 
 
 def parameter_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
@@ -82,6 +94,16 @@ def parameter_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
 def buffer_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
     """All names of every buffer, by its first name."""
     return _names(model.named_buffers(remove_duplicate=False))
+
+
+def extra_state_paths(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """All paths of every module that has extra state (`get_extra_state`), by its first path."""
+    first: dict[int, str] = {}
+    found: dict[str, list[str]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            found.setdefault(first.setdefault(id(module), path), []).append(path)
+    return {path: tuple(paths) for path, paths in found.items()}
 
 
 def _names(items: Iterable[tuple[str, torch.Tensor]]) -> dict[str, tuple[str, ...]]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from shardwright.backends.torch.state.ownership import Placement, buffer_names, parameter_names
+from shardwright.backends.torch.state.ownership import Placement, buffer_names, extra_state_paths, parameter_names
 from shardwright.core.errors import PlanError
 
 
@@ -48,4 +48,5 @@ class Owners:
         return Placement(
             {name: holders(names) for name, names in parameter_names(model).items()},
             {name: holders(names) for name, names in buffer_names(model).items()},
+            {path: (self.of_path[path],) for path in extra_state_paths(model)},
         )
