@@ -3,6 +3,7 @@
 The list is drawn from its public API pages by hand. A name that it lacks is refused as an unknown one.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -158,9 +159,9 @@ def refused(name: str) -> AttributeError:
     return AttributeError(f"smdistributed.modelparallel.torch.{name}: {why}")
 
 
-def table() -> str:
-    """The names as a table in Markdown."""
+def table(names: Sequence[Name] = NAMES) -> str:
+    """Names as a table in Markdown."""
     said = {"same": "the same", "other": "here, with a difference", "refused": "refused by name"}
     lines = ["| name | state | what differs |", "|---|---|---|"]
-    lines += [f"| `{one.name}` | {said[one.state]} | {one.says} |" for one in NAMES]
+    lines += [f"| `{one.name}` | {said[one.state]} | {one.says} |" for one in names]
     return "\n".join(lines) + "\n"

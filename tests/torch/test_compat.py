@@ -146,8 +146,9 @@ def test_the_page_has_the_table() -> None:
 def without_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """As before anything was installed."""
     monkeypatch.setattr(sys, "meta_path", [one for one in sys.meta_path if type(one).__name__ != "_Finder"])
-    for name in [name for name in sys.modules if name.partition(".")[0] == shardwright.compat.ROOT]:
-        monkeypatch.delitem(sys.modules, name)
+    for name in [*sys.modules]:
+        if f"{name}.".startswith((f"{shardwright.compat.ROOT}.", f"{shardwright.compat.SECOND}.")):
+            monkeypatch.delitem(sys.modules, name)
 
 
 @pytest.mark.usefixtures("without_them")
