@@ -25,6 +25,7 @@ VARIABLE = "SHARDWRIGHT_COMPAT"
 """The variable under which Python processes begin with `install`: ``shardwright_compat.pth`` is beside the package."""
 MODULES = {
     f"{ROOT}.modelparallel.torch": "shardwright.compat.modelparallel",
+    f"{ROOT}.modelparallel.torch.optimizers": "shardwright.compat.optimizers",
     f"{ROOT}.dataparallel.torch.torch_smddp": "shardwright.compat.torch_smddp",
 }
 """The modules of SageMaker's that there are, and what is in their place."""

@@ -31,11 +31,6 @@ def _same(*names: str) -> tuple[Name, ...]:
     return tuple(Name(name, "same") for name in names)
 
 
-def _refused(says: str, *names: str) -> tuple[Name, ...]:
-    return tuple(Name(name, "refused", says) for name in names)
-
-
-_LATER = "not carried out yet"
 NAMES: tuple[Name, ...] = (
     Name(
         "init", "other",
@@ -147,7 +142,14 @@ NAMES: tuple[Name, ...] = (
         for name in ("gpt2", "bert", "roberta", "gptj", "gptneo", "gptneox")
     ),
     Name("is_tracing", "other", "whether the body of a step runs on stand-ins, to be recorded"),
-    *_refused(f"{_LATER}: take torch.optim.AdamW", "optimizers.FusedLAMB", "optimizers.FusedNovoGrad"),
+    *(
+        Name(
+            name, "other",
+            "NVIDIA's arguments, by torch's own operations, on any device; norms are those of whole parameters under "
+            "any split; refused under offload_states",
+        )
+        for name in ("optimizers.FusedLAMB", "optimizers.FusedNovoGrad")
+    ),
 )  # fmt: skip
 BY_NAME = {one.name: one for one in NAMES}
 

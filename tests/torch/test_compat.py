@@ -320,8 +320,8 @@ def test_the_command_says_what_is_wrong(tmp_path: Path) -> None:
     assert said("nothing.py") == (2, "nothing.py: there is no such script\n")
     script = tmp_path / "script.py"
     script.write_text(
-        "import smdistributed.modelparallel.torch as smp, sys\nprint(sys.argv)\nsmp.optimizers.FusedLAMB\n"
+        "import smdistributed.modelparallel.torch as smp, sys\nprint(sys.argv)\nsmp.optimizers.FusedLAM\n"
     )
     code, text = said(str(script), "a", "-b")
     assert code == 1
-    assert "smdistributed.modelparallel.torch.optimizers.FusedLAMB: not carried out yet" in text
+    assert "smdistributed.modelparallel.torch.optimizers.FusedLAM: did you mean 'optimizers.FusedLAMB'" in text

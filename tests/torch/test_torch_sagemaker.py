@@ -3,6 +3,7 @@
 import functools
 import importlib
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -191,6 +192,10 @@ def test_checkpoints_that_would_run_something_are_refused(tmp_path: Path) -> Non
 
 
 def test_its_modules_are_found_by_its_own_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "meta_path", [one for one in sys.meta_path if type(one).__name__ != "_Finder"])
+    for name in [*sys.modules]:
+        if f"{name}.".startswith((f"{shardwright.compat.ROOT}.", f"{shardwright.compat.SECOND}.")):
+            monkeypatch.delitem(sys.modules, name)
     shardwright.compat.install()
     assert importlib.import_module("torch.sagemaker") is tsm
     assert importlib.import_module("torch.sagemaker.nn.attn").FlashSelfAttention is FlashSelfAttention

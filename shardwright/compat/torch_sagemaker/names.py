@@ -25,7 +25,7 @@ NAMES: tuple[Name, ...] = (
     ),
     Name(
         "delayed_param.DelayedParamIniter", "other",
-        "its default is the model's own _init_weights, or reset_parameters(), which a DistributedModel has taken already",
+        "its default is the model's _init_weights, or reset_parameters(), which a DistributedModel has taken already",
     ),
     *(
         Name(
