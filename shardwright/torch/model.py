@@ -437,6 +437,10 @@ class DistributedModel(SageMakerModel):
             found = getattr(super().__getattr__("module"), name)
         if isinstance(found, nn.Module | torch.Tensor | MethodType):  # a part, of which this rank may hold a part
             self._require_own_step(f"used ({name})")
+        if name == "generate" and isinstance(found, MethodType):
+            from shardwright.torch.generation import of_split  # which makes steps, of models
+
+            return of_split(self, found)
         return found
 
     def __setattr__(self, name: str, value: Any) -> None:
