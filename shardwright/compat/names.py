@@ -47,8 +47,9 @@ NAMES: tuple[Name, ...] = (
     Name(
         "DistributedModel", "other",
         "a process may have several; original weights and names stay; arguments about tracing, buckets and overlap "
-        "have no effect, which a warning says; broadcast_buffers=False, join and cpu are refused; with "
-        "average_grads_across_microbatches=False gradients are sums over replicas too, which a warning says",
+        "have no effect, which a warning says; broadcast_buffers=False, join and cpu are refused; "
+        "average_grads_across_microbatches=False beside a tensor axis whose ranks have batches of their own takes "
+        "losses that are means or sums over samples",
     ),
     Name(
         "DistributedOptimizer", "other",

@@ -107,8 +107,8 @@ class DistributedModel(SageMakerModel):
             compiler=Compiler(compiler) if compiler else None,
             mode=ConfiguredMode(config, bound), compute=run.compute,
         )  # fmt: skip
-        run.runtime, run.reduction = self.runtime, asked.reduction
-        if asked.reduction == "sum" and bound.size("dp") > 1 and bound.rank == 0:
+        run.runtime, run.reduction = self.runtime, asked.reduction and self._sum()
+        if run.reduction == "sum" and bound.size("dp") > 1 and bound.rank == 0:
             warnings.warn(
                 f"average_grads_across_microbatches=False: gradients are those of the sum over all {bound.size('dp')} "
                 f"replicas, where SageMaker's are divided by their number: divide the loss, or the learning rate",
@@ -130,6 +130,10 @@ class DistributedModel(SageMakerModel):
             self.runtime.close()
             raise
         session.models.append(run)
+
+    def _sum(self) -> str:
+        """The reduction of losses under ``average_grads_across_microbatches=False``."""
+        return "sum"
 
     def _split_now(self, module: nn.Module) -> None:
         """Split the model where it has a plan, or needs none; else its first step does."""
