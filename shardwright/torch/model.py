@@ -496,9 +496,10 @@ _NO_COPY = (
 def of_one_model() -> str:
     """The rule for steps of several models, with the ways round."""
     return (
-        "a step runs one model. Run the other in a step of its own, under torch.no_grad() where it is not trained, and "
-        "pass what that step returns (output.concat()) as an argument; where gradients flow through both, put both "
-        "into one module, sw.DistributedModel(nn.ModuleDict({...})), with an optimizer for the parameters of each"
+        "a step trains one model, and calls others, which are arguments of it, under torch.no_grad() alone. Else run "
+        "the other in a step of its own, and pass what that step returns (output.concat()) as an argument; where "
+        "gradients flow through both, put both into one module, sw.DistributedModel(nn.ModuleDict({...})), with an "
+        "optimizer for the parameters of each"
     )
 
 
