@@ -8,7 +8,7 @@ or, without a change to a script, ``torchrun --nproc-per-node 4 -m shardwright.c
 ``SHARDWRIGHT_COMPAT=1`` in the environment, under which every Python process begins with it. Every name of the
 model-parallel library is carried out, or refused by its own name: `names.NAMES` says which, and `docs/sagemaker.md`
 shows it. Of the data-parallel one there is ``smdistributed.dataparallel.torch.torch_smddp``, whose import registers
-the backend ``smddp`` of process groups.
+the backend ``smddp`` of process groups. The second version is ``torch.sagemaker``: `torch_sagemaker`.
 """
 
 import importlib
@@ -25,12 +25,15 @@ VARIABLE = "SHARDWRIGHT_COMPAT"
 """The variable under which Python processes begin with `install`: ``shardwright_compat.pth`` is beside the package."""
 MODULES = {
     f"{ROOT}.modelparallel.torch": "shardwright.compat.modelparallel",
+    f"{ROOT}.modelparallel.torch.optimizers": "shardwright.compat.optimizers",
     f"{ROOT}.dataparallel.torch.torch_smddp": "shardwright.compat.torch_smddp",
 }
 """The modules of SageMaker's that there are, and what is in their place."""
 NN = f"{ROOT}.modelparallel.torch.nn"
-"""The package whose modules are all found, each as the one in its place: as its folder is known, they would be loaded a
-second time else."""
+SECOND = "torch.sagemaker"
+WHOLE = {NN: "shardwright.compat.nn", SECOND: "shardwright.compat.torch_sagemaker"}
+"""The packages whose modules are all found, each as the one in its place: as their folders are known, they would be
+loaded a second time else."""
 PACKAGES = frozenset(
     name.rsplit(".", depth)[0] for name in (*MODULES, NN) for depth in range(1, name.count(".") + 1)
 )  # fmt: skip
@@ -40,8 +43,8 @@ class _Finder(MetaPathFinder, Loader):
     """Finds SageMaker's modules."""
 
     def find_spec(self, name: str, path: object = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name == NN or name.startswith(f"{NN}."):
-            known = importlib.util.find_spec(_in_place_of(name))
+        if (own := _in_place_of(name)) is not None:
+            known = importlib.util.find_spec(own)
             is_package = known is not None and known.submodule_search_locations is not None
             return None if known is None else ModuleSpec(name, self, is_package=is_package)
         if name in MODULES or name in PACKAGES:
@@ -49,8 +52,8 @@ class _Finder(MetaPathFinder, Loader):
         return None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        if spec.name == NN or spec.name.startswith(f"{NN}."):
-            return importlib.import_module(_in_place_of(spec.name))
+        if (own := _in_place_of(spec.name)) is not None:
+            return importlib.import_module(own)
         return importlib.import_module(MODULES[spec.name]) if spec.name in MODULES else None
 
     def exec_module(self, module: ModuleType) -> None:
@@ -60,8 +63,12 @@ class _Finder(MetaPathFinder, Loader):
             module.__version__ = __version__  # type: ignore[attr-defined]
 
 
-def _in_place_of(name: str) -> str:
-    return f"shardwright.compat.nn{name.removeprefix(NN)}"
+def _in_place_of(name: str) -> str | None:
+    """The module in the place of one of a package of `WHOLE`."""
+    for package, own in WHOLE.items():
+        if name == package or name.startswith(f"{package}."):
+            return f"{own}{name.removeprefix(package)}"
+    return None
 
 
 _FINDER = _Finder()
@@ -72,9 +79,10 @@ def install() -> None:
     ShardwrightError where SageMaker's own library is loaded already."""
     if _FINDER in sys.meta_path:
         return
-    if ROOT in sys.modules:
-        raise ShardwrightError(
-            f"{ROOT} is loaded already, and is not Shardwright's: call shardwright.compat.install() before the first "
-            f"import of it"
-        )
+    for loaded in (ROOT, SECOND):
+        if loaded in sys.modules:
+            raise ShardwrightError(
+                f"{loaded} is loaded already, and is not Shardwright's: call shardwright.compat.install() before the "
+                f"first import of it"
+            )
     sys.meta_path.insert(0, _FINDER)

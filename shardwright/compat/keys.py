@@ -1,6 +1,6 @@
 """Every key of the configuration of ``smdistributed.modelparallel``, its default there, and what becomes of it here."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -83,9 +83,9 @@ def with_defaults(given: Mapping[str, Any], *, is_planned: bool = False) -> dict
     return {key: BY_KEY[key].default for key in defaults} | dict(given)
 
 
-def table() -> str:
-    """The keys as a table in Markdown."""
+def table(keys: Sequence[Key] = KEYS) -> str:
+    """Keys as a table in Markdown."""
     said = {"acts": "acts", "none": "no effect, with a warning", "fixed": "refused, but for the default"}
     lines = ["| key | default | state | |", "|---|---|---|---|"]
-    lines += [f"| `{key.name}` | `{key.default!r}` | {said[key.state]} | {key.says} |" for key in KEYS]
+    lines += [f"| `{key.name}` | `{key.default!r}` | {said[key.state]} | {key.says} |" for key in keys]
     return "\n".join(lines) + "\n"

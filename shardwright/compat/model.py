@@ -8,6 +8,7 @@ from torch import nn
 
 import shardwright.torch as _torch
 from shardwright.backends.torch.capture.tensor_parallel_marks import is_marked
+from shardwright.backends.torch.loss.shares import OF_RANKS, OF_REPLICAS
 
 PARTIAL = "_smp_is_partial"
 """The key of state dicts that are one rank's part."""
@@ -39,6 +40,11 @@ class DistributedModel(_torch.DistributedModel):
         if isinstance(module, nn.Module) and is_marked(module):
             name_parts(module)
         super().__init__(module, **by_place, **more)
+
+    def _sum(self) -> str:
+        """SageMaker's: over microbatches a sum, over the ranks that have batches of their own the mean."""
+        config = self.session.config
+        return OF_REPLICAS if config.prescaled_batch or config.tensor_parallel_degree == 1 else OF_RANKS
 
     def local_state_dict(self) -> dict[str, Any]:
         """The part of the state dict that this rank holds, with SageMaker's mark that it is a part."""

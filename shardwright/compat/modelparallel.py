@@ -10,6 +10,7 @@ import torch
 
 import shardwright.torch as _torch
 from shardwright.compat import nn as nn  # a name of SageMaker's
+from shardwright.compat import optimizers as optimizers
 from shardwright.compat.checkpoints import load as load
 from shardwright.compat.checkpoints import resume_from_checkpoint as resume_from_checkpoint
 from shardwright.compat.checkpoints import save as save
@@ -144,7 +145,6 @@ class _ModuleManager:
 
 amp = _Module("amp", GradScaler=lambda: torch.amp.GradScaler)
 model = _Module("model", DistributedModel=lambda: DistributedModel)
-optimizers = _Module("optimizers")
 state = _Module("state", cfg=lambda: current().config, module_manager=lambda: _ModuleManager())
 
 

@@ -3,6 +3,7 @@
 The list is drawn from its public API pages by hand. A name that it lacks is refused as an unknown one.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -30,11 +31,6 @@ def _same(*names: str) -> tuple[Name, ...]:
     return tuple(Name(name, "same") for name in names)
 
 
-def _refused(says: str, *names: str) -> tuple[Name, ...]:
-    return tuple(Name(name, "refused", says) for name in names)
-
-
-_LATER = "not carried out yet"
 NAMES: tuple[Name, ...] = (
     Name(
         "init", "other",
@@ -51,8 +47,9 @@ NAMES: tuple[Name, ...] = (
     Name(
         "DistributedModel", "other",
         "a process may have several; original weights and names stay; arguments about tracing, buckets and overlap "
-        "have no effect, which a warning says; broadcast_buffers=False, join and cpu are refused; with "
-        "average_grads_across_microbatches=False gradients are sums over replicas too, which a warning says",
+        "have no effect, which a warning says; broadcast_buffers=False, join and cpu are refused; "
+        "average_grads_across_microbatches=False beside a tensor axis whose ranks have batches of their own takes "
+        "losses that are means or sums over samples",
     ),
     Name(
         "DistributedOptimizer", "other",
@@ -146,7 +143,14 @@ NAMES: tuple[Name, ...] = (
         for name in ("gpt2", "bert", "roberta", "gptj", "gptneo", "gptneox")
     ),
     Name("is_tracing", "other", "whether the body of a step runs on stand-ins, to be recorded"),
-    *_refused(f"{_LATER}: take torch.optim.AdamW", "optimizers.FusedLAMB", "optimizers.FusedNovoGrad"),
+    *(
+        Name(
+            name, "other",
+            "NVIDIA's arguments, by torch's own operations, on any device; norms are those of whole parameters under "
+            "any split; refused under offload_states",
+        )
+        for name in ("optimizers.FusedLAMB", "optimizers.FusedNovoGrad")
+    ),
 )  # fmt: skip
 BY_NAME = {one.name: one for one in NAMES}
 
@@ -158,9 +162,9 @@ def refused(name: str) -> AttributeError:
     return AttributeError(f"smdistributed.modelparallel.torch.{name}: {why}")
 
 
-def table() -> str:
-    """The names as a table in Markdown."""
+def table(names: Sequence[Name] = NAMES) -> str:
+    """Names as a table in Markdown."""
     said = {"same": "the same", "other": "here, with a difference", "refused": "refused by name"}
     lines = ["| name | state | what differs |", "|---|---|---|"]
-    lines += [f"| `{one.name}` | {said[one.state]} | {one.says} |" for one in NAMES]
+    lines += [f"| `{one.name}` | {said[one.state]} | {one.says} |" for one in names]
     return "\n".join(lines) + "\n"

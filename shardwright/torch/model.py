@@ -108,8 +108,8 @@ class DistributedModel(SageMakerModel):
             compiler=Compiler(compiler) if compiler else None,
             mode=ConfiguredMode(config, bound), compute=run.compute,
         )  # fmt: skip
-        run.runtime, run.reduction = self.runtime, asked.reduction
-        if asked.reduction == "sum" and bound.size("dp") > 1 and bound.rank == 0:
+        run.runtime, run.reduction = self.runtime, asked.reduction and self._sum()
+        if run.reduction == "sum" and bound.size("dp") > 1 and bound.rank == 0:
             warnings.warn(
                 f"average_grads_across_microbatches=False: gradients are those of the sum over all {bound.size('dp')} "
                 f"replicas, where SageMaker's are divided by their number: divide the loss, or the learning rate",
@@ -131,6 +131,10 @@ class DistributedModel(SageMakerModel):
             self.runtime.close()
             raise
         session.models.append(run)
+
+    def _sum(self) -> str:
+        """The reduction of losses under ``average_grads_across_microbatches=False``."""
+        return "sum"
 
     def _split_now(self, module: nn.Module) -> None:
         """Split the model where it has a plan, or needs none; else its first step does."""
@@ -448,6 +452,10 @@ class DistributedModel(SageMakerModel):
             found = getattr(super().__getattr__("module"), name)
         if isinstance(found, nn.Module | torch.Tensor | MethodType):  # a part, of which this rank may hold a part
             self._require_own_step(f"used ({name})")
+        if name == "generate" and isinstance(found, MethodType):
+            from shardwright.torch.generation import of_split  # which makes steps, of models
+
+            return of_split(self, found)
         return found
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -499,9 +507,10 @@ _NO_COPY = (
 def of_one_model() -> str:
     """The rule for steps of several models, with the ways round."""
     return (
-        "a step runs one model. Run the other in a step of its own, under torch.no_grad() where it is not trained, and "
-        "pass what that step returns (output.concat()) as an argument; where gradients flow through both, put both "
-        "into one module, sw.DistributedModel(nn.ModuleDict({...})), with an optimizer for the parameters of each"
+        "a step trains one model, and calls others, which are arguments of it, under torch.no_grad() alone. Else run "
+        "the other in a step of its own, and pass what that step returns (output.concat()) as an argument; where "
+        "gradients flow through both, put both into one module, sw.DistributedModel(nn.ModuleDict({...})), with an "
+        "optimizer for the parameters of each"
     )
 
 

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -72,7 +72,7 @@ class ModelRun:
         self.optimizers: list[Callable[[], OptimizerSettings | None]] = []
         self.post_partition_hooks: OrderedDict[int, Callable[[Any], Any]] = OrderedDict()
         self.is_first_step = True
-        self.reduction: Literal["mean", "sum"] | None = None
+        self.reduction: str | None = None
         self.batch_losses: Sequence[LossOfBatch] | None = None
         self.log = self._log() if config.log_every and bound.rank == 0 else None
 

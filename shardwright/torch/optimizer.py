@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from shardwright.backends.torch.state.elementwise import is_elementwise, require_separate
+from shardwright.backends.torch.state.elementwise import is_elementwise, require_separate, takes_whole_norms
 from shardwright.backends.torch.state.host_states import step_on_host
 from shardwright.backends.torch.state.model_agreement import plain_text
 from shardwright.backends.torch.state.optimizer_states import (
@@ -23,6 +23,7 @@ from shardwright.backends.torch.state.optimizer_states import (
 from shardwright.backends.torch.state.ownership import is_hollow
 from shardwright.backends.torch.state.parts import Parts
 from shardwright.backends.torch.state.saved_parts import SavedParts
+from shardwright.backends.torch.state.whole_norms import WholeNorms
 from shardwright.core.checkpoint.reader import FRESH, require_names
 from shardwright.core.checkpoint.saved_tensors import SavedState
 from shardwright.core.errors import CheckpointError, MissingCapabilityError, PlanWarning, ShardwrightError
@@ -81,6 +82,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.optimizer = optimizer
         self._ownership, self._bound, self._watchdog = runtime.ownership, session.bound, session.watchdog
         self._split_model = runtime.split_model
+        if takes_whole_norms(optimizer):
+            optimizer.norms = WholeNorms(  # type: ignore[attr-defined]
+                runtime.ownership, runtime.split_model.parts, session.bound, session.watchdog
+            )
         self._load_later: Callable[[], None] | None = None
         """Loads states once the first step has cut the parameters."""
         self._load_whole: Callable[[], None] | None = None
@@ -148,7 +153,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _update(self) -> Any:
         flat = self._split_model.parts.flat
-        return self.optimizer.step() if flat is None or flat.store is None else step_on_host(self.optimizer, flat)
+        if flat is None or flat.store is None:
+            return self.optimizer.step()
+        if takes_whole_norms(self.optimizer):
+            raise MissingCapabilityError(
+                f"offload_states steps parameters in parts, and {type(self.optimizer).__name__} needs norms of all of "
+                f"them at once: leave offload_states out, or take an optimizer such as AdamW"
+            )
+        return step_on_host(self.optimizer, flat)
 
     @property
     def loss_scale(self) -> float:

@@ -73,6 +73,8 @@ class Session:
         self.folders: dict[Path, ModelRun] = {}
         """The model whose checkpoints this run has written to each folder."""
         self.saves: KnownSaves = {}
+        self.joint_steps: dict[Any, Any] = {}
+        """The steps of functions that are given several models."""
         self.pending: PendingSave | None = None
         """The checkpoint that is being written in the background."""
 

@@ -24,8 +24,9 @@ from shardwright.core.errors import MissingCapabilityError, ShardwrightError
 from shardwright.core.values.step_line import Argument
 from shardwright.torch import session as sessions
 from shardwright.torch.batch import Batch
-from shardwright.torch.model import DistributedModel, of_one_model
-from shardwright.torch.model_run import ModelRun, labels
+from shardwright.torch.joint_step import JointStep
+from shardwright.torch.model import DistributedModel
+from shardwright.torch.model_run import ModelRun
 from shardwright.torch.output import StepOutput
 from shardwright.torch.peers import of_all_peers, of_this_rank
 from shardwright.torch.run_agreement import batch_claims, mode_claim, model_claim, session_claims
@@ -48,7 +49,9 @@ def step(
     input_split_axes: Mapping[str, int] | None = None,
 ) -> Any:
     """Make a training or evaluation step of a function of (model, batch …). It runs the DistributedModel among its
-    arguments, on that model's plan; where the run has only one, it need not be an argument.
+    arguments, on that model's plan; where the run has only one, it need not be an argument. Of several among them it
+    trains one: the others, called without gradients as a teacher is, run first, in evaluation steps of their own, and
+    what they return goes into the step of that one.
 
     The tensors among its arguments are split into microbatches along axis 0. An object with a method
     ``smp_slice(num_mb, mb, axis)`` is asked for what each microbatch has of it, which may differ in the contents and
@@ -66,7 +69,7 @@ def step(
         DisagreementError: when called, on every rank: ranks were given different batches, differ in the model's modes,
             the seed or another thing that must be the same, or are in different calls; or another rank failed.
         ShardwrightError: when called: arguments of different sizes do not divide into the microbatches; there are
-            several models, and the arguments hold none of them or two.
+            several models, and the arguments hold none of them, or two through which gradients flow.
         CaptureError: when first called: the body cannot be recorded.
     """
     if function is None:
@@ -123,6 +126,7 @@ class Step:
         self._labels: dict[str, list[str]] = {}
         """The place of each leaf in words, by the form of the arguments: ``batch['labels']``."""
         self._signature = inspect.signature(function)
+        self._joint = JointStep(function, self._like)
         named = set(self._signature.parameters)
         self._more = next((p.name for p in self._signature.parameters.values() if p.kind is p.VAR_KEYWORD), None)
         """The name of ``**more``, if the function has it."""
@@ -133,8 +137,21 @@ class Step:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         session = sessions.current()
+        if len(session.models) > 1:
+            try:
+                models = _models_in(args, kwargs, session)
+            except ShardwrightError:  # which is raised below, and told to the other ranks
+                models = []
+            if len(models) > 1:
+                return self._joint(models, args, kwargs)
         with session.watchdog.step():
             return self._agreed(args, kwargs, session)
+
+    def _like(self, function: StepFunction, *, is_main: bool) -> "Step":
+        """A step of a function of the same arguments; ``is_main``: whether it returns what this one does."""
+        made = Step(function, self.whole, self.axes, lists_plain=self._lists_plain and is_main)
+        made._code = self._code
+        return made
 
     def _agreed(self, args: Any, kwargs: Any, session: sessions.Session) -> Any:
         """Run the step, once all ranks have come to it with the same claims."""
@@ -163,12 +180,9 @@ class Step:
 
     def _run_of(self, args: tuple[Any, ...], kwargs: dict[str, Any], session: sessions.Session) -> ModelRun:
         """The model that a call is for. Raises ShardwrightError where that cannot be told."""
-        found = [leaf for leaf in pytree.tree_leaves((args, kwargs), is_leaf=_is_model) if _is_model(leaf)]
-        runs = list(dict.fromkeys(session.of(model) for model in found))
-        if len(runs) > 1:
-            raise ShardwrightError(f"the step {self._name} is given {labels(runs)}, and {of_one_model()}")
-        if runs:
-            return runs[0]
+        found = _models_in(args, kwargs, session)
+        if found:
+            return session.of(found[0])
         return session.only(f"the step {self._name} is given no model", "pass the one that it runs as an argument")
 
     def _given(
@@ -365,6 +379,12 @@ def _argument(name: str, tensor: torch.Tensor, axis: int | None) -> Argument:
 
 def _is_model(item: Any) -> bool:
     return isinstance(item, DistributedModel)
+
+
+def _models_in(args: Any, kwargs: Any, session: sessions.Session) -> list[DistributedModel]:
+    """The models among the arguments, each once."""
+    leaves = pytree.tree_leaves((args, kwargs), is_leaf=_is_model)
+    return list({id(session.of(leaf)): leaf for leaf in leaves if _is_model(leaf)}.values())
 
 
 def _output(found: Returned | None, leaf: Any) -> Any:

@@ -9,7 +9,7 @@ import pytest
 from tests.comparison import Comparison
 from tests.torch.launch import on_ranks
 
-BY_TURNS = ("a_teacher_and_a_student", "a_generator_and_a_discriminator")
+BY_TURNS = ("a_teacher_and_a_student", "a_teacher_in_the_step_of_its_student", "a_generator_and_a_discriminator")
 IN_ONE_MODULE = "adversaries_in_one_module"
 RECORDED = "adversaries_in_one_module_that_call_the_same_parts"
 BESIDE = (

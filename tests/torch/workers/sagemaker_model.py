@@ -1,5 +1,6 @@
 """What SageMaker's scripts ask of a distributed model: sagemaker_model.py PP TP."""
 
+import copy
 import sys
 import warnings
 from collections.abc import Callable
@@ -9,10 +10,12 @@ import models
 import pytest
 import torch
 import torch.distributed as dist
-from launched import run_checks
+from launched import run_checks, whole_gradients
 
+import shardwright.compat.modelparallel as smp
 import shardwright.torch as sw
-from shardwright.core.errors import MissingCapabilityError, PlanWarning, ShardwrightError
+from shardwright.core.errors import LossError, MissingCapabilityError, PlanWarning, ShardwrightError
+from tests.comparison import Comparison
 
 PP, TP = int(sys.argv[1]), int(sys.argv[2])
 
@@ -123,6 +126,37 @@ def losses_that_are_sums_are_said_to_be() -> None:
     sw.shutdown()
 
 
+@smp.step
+def step_of_kind(model: Any, x: torch.Tensor, kind: str) -> torch.Tensor:
+    square = model(x).square()
+    loss: torch.Tensor = (square * (x > 0)).sum() / (x > 0).sum() if kind == "weighted" else getattr(square, kind)()
+    model.backward(loss)
+    return loss
+
+
+def the_alias_averages_sums_over_ranks() -> None:
+    """Of the ranks that have batches of their own, as SageMaker does, for losses that are means and sums."""
+    with_batches = {"ddp": True} if PP > 1 else {"prescaled_batch": False, "tensor_parallel_degree": 2}
+    for keys in (with_batches, {"partitions": 2} if PP > 1 else {"prescaled_batch": True, "tensor_parallel_degree": 2}):
+        for kind in ("mean", "sum"):
+            smp.init({"microbatches": 3, "log_every": 0, **keys})
+            ranks = smp.dp_size() if keys is with_batches else 1
+            batches = [torch.randn(6, 4, generator=torch.Generator().manual_seed(rank)) for rank in range(ranks)]
+            torch.manual_seed(0)
+            plain = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 4))
+            model = smp.DistributedModel(copy.deepcopy(plain), average_grads_across_microbatches=False)
+            step_of_kind(model, batches[smp.dp_rank() % ranks], kind)
+            for microbatch in [one for x in batches for one in x.chunk(3)]:
+                (getattr(plain(microbatch).square(), kind)() / ranks).backward()
+            found = whole_gradients(model)
+            wanted = {name: p.grad for name, p in plain.named_parameters() if name in found}
+            Comparison(f"{kind} under {keys}").gradients(found, wanted).require()
+            if keys is with_batches and TP > 1:
+                with pytest.raises(LossError, match="set prescaled_batch=True"):
+                    step_of_kind(model, batches[0], "weighted")
+            sw.shutdown()
+
+
 def models_are_made_as_the_configuration_says() -> None:
     for delayed in (False, True):
         begin(delayed_parameter_initialization=delayed)
@@ -213,6 +247,7 @@ CHECKS = (
     a_hook_that_fails_is_told_to_all_ranks,
     parts_are_found_by_their_rank,
     losses_that_are_sums_are_said_to_be,
+    the_alias_averages_sums_over_ranks,
     models_are_made_as_the_configuration_says,
     a_model_made_in_16_bits_trains_and_is_evaluated,
     settings_of_their_own_modules_are_known,

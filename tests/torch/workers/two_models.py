@@ -228,6 +228,51 @@ def a_teacher_and_a_student() -> None:
     same_as_plain("distillation", distillation, lambda: (teacher(), student()))
 
 
+def a_teacher_in_the_step_of_its_student() -> None:
+    """Called before the student or behind it, by itself or in a container; and a generator in the discriminator's."""
+    plain, own = (teacher(), student()), (teacher(), student())
+    (first, _), (second, optimizer) = wrapped(*own)
+    of_plain = adamw(plain[1])
+
+    def body(models, x, is_last):
+        wanted = None
+        if not is_last:
+            with torch.no_grad():
+                wanted = models["teacher"](x)
+        found = models["student"](x)
+        if wanted is None:
+            with torch.no_grad():
+                wanted = models["teacher"](x)
+        loss = F.mse_loss(found, wanted)
+        if models["student"] is plain[1]:
+            loss.backward()
+        else:
+            models["student"].backward(loss)
+        return loss
+
+    joint, found, wanted = sw.step(body), [], []
+    for number in range(4):
+        x = batch(number)["x"]
+        own_x = x.chunk(sw.rdp_size())[sw.rdp_rank()]
+        optimizer.zero_grad()
+        of_plain.zero_grad()
+        together = {"teacher": first, "student": second}
+        found.append(float(joint(together, own_x, is_last=number % 2 > 0).all_reduce_mean()))
+        wanted.append(body({"teacher": plain[0], "student": plain[1]}, x, number % 2 > 0).item())
+        optimizer.step()
+        of_plain.step()
+    Comparison("a joint step").losses(found, wanted, moving=1e-4).require()
+    with torch.no_grad():
+
+        @sw.step
+        def both(one, other, x):
+            return F.mse_loss(one(x), other(x))
+
+        x = batch(0)["x"]
+        apart = both(second, first, x.chunk(sw.rdp_size())[sw.rdp_rank()]).all_reduce_mean()
+        Comparison("evaluation of both").losses([apart.item()], [F.mse_loss(plain[1](x), plain[0](x)).item()]).require()
+
+
 def a_generator_and_a_discriminator() -> None:
     same_as_plain("adversaries", adversaries, lambda: (generator(), discriminator()))
 
@@ -546,8 +591,25 @@ def misuse() -> None:
         student.backward(loss)
         return loss
 
-    both = r"Student \(model 1\) and Teacher \(model 0\), and a step runs one model.* in a step of its own.*ModuleDict"
-    expect(rf"step .*joint is given {both}", lambda: joint(second, first, x))
+    @sw.step
+    def adversary(student, teacher, x):
+        student.backward(teacher(student(x)).mean())
+
+    @sw.step
+    def drawing(student, teacher, x):
+        return joint.function(student, teacher, x + torch.randn_like(x))
+
+    both = r"Student \(model 1\) and Teacher \(model 0\), and"
+    expect(
+        rf"adversary is given {both} gradients flow .* in a step of its own.*ModuleDict",
+        lambda: adversary(second, first, x),
+    )
+    expect(rf"drawing is given {both} draws random numbers", lambda: drawing(second, first, x))
+    expect(
+        "adversary is given|adversary, of|different calls",
+        lambda: (adversary if sw.rank() else joint)(second, first, x),
+    )
+    assert joint(second, first, x).reduce_mean() > 0
 
     @sw.step
     def reaching(model, x):
@@ -587,7 +649,7 @@ def misuse() -> None:
         r"different calls: rank 0 in model.clip_grad_norm_\(1.0, 2.0\) of Teacher .*, rank 1 in .* of Student",
         lambda: (second if sw.rank() else first).clip_grad_norm_(1.0),
     )
-    expect("failed on rank 1|joint is given", lambda: joint(second, first if sw.rank() else second, x))
+    expect("disagree on the model of the step", lambda: joint(second, first if sw.rank() else second, x))
     many = [*first.parameters(), *second.parameters()]
     expect(
         r"has parameters of Teacher \(model 0\) and Student \(model 1\): make one for each",
@@ -629,6 +691,7 @@ def misuse() -> None:
 
 TRAINING: tuple[Callable[[], None], ...] = (
     a_teacher_and_a_student,
+    a_teacher_in_the_step_of_its_student,
     a_generator_and_a_discriminator,
     adversaries_in_one_module,
     adversaries_in_one_module_that_call_the_same_parts,

@@ -22,6 +22,9 @@ def of_own(found: LossShares, shares: Shares) -> list[list[float | None]]:
     return [[None if every is None else every[shares.first + m] for every in found] for m in range(len(shares.own))]
 
 
+OF_REPLICAS = "mean over replicas of sums over microbatches"
+OF_RANKS = "mean over ranks of sums over microbatches"
+"""Reductions of SageMaker's: of ranks, where a microbatch holds samples of all peers of the tensor axis."""
 REMEMBERED = 256
 """The number of readings of steps that are kept."""
 
@@ -64,6 +67,12 @@ class LossSemantics:
                 found.append(None)
             elif loss.reduction == "sum":
                 found.append((1.0,) * len(shares.flat))
+            elif loss.reduction in (OF_REPLICAS, OF_RANKS):
+                divisor = self.bound.size("dp")
+                if loss.reduction == OF_RANKS:
+                    own = [self._reading(microbatch)[number] for microbatch in microbatches]
+                    divisor *= self._peers_in(own, steps_name)
+                found.append((1.0 / divisor,) * len(shares.flat))
             elif loss.reduction == "mean" or len(shares.flat) == 1:
                 found.append(by_samples)
             else:
@@ -72,6 +81,20 @@ class LossSemantics:
                 own = [reading[number] for reading in readings]
                 found.append(self._of_loss(own, microbatches, shares, by_samples, steps_name))
         return tuple(found)
+
+    def _peers_in(self, readings: Sequence[LossReading], steps_name: str) -> int:
+        """How often a loss over the samples of all peers of the tensor axis has the mean of those over the samples of
+        each: once in a mean, and in a sum as often as there are peers. Raises LossError for another loss."""
+        kinds = {reading.verdict.reduction for reading in readings}
+        if kinds == {"mean"}:
+            return 1
+        if kinds == {"sum"}:
+            return self.bound.size("tp")
+        raise LossError(
+            f"average_grads_across_microbatches=False: the loss of {steps_name} is {' or '.join(sorted(kinds))}, and "
+            f"how the loss of each rank of the tensor axis follows from that of all its peers' samples is known of a "
+            f"mean and of a sum: set prescaled_batch=True and give these ranks the same batch"
+        )
 
     def losses_of(self, microbatch: Microbatch) -> list[Loss] | None:
         """The losses of a step that is not recorded; None where it cannot be run to read them."""

@@ -20,9 +20,15 @@ _OF_THE_TRIAL = ("param_groups", "state", "step")
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether pieces of parameters will do: for optimizers of torch that are known. Others get whole parameters, since
-    no trial shows what an optimizer does at every size of a gradient."""
-    return type(optimizer) in _ELEMENTWISE
+    """Whether pieces of parameters will do: for optimizers of torch that are known, and for those that take the norms
+    of whole parameters from `whole_norms`. Others get whole parameters, since no trial shows what an optimizer does at
+    every size of a gradient."""
+    return type(optimizer) in _ELEMENTWISE or takes_whole_norms(optimizer)
+
+
+def takes_whole_norms(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer's step depends on norms of whole parameters, which it is given as its ``norms``."""
+    return getattr(type(optimizer), "takes_whole_norms", False)
 
 
 def require_separate(optimizer: torch.optim.Optimizer) -> None:

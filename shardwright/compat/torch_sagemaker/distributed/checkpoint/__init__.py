@@ -1,0 +1,1 @@
+"""``torch.sagemaker.distributed.checkpoint``: `torch.distributed.checkpoint` under the second version's names."""
