@@ -9,8 +9,8 @@ from torch import nn
 
 class ModuleState:
     """Lets ``model.module.state_dict()``, as scripts for `DistributedDataParallel` save it, be the whole state dict:
-    without it a part of the tensors would be on the meta device, and their values would be lost. With ``keep_vars=True`` it
-    has the parameters of this rank, as ever.
+    without it a part of the tensors would be on the meta device, and their values would be lost. With
+    ``keep_vars=True`` it has the parameters of this rank, as ever.
 
     Args:
         module: the module; a hook is registered on it.
