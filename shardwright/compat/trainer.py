@@ -153,7 +153,13 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     def create_optimizer(self, model: Any = None) -> Any:
         """The optimizer of the split model."""
         if not _is_split(self.optimizer):
-            super().create_optimizer()
+            # Releases 4 ask what they call the wrapped model for its parameters, and by names with a prefix for those
+            # that decay.
+            wrapped, self.model_wrapped = self.model_wrapped, self.model
+            try:
+                super().create_optimizer()
+            finally:
+                self.model_wrapped = wrapped
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
