@@ -308,7 +308,7 @@ class Gradients:
         counted = [
             p.grad for name, p in local.items()
             if p.grad is not None and (placement is None or placement.parameters[name][0] == self.ownership.rank)
-            and (self.parts.tensor is None or self.parts.tensor.counts(name))
+            and (self.bound.coordinate("tp") == 0 if self.parts.tensor is None else self.parts.tensor.counts(name))
             and (self.parts.flat is None or self.parts.flat.counts(name))
         ]  # fmt: skip
         device = self.bound.device
