@@ -37,9 +37,18 @@ _SIZES = (
     "--grad_clip 1e9 --lr_decay_iters 4"
 )
 SMALL = _SIZES.split()
-OF_SCRIPT = {"neox": ["--model_type", "gpt_neox"], "t5": ["--model_type", "flan_t5", "--flash_attention", "0"]}
+OF_SCRIPT = {
+    "neox": ["--model_type", "gpt_neox"],
+    "t5": ["--model_type", "flan_t5", "--flash_attention", "0"],
+    "gpt-j": ["--zipped_data", "1", "--hidden_width", "256"],  # its rotary dimensions are 64
+    "falcon": ["--num_heads_kv", "2", "--flash_attention", "0", "--hidden_width", "256"],  # heads of 64
+}
 """Arguments of scripts for other models, by a part of their folder's name."""
+HUB, COMMIT = "tiiuae/falcon-7b", "0" * 40
+"""The model of Hugging Face's hub whose configuration the script for Falcon loads, and a commit of it."""
 FORM = {number: ["--use_distributed_transformer", str(int(number))] for number in (False, True)}
+MICROBATCHES = ("--microbatches", "2")
+"""Dropout, which the script for T5 has whatever its arguments, draws for each microbatch: one process has as many."""
 LOSS = re.compile(r"Batch (\d+) (Validation loss|Loss): ([-\d.einfa]+)")
 
 
@@ -54,14 +63,14 @@ class Split:
 
 
 SPLITS = (
-    Split("pp 2", 2, ("--pipeline_parallel_degree", "2", "--microbatches", "2")),
+    Split("pp 2", 2, ("--pipeline_parallel_degree", "2", *MICROBATCHES)),
     Split("tp 2", 2, ("--tensor_parallel_degree", "2")),
     Split("pp 2 × tp 2", 4, (
-        "--pipeline_parallel_degree", "2", "--tensor_parallel_degree", "2", "--microbatches", "2",
+        "--pipeline_parallel_degree", "2", "--tensor_parallel_degree", "2", *MICROBATCHES,
     )),
-    Split("pp 2, bf16", 2, ("--pipeline_parallel_degree", "2", "--microbatches", "2", "--bf16", "1"), 2e-2),
+    Split("pp 2, bf16", 2, ("--pipeline_parallel_degree", "2", *MICROBATCHES, "--bf16", "1"), 2e-2),
     Split("pp 2, by hand", 2, (
-        "--pipeline_parallel_degree", "2", "--microbatches", "2", "--manual_partition", "1",
+        "--pipeline_parallel_degree", "2", *MICROBATCHES, "--manual_partition", "1",
         "--activation_checkpointing", "0",
     )),
     Split("tp 2, distributed transformer", 2, ("--tensor_parallel_degree", "2"), distributed=True),
@@ -70,7 +79,7 @@ SPLITS = (
         distributed=True,
     ),
 )  # fmt: skip
-RESUMED = Split("tp 2, resumed from pp 2's checkpoint", 2, ("--tensor_parallel_degree", "2"))
+RESUMED = Split("tp 2, resumed from pp 2's checkpoint", 2, ("--tensor_parallel_degree", "2", *MICROBATCHES))
 
 
 @dataclass(frozen=True)
@@ -93,6 +102,23 @@ def data(folder: Path) -> None:
                     out.write(json.dumps({"input_ids": tokens, "attention_mask": [1] * 32}) + "\n")
 
 
+def hub(folder: Path, script: Path) -> None:
+    """A cache of Hugging Face's hub with a small configuration of Falcon, of the class beside the script."""
+    cached = folder / "hub" / "hub" / f"models--{HUB.replace('/', '--')}"
+    source = script.parent / "configuration_RW.py"
+    if cached.exists() or not source.exists():
+        return
+    snapshot = cached / "snapshots" / COMMIT
+    snapshot.mkdir(parents=True)
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text(COMMIT)
+    (snapshot / source.name).write_text(source.read_text(encoding="utf-8"), encoding="utf-8")
+    (snapshot / "config.json").write_text(json.dumps({
+        "model_type": "RefinedWeb", "auto_map": {"AutoConfig": "configuration_RW.RWConfig"}, "vocab_size": 100,
+        "parallel_attn": True, "bias": False, "new_decoder_architecture": True,
+    }))  # fmt: skip
+
+
 def scripts(folder: Path) -> list[Path]:
     """The training scripts for the library's first version, in any folder below, one of those with the same text."""
     found: dict[str, Path] = {}
@@ -111,7 +137,9 @@ def run(script: Path, processes: int, arguments: list[str], where: Path) -> Outc
         (stand_in / "flash_attention.py").write_text(
             "class FlashAttention:\n    def __init__(self, *_, **__):\n        raise RuntimeError('it needs a GPU')\n"
         )
+    hub(where, script)
     environment = os.environ | {
+        "HF_HOME": str(where / "hub"), "HF_HUB_OFFLINE": "1",
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(where / "packages"), os.environ.get("PYTHONPATH", "")]),
         "OMP_NUM_THREADS": "1", "SM_NUM_GPUS": str(processes), "SM_OUTPUT_DATA_DIR": str(where),
         "SM_MODEL_DIR": str(where), "SM_CHANNEL_TRAIN": str(where / "train"), "SM_CHANNEL_TEST": str(where / "test"),
@@ -153,13 +181,15 @@ def cases(script: Path, where: Path) -> list[tuple[str, Outcome, float | None, f
     """Of each split: what came of it, the largest distance of a loss from that on one process, and what is allowed."""
     own = next((more for part, more in OF_SCRIPT.items() if part in script.parent.name), [])
     alone = {
-        distributed: run(script, 1, [*SMALL, *own, *FORM[distributed], "--checkpoint-dir", str(where / "none")], where)
-        for distributed in (False, True)
+        (distributed, microbatches): run(
+            script, 1, [*SMALL, *own, *FORM[distributed], *microbatches, "--checkpoint-dir", str(where / "none")], where
+        )
+        for distributed, microbatches in ((False, ()), (False, MICROBATCHES), (True, ()))
     }
-    found: list[tuple[str, Outcome, float | None, float]] = [("one process", alone[False], None, 0.0)]
-    found.append(("one process, distributed transformer", alone[True], None, 0.0))
+    found: list[tuple[str, Outcome, float | None, float]] = [("one process", alone[False, ()], None, 0.0)]
+    found.append(("one process, distributed transformer", alone[True, ()], None, 0.0))
     for split in (*SPLITS, RESUMED):
-        plain = alone[split.distributed]
+        plain = alone[split.distributed, MICROBATCHES if "--microbatches" in split.arguments else ()]
         if plain.stopped:
             continue
         folder = where / re.sub(r"\W+", "_", f"{script.parent.name} {split.name}")

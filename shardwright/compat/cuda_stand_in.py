@@ -6,7 +6,8 @@ that asks is told the truth.
 - ``set_device``, ``synchronize``, ``empty_cache``, ``ipc_collect`` and the resets of peaks do nothing;
 - ``current_device`` is 0;
 - figures of memory are those of the process: its resident bytes, and their peak;
-- ``.cuda()`` and ``.to("cuda")`` of tensors and modules leave them on the CPU, ``pin_memory()`` as they are.
+- ``.cuda()`` and ``.to("cuda")`` of tensors and modules leave them on the CPU, ``pin_memory()`` as they are;
+- ``torch.load(…, map_location="cuda:0")`` loads to the CPU.
 
 Everything else of ``torch.cuda`` is as it was, and most of it raises torch's own error.
 """
@@ -51,6 +52,8 @@ def install() -> bool:
         patched: Any = kind
         patched.cuda = lambda self, *args, **kwargs: self
         patched.to = _on_cpu(patched.to)
+    anything: Any = torch
+    anything.load = _on_cpu(torch.load)
     tensor: Any = torch.Tensor
     tensor.pin_memory = lambda self, *args, **kwargs: self
     return True
@@ -67,12 +70,13 @@ def _giving(name: str, answer: Callable[[], Any]) -> Callable[..., Any]:
 
 
 def _on_cpu(to: Callable[..., Any]) -> Callable[..., Any]:
-    """``to`` with the CPU in the place of CUDA devices."""
+    """``to``, or another function that takes devices behind its first argument, with the CPU in the place of CUDA
+    devices."""
 
     @functools.wraps(to)
-    def moved(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def moved(first: Any, *args: Any, **kwargs: Any) -> Any:
         args = tuple(_device(one) for one in args)
-        return to(self, *args, **{name: _device(one) for name, one in kwargs.items()})
+        return to(first, *args, **{name: _device(one) for name, one in kwargs.items()})
 
     return moved
 

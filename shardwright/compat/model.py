@@ -23,7 +23,8 @@ class DistributedModel(_torch.DistributedModel):
 
     Under marks of the tensor axis SageMaker replaces models of Hugging Face's by its own modules; here they stay what
     they are, and their parts have those modules' names too: ``transformer.seq_layers``, and of each layer
-    ``attention`` and ``output``.
+    ``attention`` and ``output``. SageMaker has wrappers of its own around the module, so that scripts reach it by
+    ``model.module.module``, in 16 bits once more: the module is found there, however often.
 
     Args:
         module: the model.
@@ -39,6 +40,8 @@ class DistributedModel(_torch.DistributedModel):
             raise TypeError(f"DistributedModel was given {min(twice)} twice, by its place and by its name")
         if isinstance(module, nn.Module) and is_marked(module):
             name_parts(module)
+        if isinstance(module, nn.Module) and not hasattr(module, "module"):
+            vars(module)["module"] = module
         super().__init__(module, **by_place, **more)
 
     def _sum(self) -> str:

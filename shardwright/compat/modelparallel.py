@@ -1,9 +1,11 @@
 """``smdistributed.modelparallel.torch``, as scripts import it: `shardwright.torch` with SageMaker's own defaults."""
 
 import functools
+import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any
 
 import torch
@@ -56,16 +58,28 @@ def step(
     def wrapped(given: Callable[..., Any]) -> Callable[..., Any]:
         if given.__module__ == _OF_TRAINER:
             return _refused_step(given)
-        inner = Step(given, frozenset(non_split_inputs or ()), dict(input_split_axes or {}), lists_plain=True)
-
-        @functools.wraps(given)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            of_first = of_first_stage(args, kwargs)
-            return inner(*of_first[0], **of_first[1])
-
-        return call
+        return _FirstStageStep(
+            given, Step(given, frozenset(non_split_inputs or ()), dict(input_split_axes or {}), lists_plain=True)
+        )
 
     return wrapped if function is None else wrapped(function)
+
+
+class _FirstStageStep:
+    """A step with the batch of pipeline rank 0. As SageMaker's it is an object, no function: in the body of a class it
+    is a method where its first argument is ``self``, and else stays what it is (``self.train_step(model, …)``)."""
+
+    def __init__(self, function: Callable[..., Any], inner: Step) -> None:
+        functools.update_wrapper(self, function)
+        self._inner = inner
+        self._is_method = next(iter(inspect.signature(function).parameters), "") == "self"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        of_first = of_first_stage(args, kwargs)
+        return self._inner(*of_first[0], **of_first[1])
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return MethodType(self, instance) if self._is_method and instance is not None else self
 
 
 def is_tracing() -> bool:

@@ -153,7 +153,13 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     def create_optimizer(self, model: Any = None) -> Any:
         """The optimizer of the split model."""
         if not _is_split(self.optimizer):
-            super().create_optimizer()
+            # Releases 4 ask what they call the wrapped model for its parameters, and by names with a prefix for those
+            # that decay.
+            wrapped, self.model_wrapped = self.model_wrapped, self.model
+            try:
+                super().create_optimizer()
+            finally:
+                self.model_wrapped = wrapped
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
@@ -271,10 +277,10 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         first = wrapped.runtime.ownership.first_name
         loaded = {first.get(name, name) for name in weights}  # of tied parameters one is in the file
         left_out = self.model._keys_to_ignore_on_save or () if hasattr(self.model, "_keys_to_ignore_on_save") else ()
-        lacks = [
-            name for name in self.model.state_dict() if first.get(name, name) not in loaded and name not in left_out
-        ]
-        if lacks or (more := sorted(loaded - {first.get(name, name) for name in self.model.state_dict()})):
+        with wrapped.as_held():
+            known = list(self.model.state_dict())
+        lacks = [name for name in known if first.get(name, name) not in loaded and name not in left_out]
+        if lacks or (more := sorted(loaded - {first.get(name, name) for name in known})):
             said = f"lacks {lacks[0]!r}" if lacks else f"has {more[0]!r}, which the model lacks"
             raise CheckpointError(f"{resume_from_checkpoint} is a checkpoint of another model: it {said}")
         wrapped.load_state_dict(weights, strict=False)

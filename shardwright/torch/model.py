@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from types import MethodType
@@ -23,7 +23,6 @@ from shardwright.backends.torch.state import checkpoint
 from shardwright.backends.torch.state.deferred_init import require_built
 from shardwright.backends.torch.state.extra_state import extra_keys, held_extra, is_extra, keys_elsewhere, set_extra
 from shardwright.backends.torch.state.model_agreement import digest_of_state, model_claims, source_claim, values_digest
-from shardwright.backends.torch.state.parts import Parts
 from shardwright.backends.torch.state.weight_files import opened
 from shardwright.backends.torch.state.weight_transfer import take_values
 from shardwright.backends.torch.state.weights import Weights, require_named
@@ -33,7 +32,8 @@ from shardwright.core.plan.plan import Plan
 from shardwright.core.schedule import Schedule, StageCosts
 from shardwright.torch import session as sessions
 from shardwright.torch.model_run import ModelRun
-from shardwright.torch.plain_clipping import refuse_plain_clipping, warn_of_plain_clipping
+from shardwright.torch.module_state import ModuleState
+from shardwright.torch.plain_clipping import serve_plain_clipping
 from shardwright.torch.run_agreement import optimizers_claim, plan_claim
 from shardwright.torch.sagemaker_model import SageMakerArguments, SageMakerModel
 from shardwright.torch.scaler import require_unscaled, share_overflows
@@ -121,9 +121,10 @@ class DistributedModel(SageMakerModel):
         split_model.most_summed, split_model.clips_at = config.sdp_reduce_bucket_size, config.sdp_gradient_clipping
         split_model.residency.most_whole = config.sdp_max_live_parameters
         share_overflows()
+        self._module_state = ModuleState(module, self.state_dict, self.can_ask_for_parts)
         self.module = module  # last: what is set from here on is the module's own
-        self.runtime.split_model.listeners.append(self._watch_clipping)
-        self.runtime.split_model.after_sharding.append(self._refuse_plain_clipping)
+        self.runtime.split_model.listeners.append(self._serve_clipping)
+        self.runtime.split_model.after_sharding.append(self._serve_clipping)
         try:
             self._agree(module)
             self._split_now(module)
@@ -344,6 +345,16 @@ class DistributedModel(SageMakerModel):
         finally:
             gradients.is_held = before
 
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether the next step sums gradients over the replicas, as `DistributedDataParallel` has it: scripts set it
+        to False for all but the last step of an update, in the place of `no_sync`. Every rank sets it alike."""
+        return not self.runtime.gradients.is_held
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, value: bool) -> None:
+        self.runtime.gradients.is_held = not value
+
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
@@ -352,6 +363,18 @@ class DistributedModel(SageMakerModel):
         call = f"model.clip_grad_norm_({float(max_norm)}, {float(norm_type)})"
         self.session.agreement.meet(self.model_run.of_model(call))
         return self.runtime.gradients.clip_norm(float(max_norm), float(norm_type), error_if_nonfinite)
+
+    def norm_of_gradients(
+        self, call: str, norm_type: float, error_if_nonfinite: bool, failure: Exception | None = None
+    ) -> torch.Tensor:
+        """The norm of the unsplit model's gradients, for a call of this name; every rank calls this."""
+        try:
+            if failure is None:
+                require_unscaled(self.model_run)
+        except ShardwrightError as error:
+            failure = error
+        self.session.agreement.meet(self.model_run.of_model(f"{call}(…, {norm_type})"), failure=failure)
+        return self.runtime.gradients.checked_norm(norm_type, error_if_nonfinite)
 
     def register_comm_hook(self, state: Any, hook: Callable[[Any, Any], Any]) -> None:
         """Let a hook exchange the gradients of replicas, as `DistributedDataParallel.register_comm_hook`: the hooks of
@@ -393,14 +416,20 @@ class DistributedModel(SageMakerModel):
             call = self.model_run.of_model(f"model.state_dict({rank0_only=})")
             self.session.agreement.meet(call, claims, failure=failure, in_replica=True)
         self.runtime.split_model.make_values()
-        whole = checkpoint.gather(
-            ownership, bound, self.session.watchdog, rank0_only=rank0_only, parts=self.runtime.split_model.parts
-        )
+        with self.as_held():
+            whole = checkpoint.gather(
+                ownership, bound, self.session.watchdog, rank0_only=rank0_only, parts=self.runtime.split_model.parts
+            )
         if bound.size("pp") > 1 and ownership.placement is not None and extra_keys(self.module):
             stages = [bound.peer("pp", stage) for stage in range(bound.size("pp"))]
             for held in self.session.messages.gather(extra, stages):
                 whole.update({key: state for key, state in held.items() if key in whole})
         return whole
+
+    def as_held(self) -> AbstractContextManager[None]:
+        """A context in which ``model.module.state_dict()`` has the tensors of this rank alone, those of others on the
+        meta device; outside of it that is the whole state dict, and every rank calls it."""
+        return self._module_state.as_held()
 
     def local_state_dict(self) -> dict[str, Any]:
         """The part of the state dict that this rank holds."""
@@ -410,9 +439,11 @@ class DistributedModel(SageMakerModel):
         self.runtime.split_model.make_values()
         ownership = self.runtime.ownership
         elsewhere = keys_elsewhere(ownership)
+        with self.as_held():
+            state = self.module.state_dict()
         return {
             key: entry
-            for key, entry in self.module.state_dict().items()
+            for key, entry in state.items()
             if key not in elsewhere and (key not in ownership.first_name or ownership.holds(ownership.first_name[key]))
         }
 
@@ -431,16 +462,19 @@ class DistributedModel(SageMakerModel):
             set_extra(self.runtime.ownership, state_dict)
             self.session.note_loaded("what each rank holds")
             return IncompatibleKeys([], [])
-        missing, unexpected = checkpoint.load(
-            self.runtime.ownership, state_dict, strict=strict, parts=self.runtime.split_model.parts
-        )
+        with self.as_held():
+            missing, unexpected = checkpoint.load(
+                self.runtime.ownership, state_dict, strict=strict, parts=self.runtime.split_model.parts
+            )
         self.session.note_loaded(f"weights {digest_of_state(state_dict)}")
         return IncompatibleKeys(missing, unexpected)
 
     def _is_divided(self, own: Mapping[str, Any]) -> bool:
         """Whether what this rank holds is not the whole model."""
         parts, first_name = self.runtime.split_model.parts, self.runtime.ownership.first_name
-        return own.keys() != self.module.state_dict().keys() or any(
+        with self.as_held():
+            names = self.module.state_dict().keys()
+        return own.keys() != names or any(
             isinstance(entry, torch.Tensor) and entry.shape != parts.whole_shape(first_name.get(key, key), entry.shape)
             for key, entry in own.items()
         )
@@ -485,14 +519,19 @@ class DistributedModel(SageMakerModel):
         """Refuse pickling: a split model is no object to pickle. Raises ShardwrightError."""
         raise ShardwrightError(_NO_COPY)
 
-    def _watch_clipping(self) -> None:
-        if self.session.bound.size("pp") > 1:
-            warn_of_plain_clipping(iter(self.runtime.ownership.local_parameters().values()))
+    def _is_in_parts(self) -> bool:
+        """Whether this rank holds a part of the model."""
+        flat, bound = self.runtime.split_model.parts.flat, self.session.bound
+        return max(bound.size("pp"), bound.size("tp")) > 1 or (flat is not None and flat.is_shared)
 
-    def _refuse_plain_clipping(self, parts: Parts) -> None:
-        if parts.flat is not None and parts.flat.is_shared:
-            shared = [p for group in parts.flat.groups for p in group.parameters.values()]
-            refuse_plain_clipping(shared)
+    def can_ask_for_parts(self) -> bool:
+        """Whether this rank holds a part of the model, in a run that is under way."""
+        is_now = sessions.is_initialized() and any(run is self.model_run for run in sessions.current().models)
+        return is_now and self._is_in_parts()
+
+    def _serve_clipping(self, *_: Any) -> None:
+        if self._is_in_parts():
+            serve_plain_clipping(self)
 
 
 _NO_COPY = (

@@ -226,6 +226,22 @@ def test_models_take_arguments_by_place_and_say_that_their_parts_are_parts() -> 
     with torch.no_grad():
         traced_step(model, torch.ones(2, 2))
     assert not modelparallel.is_tracing()
+    assert model.module.module.module is model.get_module()
+
+    class Loop:
+        scale = 2.0
+
+        @modelparallel.step
+        def forward(model, x):
+            return model(x)
+
+        @modelparallel.step
+        def scaled(self, model, x):
+            return self.scale * model(x)
+
+    with torch.no_grad():
+        once = Loop().forward(model, torch.ones(2, 2)).concat()
+        Comparison("methods").losses(Loop().scaled(model, torch.ones(2, 2)).concat(), 2 * once).require()
     with pytest.raises(TypeError, match="takes 9 arguments behind the module, given 10"):
         modelparallel.DistributedModel(torch.nn.Linear(2, 2), *range(10))
     with pytest.raises(TypeError, match="trace_device twice"):

@@ -102,6 +102,7 @@ def test_names_that_scripts_have() -> None:
     assert gpt2.translate_hf_state_dict_to_smdistributed is gpt2.translate_hf_state_dict_to_smdistributed_gpt2
     assert roberta.translate_state_dict_to_smdistributed is roberta.translate_hf_state_dict_to_smdistributed_roberta
     assert gptj.translate_hf_gptj_state_dict_to_smdistributed_gptj is gptj.translate_hf_state_dict_to_smdistributed_gptj
+    assert gptj.translate_hf_gptj_state_dict_to_smdistributed is gptj.translate_hf_state_dict_to_smdistributed_gptj
 
 
 def test_scripts_import_the_modules_by_sagemakers_names() -> None:

@@ -46,6 +46,10 @@ FAKE_TENSOR_LOGGER = "torch._subclasses.fake_tensor"
 COMPILER = "torch._dynamo"
 """The module of torch.compile: it is loaded when it is first used."""
 
+CLIPPING = {"_get_total_norm": "get_total_norm", "_clip_grads_with_norm_": "clip_grads_with_norm_"}
+"""The functions in `torch.nn.utils.clip_grad` of which `clip_grad_norm_` consists: one computes the norm, the other
+divides by it; and their public names in `torch.nn.utils`."""
+
 DCP_RECORDS = frozenset({
     ("torch.distributed.checkpoint.metadata", "Metadata"),
     ("torch.distributed.checkpoint.metadata", "TensorStorageMetadata"),

@@ -150,7 +150,9 @@ def several_steps_are_summed_at_once() -> None:
                 peer.zero_grad()
                 for number in range(3):
                     step = 3 * update + number
-                    with contextlib.nullcontext() if passes > 1 or number == 2 else model.no_sync():
+                    if passes == 1 and update:  # as scripts for DDP say it
+                        model.require_backward_grad_sync = number == 2
+                    with contextlib.nullcontext() if passes > 1 or number == 2 or update else model.no_sync():
                         train_step(model, own_batch(step))
                     if number < 2:
                         assert all(p.grad is None for p in model.local_parameters())

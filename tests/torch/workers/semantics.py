@@ -6,7 +6,6 @@ Usage: semantics.py FOLDER [--all] [CHECK...]; FOLDER holds what `reference.py` 
 import functools
 import json
 import sys
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwright.torch as sw
 from shardwright.backends.registry import load
-from shardwright.core.errors import PlanError, ShardwrightError
+from shardwright.core.errors import MissingCapabilityError, PlanError, ShardwrightError
 from shardwright.core.plan.plan import Plan
 from tests.comparison import Comparison
 
@@ -303,10 +302,26 @@ def wrong_inputs() -> None:
     )
     expect(ShardwrightError, "inside a function decorated", lambda: model.backward(torch.ones(())))
     train_step(model, batch("gpt2", 0))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    assert any("model.clip_grad_norm_" in str(w.message) for w in caught)
+    plain = build("gpt2")
+    plain(**batch("gpt2", 0)).loss.backward()
+    for kind in (float("inf"), 2.0):  # torch's own functions, over the gradients of all ranks
+        same = Comparison(f"norm {kind}")
+        same.losses(
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9, kind),
+            torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e9, kind),
+        ).require()
+    torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    same = Comparison("clipped")
+    own = {name: p.grad for name, p in model.local_named_parameters()}
+    same.gradients(own, {name: p.grad for name, p in plain.named_parameters() if name in own}).require()
+    one = [next(model.parameters())]
+    expect(MissingCapabilityError, "of a split model", lambda: torch.nn.utils.clip_grad_norm_(one, 1.0))
+    whole = model.module.state_dict()  # as scripts for DDP save it
+    assert list(whole) == list(plain.state_dict())
+    Comparison("state").values(whole, plain.state_dict(), relative=0.0, absolute=0.0).require()
+    with model.as_held():
+        assert any(entry.is_meta for entry in model.module.state_dict().values())
     sw.shutdown()
     expect(ShardwrightError, "do not divide the 2 ranks", lambda: sw.init({"pipeline_parallel_degree": 3}))
     expect(PlanError, "for 4 ranks", lambda: sw.init(plan=FOLDER / "four.plan.json"))

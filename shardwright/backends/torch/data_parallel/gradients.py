@@ -277,14 +277,20 @@ class Gradients:
 
         Raises ShardwrightError for a norm that is not finite, if asked to.
         """
-        self._require_summed("clip_grad_norm_", self._held)
-        norm = self.norm(norm_type)
-        if error_if_nonfinite and not bool(torch.isfinite(norm)):
-            raise ShardwrightError(f"the norm of the gradients is {float(norm)}: expected a finite number")
+        norm = self.checked_norm(norm_type, error_if_nonfinite)
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         for parameter in self.ownership.local_parameters().values():
             if parameter.grad is not None:
                 parameter.grad.mul_(scale.to(parameter.grad.device, parameter.grad.dtype))
+        return norm
+
+    def checked_norm(self, norm_type: float, error_if_nonfinite: bool) -> torch.Tensor:
+        """The norm to clip by. Raises ShardwrightError where gradients wait to be summed over replicas, and for a norm
+        that is not finite if asked to."""
+        self._require_summed("clip_grad_norm_", self._held)
+        norm = self.norm(norm_type)
+        if error_if_nonfinite and not bool(torch.isfinite(norm)):
+            raise ShardwrightError(f"the norm of the gradients is {float(norm)}: expected a finite number")
         return norm
 
     def clip_once(self, max_norm: float) -> None:
@@ -302,7 +308,7 @@ class Gradients:
         counted = [
             p.grad for name, p in local.items()
             if p.grad is not None and (placement is None or placement.parameters[name][0] == self.ownership.rank)
-            and (self.parts.tensor is None or self.parts.tensor.counts(name))
+            and (self.bound.coordinate("tp") == 0 if self.parts.tensor is None else self.parts.tensor.counts(name))
             and (self.parts.flat is None or self.parts.flat.counts(name))
         ]  # fmt: skip
         device = self.bound.device

@@ -22,3 +22,5 @@ translate_state_dict_to_hf_gptj = to_hugging_face(TRANSLATION)
 translate_hf_state_dict_to_smdistributed_gptj = to_smdistributed(TRANSLATION)
 translate_hf_gptj_state_dict_to_smdistributed_gptj = translate_hf_state_dict_to_smdistributed_gptj
 """The name on SageMaker's page."""
+translate_hf_gptj_state_dict_to_smdistributed = translate_hf_state_dict_to_smdistributed_gptj
+"""The name that AWS's script for GPT-J imports."""
