@@ -16,6 +16,8 @@ PIPELINE = {"partitions": 2, "microbatches": 4}
 TENSOR = {"partitions": 1, "tensor_parallel_degree": 2, "ddp": True, "microbatches": 2}
 SHARDED = {"partitions": 1, "sharded_data_parallel_degree": 2, "ddp": True, "sdp_param_persistence_threshold": 10}
 REPLICAS = {"partitions": 2, "ddp": True, "microbatches": 2}
+PIECES = {"tensor_parallel_degree": 2, "microbatches": 2}
+SHARDS = {"ddp": True, "shard": 3, "microbatches": 2}
 FRAMEWORK = {"SM_FRAMEWORK_PARAMS": '{"sagemaker_mpi_enabled": true}'}
 
 
@@ -74,11 +76,12 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.mark.parametrize(
     ("kind", "processes", "keys", "batch"),
     [
-        ("bert", 2, PIPELINE, 8), ("gpt2", 2, TENSOR, 4), ("bert", 2, SHARDED, 4),
-        ("gpt2", 4, REPLICAS, 4),
+        pytest.param("bert", 2, PIPELINE, 8, marks=pytest.mark.slow, id="bert-pp2"),
+        pytest.param("gpt2", 2, TENSOR, 4, id="gpt2-tp2"),
+        pytest.param("bert", 2, SHARDED, 4, marks=pytest.mark.slow, id="bert-sharded2"),
+        pytest.param("gpt2", 4, REPLICAS, 4, marks=pytest.mark.slow, id="gpt2-pp2-dp2"),
     ],
-    ids=["bert-pp2", "gpt2-tp2", "bert-sharded2", "gpt2-pp2-dp2"],
-)  # fmt: skip
+)
 def test_trainer_trains_as_in_one_process(
     kind: str, processes: int, keys: dict[str, Any], batch: int, plain: Any, tmp_path: Path
 ) -> None:
@@ -99,6 +102,7 @@ def test_trainer_resumes_under_another_split(plain: Any, tmp_path: Path) -> None
     assert there >= {"rng_state_0.pth", "rng_state_1.pth"}, "one for each share of the data"
 
 
+@pytest.mark.slow
 def test_trainer_smooths_labels_and_loads_the_best_model(tmp_path: Path) -> None:
     extra = {"ASKED": json.dumps({"label_smoothing_factor": 0.1, "load_best_model_at_end": True}), "first": "1"}
     expected = trainer("gpt2", tmp_path / "plain", 8, **extra)
@@ -117,11 +121,10 @@ def lightning(kind: str, folder: Path, processes: int, keys: dict[str, Any] | No
 @pytest.mark.parametrize(
     ("kind", "keys", "batch"),
     [
-        ("gpt2", {"pipeline_parallel_degree": 2, "microbatches": 4}, 8),
-        ("bert", {"tensor_parallel_degree": 2, "microbatches": 2}, 8),
-        ("bert", {"ddp": True, "shard": 3, "microbatches": 2}, 4),
+        pytest.param("gpt2", {"pipeline_parallel_degree": 2, "microbatches": 4}, 8, id="gpt2-pp2"),
+        pytest.param("bert", PIECES, 8, marks=pytest.mark.slow, id="bert-tp2"),
+        pytest.param("bert", SHARDS, 4, marks=pytest.mark.slow, id="bert-sharded2"),
     ],
-    ids=["gpt2-pp2", "bert-tp2", "bert-sharded2"],
 )
 def test_lightning_trains_and_resumes_as_in_one_process(
     kind: str, keys: dict[str, Any], batch: int, tmp_path: Path
@@ -142,10 +145,9 @@ def test_lightning_trains_and_resumes_as_in_one_process(
 @pytest.mark.parametrize(
     ("kind", "keys", "batch"),
     [
-        ("gpt2", {"pipeline_parallel_degree": 2, "microbatches": 4}, 8),
-        ("bert", {"ddp": True, "shard": 3, "microbatches": 2}, 4),
+        pytest.param("gpt2", {"pipeline_parallel_degree": 2, "microbatches": 4}, 8, id="gpt2-pp2"),
+        pytest.param("bert", SHARDS, 4, marks=pytest.mark.slow, id="bert-sharded2"),
     ],
-    ids=["gpt2-pp2", "bert-sharded2"],
 )
 def test_accelerate_trains_as_in_one_process(kind: str, keys: dict[str, Any], batch: int, tmp_path: Path) -> None:
     script = str(WORKERS / "loop_accelerate.py")
