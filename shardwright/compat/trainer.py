@@ -141,6 +141,11 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         finally:
             _trainer.Accelerator = before
 
+    def _inner_training_loop(self, batch_size: int | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Train with the batch of a rank that the arguments ask for. A checkpoint's own, which releases 4 take instead,
+        is of the ranks that wrote it."""
+        return super()._inner_training_loop(self.args.train_batch_size, *args, **kwargs)
+
     # The model and its optimizer -------------------------------------------------------------------------------------
 
     def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
