@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from shardwright.backends.torch.capture.held_tensors import tensors_in
 from shardwright.backends.torch.capture.own_checkpoints import marked_paths
 from shardwright.backends.torch.capture.precision import step_dtype
 from shardwright.backends.torch.compat import IncompatibleKeys, pytree
@@ -203,7 +204,8 @@ class DistributedModel(SageMakerModel):
     # Inside a step -----------------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward: inside ``@sw.step``, or outside where one rank holds the whole model."""
+        """The model's forward: inside ``@sw.step``, or outside where one rank holds the whole model. Over several
+        replicas no gradients flow back from outside, as nothing would sum them."""
         self._require_own_step("called")
         if not self.runtime.in_step_body and max(self.session.bound.size("pp"), self.session.bound.size("tp")) > 1:
             raise ShardwrightError(
@@ -223,7 +225,11 @@ class DistributedModel(SageMakerModel):
                 )
             with parts.flat.gathered():
                 return self.module(*args, **kwargs)
-        return self.module(*args, **kwargs)
+        output = self.module(*args, **kwargs)
+        replicas = self.session.bound.size("dp")
+        if replicas > 1 and not self.runtime.in_step_body and torch.is_grad_enabled():
+            _refuse_backward(output, replicas)
+        return output
 
     def _require_own_step(self, done: str) -> None:
         """Raise ShardwrightError where the body of another model's step runs."""
@@ -551,6 +557,21 @@ def of_one_model() -> str:
         "gradients flow through both, put both into one module, sw.DistributedModel(nn.ModuleDict({...})), with an "
         "optimizer for the parameters of each"
     )
+
+
+def _refuse_backward(output: Any, replicas: int) -> None:
+    """Let a backward pass raise ShardwrightError that comes to what the model gave outside of a step."""
+
+    def refuse(gradient: torch.Tensor) -> None:
+        raise ShardwrightError(
+            f"a backward pass through a model that was called outside of a step: nothing sums its gradients over the "
+            f"{replicas} replicas, which would part from each other. Call the model and model.backward(loss) inside a "
+            f"function decorated with @sw.step"
+        )
+
+    for tensor in tensors_in(output):
+        if tensor.requires_grad:
+            tensor.register_hook(refuse)
 
 
 def _begun(session: sessions.Session, module: nn.Module, plan: Plan | str | Path | None) -> ModelRun:

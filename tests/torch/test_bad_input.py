@@ -20,6 +20,7 @@ REFUSED = {
     "clipped": UNSCALE, "clipped, pp": UNSCALE, "clipped, shard 3": UNSCALE, "clipped masters": UNSCALE,
     "before": WRAP, "before, shard 3": WRAP, "before, pp": WRAP, "before, plain": "trained 6 of 6 parameters",
     "hook": SHAPE, "hook, bf16": SHAPE, "module hook": SHAPE, "hook, pp": SHAPE,
+    "outside": "nothing sums its gradients over the 2 replicas",
 }  # fmt: skip
 
 

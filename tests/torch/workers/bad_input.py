@@ -120,6 +120,13 @@ def module_hook_of_another_shape(**config: Any) -> None:
     train_step(model, x)
 
 
+def backward_outside_a_step() -> None:
+    """A loss of what the model gives outside of a step is read; its gradients would be of this replica alone."""
+    model = start()
+    assert float(model(batch())) > 0
+    model(batch()).backward()
+
+
 CASES: dict[str, Any] = {
     "clipped": lambda: clipped_while_scaled(), "clipped, pp": lambda: clipped_while_scaled(pipeline_parallel_degree=2),
     "clipped, shard 3": lambda: clipped_while_scaled(shard=3), "clipped masters": clipped_master_gradients,
@@ -127,7 +134,7 @@ CASES: dict[str, Any] = {
     "before, pp": lambda: optimizer_before(pipeline_parallel_degree=2), "before, plain": optimizer_before_a_plain_model,
     "hook": lambda: hook_of_another_shape(), "hook, pp": lambda: hook_of_another_shape(pipeline_parallel_degree=2),
     "hook, bf16": lambda: hook_of_another_shape(bf16=True),
-    "module hook": lambda: module_hook_of_another_shape(),
+    "outside": backward_outside_a_step, "module hook": lambda: module_hook_of_another_shape(),
 }  # fmt: skip
 
 
