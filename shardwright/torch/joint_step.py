@@ -141,7 +141,10 @@ class JointStep:
             }
 
             def standing(one: Any) -> Any:
-                return one if one is main else answers.get(one[len(_MARK) :], one)
+                if one is main:
+                    return one
+                which = one[len(_MARK) :]
+                return answers[which] if which in answers else _Answers(models[int(which)], [])
 
             named = _with(args, kwargs, standing)
             return function(*named[0], **named[1])
@@ -227,7 +230,14 @@ class _Answers(_Stands):
         self._calls = iter(calls)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        leaves, held = next(self._calls)
+        try:
+            leaves, held = next(self._calls)
+        except StopIteration:
+            raise ShardwrightError(
+                f"{self._model.model_run.label} is called more often in this step than when the step first ran: the "
+                f"calls of models that a step does not train must not depend on other arguments or on state; make a "
+                f"step function for each way"
+            ) from None
         return pytree.tree_unflatten(
             [_Missing() if isinstance(leaf, str) and leaf == _MISSING else leaf for leaf in leaves], held.of[0][1][0]
         )
