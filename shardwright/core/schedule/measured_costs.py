@@ -24,7 +24,7 @@ def measured_costs(timelines: Iterable[Timeline]) -> StageCosts:
     a whole one takes both.
 
     Raises:
-        ScheduleError: there is no timeline, or one has no forward or no backward of a stage.
+        ScheduleError: there is no timeline, or one has no forward or no backward of a stage, or ran slices.
     """
     seconds: defaultdict[tuple[int, Kind, bool], list[float]] = defaultdict(list)
     crossing: defaultdict[int, list[float]] = defaultdict(list)
@@ -36,6 +36,8 @@ def measured_costs(timelines: Iterable[Timeline]) -> StageCosts:
             before = 0.0
             for span in timeline.spans(rank):
                 for part in span.action.flat:
+                    if part.slice is not None:
+                        raise ScheduleError(f"{part} is of a slice: costs are measured of microbatches that run whole")
                     key = (part.stage, part.kind, part.microbatch or 0)
                     ran[key], free_s[key] = span, before
                     stages = max(stages, part.stage + 1)

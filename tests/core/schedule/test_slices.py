@@ -12,6 +12,7 @@ from shardwright.core.schedule.actions import Action, B, F, I, W
 from shardwright.core.schedule.catalogue import FAMILIES
 from shardwright.core.schedule.checks import check, require_without_slices
 from shardwright.core.schedule.files import from_csv, to_csv
+from shardwright.core.schedule.measured_costs import measured_costs
 from shardwright.core.schedule.passes import insert_transfers, merge_backward, split_backward
 from shardwright.core.schedule.schedule import AUTO
 
@@ -96,6 +97,8 @@ def test_slices_have_seconds_and_bytes_of_their_own() -> None:
         simulate(schedule, (*costs, costs[0]))
     with pytest.raises(ScheduleError, match="differ in overlap"):
         simulate(schedule, (costs[0], replace(costs[1], overlap=0.5)))
+    with pytest.raises(ScheduleError, match="0F0s0 is of a slice: costs are measured of microbatches that run whole"):
+        measured_costs([timeline])
     check(schedule, memory_limit_bytes=35, costs=costs)
     with pytest.raises(ScheduleError, match=r"holds 35 bytes of activations during 0F0s1: its limit is 34"):
         check(schedule, memory_limit_bytes=34, costs=costs)
@@ -131,7 +134,7 @@ def test_what_is_no_slice(text: str) -> None:
     [
         ("0F0s0,0F0s1,0B0s0,0B0s1", "0B0s0 comes before the backward of slice 1"),
         ("0F0s1,0F0s0,0B0s1,0B0s0", "0F0s1 comes before slice 0"),
-        ("0F0s0,0F0,0B0,0B0s0", "has no 0B0s0|has no|slices"),
+        ("0F0s0,0F0,0B0,0B0s0", "0F0s0 is of a slice, and the schedule has no slices"),
         ("0F0s0,0F0s1,0B0s1", "has no 0B0s0"),
         ("0F0s0,0F0s1,0I0s1,0I0s0,0W0s0", "has no 0W0s1"),
         ("0F0s0,0B0s0", "0F0s0 is of a slice, and the schedule has no slices"),
