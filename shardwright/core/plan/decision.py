@@ -1,5 +1,6 @@
 """The decisions of a plan: degrees, microbatches, stages, layouts, schedule and memory policy."""
 
+from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, fields
 from functools import lru_cache
 from typing import Annotated, Any, Literal
@@ -10,7 +11,7 @@ from shardwright.core.layout.mesh import Mesh
 from shardwright.core.layout.placements import Layout
 from shardwright.core.schedule import AUTO, Schedule, StageCosts, schedule_names
 from shardwright.core.schedule.catalogue import FAMILIES
-from shardwright.core.schedule.checks import require_trains, require_without_slices
+from shardwright.core.schedule.checks import require_trains
 from shardwright.core.schedule.family import Family, Sizes
 from shardwright.core.schedule.files import from_csv
 from shardwright.core.schedule.named_schedule import named_schedule
@@ -95,6 +96,8 @@ class Decision:
     framework's own runtime."""
     fp8_weights: tuple[str, ...] = ()
     """The slots ``class/role`` of the weights whose products are computed in fp8, under that precision."""
+    slices: tuple[Count, ...] = ()
+    """The lengths, in tokens and in order, of the slices in which sequences go through the pipeline; none: whole."""
     generated: tuple[str, ...] = ()
     """The actions of every pipeline rank, comma-separated, for a schedule that follows no pattern ("auto")."""
 
@@ -132,6 +135,7 @@ class Decision:
                 f"precision={self.precision!r} and {len(self.fp8_weights)} fp8_weights: products in fp8 go with "
                 f"precision='fp8'; leave out one of them"
             )
+        require_slices(self.slices, self.schedule, self.gathered_stages, self.reduce_after)
         require_shard_group(self.shard_group, self.shard, self.dp)
         require_states_level(self.offload_states, self.shard)
         require_residency(
@@ -170,14 +174,13 @@ class Decision:
             try:
                 schedule = generated_schedule(self.generated)
                 require_trains(schedule)
-                require_without_slices(schedule, "a plan")
             except ScheduleError as error:
                 raise PlanError(f"the generated schedule cannot be run: {error}") from error
-            sizes = (schedule.ranks, schedule.stages, schedule.microbatches)
-            if sizes != (self.pp, self.stages, self.microbatches):
+            sizes = (schedule.ranks, schedule.stages, schedule.microbatches, schedule.slices)
+            expected = (self.pp, self.stages, self.microbatches, self.slice_count)
+            if sizes != expected:
                 raise PlanError(
-                    f"the generated schedule has {sizes} ranks, stages and microbatches: expected "
-                    f"{(self.pp, self.stages, self.microbatches)}"
+                    f"the generated schedule has {sizes} ranks, stages, microbatches and slices: expected {expected}"
                 )
 
     @property
@@ -208,12 +211,13 @@ class Decision:
         if self.generated:
             return generated_schedule(self.generated)
         if not FAMILIES[self.schedule].follows_costs:
-            return named_schedule(self.schedule, self.pp, self.microbatches, self.virtual_stages)
+            return named_schedule(self.schedule, self.pp, self.microbatches, self.virtual_stages, self.slice_count)
         return Schedule.build(
             self.schedule,
             ranks=self.pp,
             microbatches=self.microbatches,
             virtual_stages=self.virtual_stages,
+            slices=self.slice_count,
             costs=costs,
         )
 
@@ -229,8 +233,35 @@ class Decision:
         return self.pp * self.virtual_stages
 
     @property
+    def slice_count(self) -> int:
+        """The number of slices of each sequence; 1: whole."""
+        return max(1, len(self.slices))
+
+    @property
     def microbatches(self) -> int:
         return self.batch // (self.dp * self.microbatch)
+
+
+def require_slices(
+    slices: Sequence[int], schedule: str | None, gathered: int | None, reduce_after: str | None
+) -> None:
+    """Raise PlanError for slices under a schedule that has none, or beside what concerns whole stages. None: not
+    known."""
+    if len(slices) < 2:
+        return
+    family = FAMILIES.get(schedule or "")
+    if schedule is not None and (family is None or not family.takes_slices):
+        takers = ", ".join(each.name for each in FAMILIES.values() if each.takes_slices and each.trains)
+        raise PlanError(
+            f"schedule={schedule!r} and slices of {list(slices)} tokens: it runs microbatches whole; take one of "
+            f"{takers}, or leave out slices"
+        )
+    for name, value in (("gathered_stages", gathered), ("reduce_after", reduce_after)):
+        if value:
+            raise PlanError(
+                f"{name}={value!r} and slices of {list(slices)} tokens: stages are gathered and their gradients reduced "
+                f"whole; leave out one of them"
+            )
 
 
 def require_shard_group(group: int | None, shard: int | None, dp: int | None) -> None:
@@ -340,6 +371,10 @@ def summarize(decision: Decision) -> str:
     ]
     if decision.pp > 1:
         parts.append(decision.schedule)
+    if decision.slice_count > 1:
+        alike = len(set(decision.slices)) == 1
+        said = f"{decision.slices[0]} tokens" if alike else " + ".join(map(str, decision.slices)) + " tokens"
+        parts.append(f"{decision.slice_count} slices of {said}")
     if decision.virtual_stages > 1:
         parts.append(f"{decision.virtual_stages} virtual stages")
     kept = f" but for {len(decision.kept_units)} units" if decision.kept_units else ""

@@ -9,7 +9,8 @@ from shardwright.core.plan.decision import LossScope, OffloadStates
 from shardwright.core.plan.plan import Plan
 from shardwright.core.schedule import Schedule
 from shardwright.core.schedule.actions import Action
-from shardwright.core.schedule.checks import require_runnable, require_without_slices
+from shardwright.core.schedule.checks import require_runnable
+from shardwright.core.schedule.passes.slices_as_stages import slices_as_stages
 from shardwright.core.values.recompute_modes import Mode
 
 Call = tuple[str, int]
@@ -39,8 +40,12 @@ class StageMap:
     """What of the state lies on the host between its uses."""
 
     def __post_init__(self) -> None:
-        require_without_slices(self.schedule, "the PyTorch runtime")
         require_runnable(self.schedule)
+        if self.schedule.slices != (1 if self.plan is None else self.plan.decision.slice_count):
+            raise ScheduleError(
+                f"{self.schedule.name} runs each microbatch in {self.schedule.slices} slices of its sequence, whose "
+                f"lengths a plan says: plan with slices=, or build the schedule with slices=1"
+            )
         if len(self.calls) != self.schedule.stages:
             raise ScheduleError(
                 f"{self.schedule.name} has {self.schedule.stages} stages, and the model is cut into {len(self.calls)}: "
@@ -74,6 +79,11 @@ class StageMap:
             schedule, ((("", 0),),), {}, loss_scope=loss_scope, shard=shard, shard_group=shard_group,
             hierarchical=hierarchical,
         )  # fmt: skip
+
+    @property
+    def steps_schedule(self) -> Schedule:
+        """The schedule by which steps run: with slices, each slice of a stage is a stage of its own."""
+        return slices_as_stages(self.schedule)
 
     @property
     def stage_of_call(self) -> dict[tuple[str, int], int]:

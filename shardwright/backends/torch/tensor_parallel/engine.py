@@ -52,7 +52,7 @@ class UnitCall(nn.Module):
         return [self.find(t) for t in self._own]
 
 
-class _Draws:
+class Draws:
     """The seeding of the generators for units, by the streams of the step that runs now: several steps may run the
     same recorded units."""
 
@@ -87,7 +87,7 @@ class TensorParallel:
         self.replays: list[Replay] = []
         self.layouts_digest = ""
         self._calls: dict[str, nn.Module] = {}
-        self._draws = _Draws()
+        self._draws = Draws()
         self._recorded = 0
         self._wanted: tuple[Mapping[str, Placement], frozenset[str]] = {}, frozenset()
 

@@ -53,8 +53,12 @@ class Replay:
 
     def holders(self, model: nn.Module, unit: Lowered) -> list[nn.Module]:
         """The modules whose buffers a unit reads or writes."""
+        return self.holders_of(model, unit.held)
+
+    def holders_of(self, model: nn.Module, held: Collection[int]) -> list[nn.Module]:
+        """The modules whose buffers are among the graph's tensors ``held``."""
         tensors = self.traced.graph.tensors
-        buffers = [t for t in unit.held if tensors[t].role == "buffer" and t not in self.traced.constants]
+        buffers = [t for t in held if tensors[t].role == "buffer" and t not in self.traced.constants]
         paths = dict.fromkeys(tensors[t].name.rpartition(".")[0] for t in buffers)
         return [model.get_submodule(path) for path in paths]
 

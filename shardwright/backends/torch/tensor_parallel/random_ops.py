@@ -44,13 +44,26 @@ def attention(
     ones = torch.ones(list(shape), dtype=query.dtype, device=query.device)
     kept = _own_piece(torch.dropout(ones, probability, True), place, axis)
     del ones
+    if is_causal:
+        mask = torch.ones((query.shape[-2], key.shape[-2]), dtype=torch.bool, device=query.device).tril()
+    return attention_that_keeps(query, key, value, mask, kept, scale, enable_gqa)
+
+
+def attention_that_keeps(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    kept: torch.Tensor,
+    scale: float | None,
+    enable_gqa: bool,
+) -> torch.Tensor:
+    """Attention whose probabilities are multiplied by ``kept`` [.., query, key], a mask of dropout."""
     if enable_gqa:
         key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
         value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
     root = math.sqrt(query.shape[-1] ** -0.5 if scale is None else scale)
     scores = (query * root) @ (key * root).transpose(-1, -2)
-    if is_causal:
-        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
     if mask is not None and mask.dtype == torch.bool:  # added, as the backward of a sum keeps nothing
         mask = torch.zeros(mask.shape, dtype=scores.dtype, device=mask.device).masked_fill_(~mask, -math.inf)
     if mask is not None:

@@ -1,6 +1,6 @@
 """One unit's ops as a function of local tensors, with the collectives that the solver chose between them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,37 +61,41 @@ def lower_unit(lowering: Lowering) -> Lowered:
     done = unit.first_op
     for i in inside:
         if i >= done:
-            done = _lower_site(lowering, i)
+            done = lower_site(lowering, i, inside)
     for now, buffer in written.items():
         value = lowering.hop(lowering.at[now], Hop((lowering.place[now], R), None))
-        source.call(_write, arguments[buffer], value, is_kept=True)
+        source.call(write, arguments[buffer], value, is_kept=True)
     leaves = tuple(layout.leaves)
-    outputs = [_leave(lowering, t, layout.leaves[t][1]) for t in leaves]
+    outputs = [leave(lowering, t, layout.leaves[t][1]) for t in leaves]
     return Lowered(
         lowering.name, source.build(lowering.name, outputs), source.text(lowering.name, outputs), entering, held,
         leaves, tuple(lowering.draws), tuple(lowering.whole_ops),
     )  # fmt: skip
 
 
-def _leave(lowering: Lowering, tensor: int, hop: Hop) -> Var:
+def leave(lowering: Lowering, tensor: int, hop: Hop) -> Var:
     """A value as later units find it, a tensor of its own."""
     return lowering.source.call(_own, lowering.hop(lowering.at[tensor], hop))
 
 
-def _lower_site(lowering: Lowering, first: int) -> int:
-    """Lower the call behind an op, and with it as many ops as it became. Returns the number of the op that comes
-    next."""
+def lower_site(
+    lowering: Lowering, first: int, inside: Container[int], own: Callable[[Call], bool] | None = None
+) -> int:
+    """Lower the call behind an op, and with it as many ops as it became, all of which lie ``inside``. Returns the number
+    of the op that comes next.
+
+    Args:
+        own: a rule that is asked before those of `local_ops`; False where it has no form.
+    """
     graph, unit = lowering.traced.graph, lowering.layout.unit
     index, piece = lowering.traced.site_of_op[first]
     site = lowering.traced.sites[index]
     present = [op for op in site.ops if op is not None]
-    is_whole = piece == min(p for p, op in enumerate(site.ops) if op is not None) and all(
-        unit.first_op <= op < unit.end_op for op in present
-    )
+    is_whole = piece == min(p for p, op in enumerate(site.ops) if op is not None) and all(op in inside for op in present)
     if not is_whole:
         raise NotReplayableError(f"the ops of {site.name} lie in two units")
     call = Call(lowering, site, [(graph.ops[op], lowering.layout.ops[op - unit.first_op]) for op in present])
-    if not local_ops.lower(call):
+    if not (own is not None and own(call)) and not local_ops.lower(call):
         lowering.whole_ops.append(site.name)
         local_ops.run_whole(call)
     return max(present) + 1
@@ -102,7 +106,7 @@ def _own(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view_as(tensor)
 
 
-def _write(buffer: torch.Tensor, value: torch.Tensor) -> None:
+def write(buffer: torch.Tensor, value: torch.Tensor) -> None:
     """Leave a value in a buffer of the model."""
     with torch.no_grad():
         buffer.copy_(value)

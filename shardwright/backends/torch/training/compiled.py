@@ -91,18 +91,21 @@ class CompiledSteps:
         split_model = self._split_model
         used = list({id(division): division for division in divisions}.values())
         programs = [division.program for division in used]
-        schedule = keep_microbatches(stage_map.schedule, len(divisions))
+        schedule = keep_microbatches(stage_map.steps_schedule, len(divisions))
         for division in used:
             split_model.place_needs(division, schedule)
-        modules, tensor = split_model.ownership.modules, split_model.tensor
+        modules, tensor, slices = split_model.ownership.modules, split_model.tensor, split_model.slices
         rank = split_model.bound.coordinate("pp")
         streams = Streams(programs, modules, split_model.seed, split_model.bound.device)
         if tensor is not None:
             modules = {**modules, **tensor.take(streams)}
+        if slices is not None:
+            modules = {**modules, **slices.take(streams)}
         if self._compiler is not None:
             self._compiler.require(stage_map, used)
-            modules = {**modules, **self._compiler.units(modules, used, stage_map.schedule.stages_of(rank))}
+            modules = {**modules, **self._compiler.units(modules, used, schedule.stages_of(rank))}
         policies = {**stage_map.policies, **({} if tensor is None else tensor.policies)}
+        policies |= {} if slices is None else slices.policies
         pipeline = Pipeline(
             divisions, schedule, modules, rank, self._transport, split_model.watchdog, streams, policies,
             split_model.residency, adds_at_once=self._compiler is None,
@@ -111,7 +114,7 @@ class CompiledSteps:
         stage_rank = [schedule.stage_to_rank(stage) for stage in range(schedule.stages)]
         pipeline.open(set[int]().union(*(homes_of(division, stage_rank) for division in used)))
         names = tuple(split_model.ownership.local_parameters())
-        return CompiledStep(pipeline, programs[0].result, closing_order(stage_map.schedule, rank, used[0], names))
+        return CompiledStep(pipeline, programs[0].result, closing_order(schedule, rank, used[0], names))
 
     def close(self) -> None:
         """Take the hooks of these steps off the model."""

@@ -123,7 +123,8 @@ class PreparedRecordedStep:
         if split_model.recorders is not None:
             recorder = Recorder(split_model.bound.device)
             split_model.recorders.append(recorder)
-        stage_rank = [stage_map.schedule.stage_to_rank(s) for s in range(stage_map.schedule.stages)]
+        schedule = stage_map.steps_schedule
+        stage_rank = [schedule.stage_to_rank(s) for s in range(schedule.stages)]
         if training:
             split_model.sentinel.begin(split_model.steps_run)
         try:

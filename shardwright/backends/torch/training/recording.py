@@ -19,6 +19,7 @@ from shardwright.backends.torch.program.stage_map import StageMap, recomputed
 from shardwright.backends.torch.program.stages import Division, divide
 from shardwright.backends.torch.program.step_recorder import StepRecorder
 from shardwright.backends.torch.program.value_names import text_of
+from shardwright.backends.torch.slices.engine import TokenSlices
 from shardwright.backends.torch.tensor_parallel.engine import TensorParallel
 from shardwright.backends.torch.tensor_parallel.expanded_step import MODEL_CALL
 from shardwright.backends.torch.tensor_parallel.trace import NotReplayableError
@@ -55,6 +56,8 @@ class Recording:
         split_model, stage_map = self._split_model, self._stage_map
         split_model.watchdog.doing("recording the step")
         tensor = split_model.tensor
+        if split_model.slices is not None:
+            return self._divided_in_slices(split_model.slices, varying)
         if tensor is not None and not tensor.by_calls_because:
             try:
                 return self._divided_on_shards(tensor, varying)
@@ -137,6 +140,18 @@ class Recording:
                 expanded = tensor.expand(program, self._inputs, device, growth)
         tensor.cut()
         return divide(expanded, tensor.stage_of_call, stage_map.parameter_stages, stage_map.schedule.stages)
+
+    def _divided_in_slices(self, slices: TokenSlices, varying: Varying) -> Division:
+        """The division, as by `divided`, into slices of each stage. Raises CaptureError where the model has none."""
+        split_model, stage_map = self._split_model, self._stage_map
+        device = split_model.bound.device
+        with split_model.parts.as_whole():
+            program, _ = self._recorded({MODEL_CALL: 0}, varying)
+            roots = getattr(self._body, "python_roots", ())
+            with left_as_it_is(split_model.model, roots), split_model.bodies.heard_by(Unheard()):
+                growth = growth_of(split_model.model, self._body, self._inputs, device)
+                expanded = slices.expand(program, self._inputs, device, growth)
+        return divide(expanded, slices.stage_of_call, stage_map.parameter_stages, stage_map.steps_schedule.stages)
 
     @contextmanager
     def _before_the_cut(self, tensor: TensorParallel) -> Iterator[None]:

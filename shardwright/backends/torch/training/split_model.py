@@ -18,6 +18,7 @@ from shardwright.backends.torch.machine.agreement import Agreement, Claim
 from shardwright.backends.torch.machine.data_groups import DataGroups
 from shardwright.backends.torch.machine.host_store import store_of
 from shardwright.backends.torch.machine.mesh import BoundMesh
+from shardwright.backends.torch.machine.tensor_axis import Axis
 from shardwright.backends.torch.machine.watchdog import Watchdog
 from shardwright.backends.torch.memory.fp8_linear import compute_in_fp8, require_fp8
 from shardwright.backends.torch.memory.residency import Residency
@@ -36,6 +37,7 @@ from shardwright.backends.torch.state.parameter_shards import Shards
 from shardwright.backends.torch.state.parts import Parts
 from shardwright.backends.torch.state.weight_transfer import add_holders, synchronize
 from shardwright.backends.torch.state.weights import Weights, materialize
+from shardwright.backends.torch.slices.engine import TokenSlices
 from shardwright.backends.torch.tensor_parallel.engine import TensorParallel
 from shardwright.backends.torch.training.step_body import StepBodies
 from shardwright.core.errors import MissingCapabilityError, PlanError, ShardwrightError
@@ -59,6 +61,7 @@ class SplitModel:
         stage_map: the split of the model; None until it is split, and where it is divided by its module tree.
         schedule_digest: the digest of the stage map's schedule.
         tensor: the tensor axis of the model, where it has one.
+        slices: the slices of its sequences, where the plan has any.
         statistics: the running statistics that replicas bring in line, where each norms its own microbatches.
         steps_run: the number of training steps that were run.
         loss_scale: the factor of losses, for gradients of 16 bits.
@@ -93,6 +96,7 @@ class SplitModel:
         self.stage_map: StageMap | None = None
         self.schedule_digest = ""
         self.tensor: TensorParallel | None = None
+        self.slices: TokenSlices | None = None
         self.statistics: RunningStatistics | None = None
         self.steps_run = 0
         self.recorders: list[Recorder] | None = None
@@ -130,6 +134,9 @@ class SplitModel:
             shards = Shards(self.ownership, self.bound, self.watchdog, planned)
             self.tensor = TensorParallel(self.model, shards, stage_map.plan)
             self.parts.tensor = shards
+        if stage_map.plan is not None and stage_map.schedule.slices > 1:
+            axis = Axis(self.bound.handles["tp"], (self.bound.rank,), 0, self.watchdog)
+            self.slices = TokenSlices(self.model, stage_map.plan, axis)
         self._hold(placement)
         if stage_map.plan is not None and stage_map.plan.decision.precision == "fp8":
             self._compute_in_fp8(stage_map.plan.fp8_parameters("torch"))

@@ -1,0 +1,39 @@
+"""Slices as stages of their own: the form in which a runtime that knows stages alone runs a schedule of slices."""
+
+from shardwright.core.errors import ScheduleError
+from shardwright.core.schedule.actions import SHARDING, Action, Kind
+from shardwright.core.schedule.schedule import Schedule
+
+
+def stage_of_slice(stage: int, slice_: int, stages: int) -> int:
+    """The number of the stage that one slice of a stage becomes, among ``stages`` of the schedule of slices: values
+    flow from one slice to the next, and from stage to stage, always to a higher number."""
+    return slice_ * stages + stage
+
+
+def slices_as_stages(schedule: Schedule) -> Schedule:
+    """The schedule with every slice of a stage as a stage of its own, on the same rank: the same actions in the same
+    order. A schedule without slices is given back as it is.
+
+    Raises ScheduleError for a schedule that gathers stages or reduces their gradients.
+    """
+    if schedule.slices == 1:
+        return schedule
+    stages = schedule.stages
+
+    def moved(action: Action) -> Action:
+        if action.kind is Kind.OVERLAP:
+            forward, backward = action.parts
+            return Action.overlap(moved(forward), moved(backward))
+        if action.kind in SHARDING:
+            raise ScheduleError(
+                f"{action.text} in a schedule of {schedule.slices} slices: parameters are gathered, and gradients "
+                f"reduced, for whole stages; leave out gathered_stages and reduce_after, or take slices=1"
+            )
+        return Action(stage_of_slice(action.stage, action.slice or 0, stages), action.kind, action.microbatch)
+
+    return Schedule(
+        schedule.name, schedule.arguments, schedule.ranks, stages * schedule.slices, schedule.microbatches,
+        schedule.placement * schedule.slices, tuple(tuple(map(moved, order)) for order in schedule.table),
+        schedule.credits,
+    )  # fmt: skip

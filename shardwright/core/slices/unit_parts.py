@@ -1,0 +1,84 @@
+"""The ops of a unit in the parts in which a runtime of slices runs them: before the first slice, slice by slice, behind
+the last."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from shardwright.core.errors import CaptureError
+from shardwright.core.model.fold import fold
+from shardwright.core.model.graph import Graph
+from shardwright.core.slices.sequence_ops import Obstacle, SequenceOps
+
+
+@dataclass(frozen=True, slots=True)
+class UnitParts:
+    """The ops of one unit, in their order.
+
+    Attributes:
+        before: those that need nothing that slices make: they run once, and slices take their part of what they make.
+        sliced: those that run slice by slice.
+        behind: those that need all tokens: they run once, behind the last slice; in the last unit alone.
+    """
+
+    unit: int
+    before: tuple[int, ...]
+    sliced: tuple[int, ...]
+    behind: tuple[int, ...]
+
+
+def unit_parts(graph: Graph, ops: SequenceOps) -> tuple[UnitParts, ...]:
+    """The parts of every unit.
+
+    Raises CaptureError for a model that cannot run in slices: it names the ops that forbid it.
+    """
+    require_sliceable(graph, ops)
+    found = []
+    for unit in fold(graph).units:
+        by_need: dict[str, list[int]] = {}
+        for op in range(unit.first_op, unit.end_op):
+            by_need.setdefault(ops.needs[op], []).append(op)
+        sliced = sorted((*by_need.get("local", ()), *by_need.get("causal", ())))
+        found.append(
+            UnitParts(unit.index, tuple(by_need.get("constant", ())), tuple(sliced), tuple(by_need.get("all", ())))
+        )
+    return tuple(found)
+
+
+def keep_together(graph: Graph, ops: SequenceOps, groups: Iterable[Sequence[int]]) -> SequenceOps:
+    """The same with ops that run as one, such as a loss and its mean, in one part: a group of which one op needs all
+    tokens, or of which some need what slices make and others do not, runs behind the last slice, and so does what
+    follows from it."""
+    needs = list(ops.needs)
+    group_of = {op: group for group in groups if len({needs[op] for op in group}) > 1 for op in group}
+    behind: set[int] = set()
+    for number, op in enumerate(graph.ops):
+        if number in group_of or (needs[number] != "constant" and behind.intersection(op.inputs)):
+            needs[number] = "all"
+        if needs[number] == "all":
+            behind.update(op.outputs)
+    last = fold(graph).units[-1].first_op
+    early = next((number for number, need in enumerate(needs) if need == "all" != ops.needs[number] and number < last), None)
+    obstacles = ops.obstacles
+    if early is not None:
+        op = graph.ops[early]
+        where = graph.calls[op.call].path or graph.model_name
+        obstacles = (*obstacles, Obstacle(early, f"{op.name} in {where} runs as one with what needs all tokens"))
+    return replace(ops, needs=tuple(needs), obstacles=obstacles)
+
+
+def require_sliceable(graph: Graph, ops: SequenceOps) -> None:
+    """Raise CaptureError for a model that cannot run slice by slice, with the ops that forbid it."""
+    if not any(need in ("local", "causal") for need in ops.needs):
+        raise CaptureError(f"{graph.model_name} has no op along its sequence: leave out slices")
+    reasons = [obstacle.reason for obstacle in ops.obstacles]
+    reasons += [
+        f"{op.name} in {graph.calls[op.call].path or 'the model'} carries more from slice to slice than keys and values"
+        for op, need in zip(graph.ops, ops.needs, strict=True)
+        if need == "causal" and op.kind != "attention"
+    ]
+    if reasons:
+        more = f"; and {len(reasons) - 3} more" if len(reasons) > 3 else ""
+        raise CaptureError(
+            f"{graph.model_name} cannot run in slices of its sequence: {'; '.join(reasons[:3])}{more}. Slices follow "
+            f"each other where a token needs only what came before it: leave out slices, or pin slices=1"
+        )
