@@ -143,7 +143,7 @@ def simulate(plan_or_schedule: Plan | Schedule, costs: StageCosts | None = None)
         warnings.warn(f"the plan is simulated as it was before it was edited: {note}", PlanWarning, stacklevel=2)
         plan_or_schedule = plan_or_schedule.as_counted
     if isinstance(plan_or_schedule, Plan):
-        return simulate_schedule(plan_or_schedule.build_schedule(), costs or plan_or_schedule.stage_costs())
+        return simulate_schedule(plan_or_schedule.build_schedule(), costs or plan_or_schedule.pass_costs())
     if isinstance(plan_or_schedule, Schedule):
         return simulate_schedule(plan_or_schedule, costs)
     raise PlanError(f"simulate takes a Plan or a Schedule, not a {type(plan_or_schedule).__name__}")

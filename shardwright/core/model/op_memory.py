@@ -1,6 +1,6 @@
 """The memory of one op's passes as its framework's own derivative was seen to hold it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 Line = tuple[int, int]
 """Bytes as (fixed, for each sample)."""
@@ -39,6 +39,15 @@ class OpMemory:
     wide: OpBytes = OpBytes()
     narrow: OpBytes = OpBytes()
     is_known: bool = True
+
+    def of_share(self, share: float) -> "OpMemory":
+        """The memory where the op does so large a share of what it did."""
+
+        def part(of: OpBytes) -> OpBytes:
+            kept, forward, backward = ((round(a * share), round(b * share)) for a, b in (of.kept, of.forward, of.backward))
+            return OpBytes(kept, forward, backward)
+
+        return replace(self, wide=part(self.wide), narrow=part(self.narrow))
 
     def bytes_of(self, precision: str) -> OpBytes:
         """The bytes of steps of a precision."""

@@ -35,9 +35,9 @@ def break_down(plan: Plan) -> tuple[RankStep, ...]:
     Raises ScheduleError when the schedule does not admit the plan's sizes.
     """
     plan = plan.as_counted
-    schedule, costs = plan.build_schedule(), plan.stage_costs()
+    schedule, costs = plan.build_schedule(), require_costs(plan.pass_costs())
     sent = simulate_schedule(schedule, costs)
-    free = simulate_schedule(schedule, replace(costs, transfer_s=tuple(0.0 for _ in costs.transfer_s)))
+    free = simulate_schedule(schedule, [replace(c, transfer_s=tuple(0.0 for _ in c.transfer_s)) for c in costs])
     tail = plan.predicted
     found = []
     for rank in range(sent.ranks):

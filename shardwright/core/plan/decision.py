@@ -9,7 +9,7 @@ from shardwright.core.errors import PlanError, ScheduleError
 from shardwright.core.execution import SYSTEMS
 from shardwright.core.layout.mesh import Mesh
 from shardwright.core.layout.placements import Layout
-from shardwright.core.schedule import AUTO, Schedule, StageCosts, schedule_names
+from shardwright.core.schedule import AUTO, Schedule, schedule_names
 from shardwright.core.schedule.catalogue import FAMILIES
 from shardwright.core.schedule.checks import require_trains
 from shardwright.core.schedule.family import Family, Sizes
@@ -17,6 +17,7 @@ from shardwright.core.schedule.files import from_csv
 from shardwright.core.schedule.named_schedule import named_schedule
 from shardwright.core.schedule.passes.sharding import ReduceAfter, insert_residency
 from shardwright.core.schedule.schedule import require_buildable
+from shardwright.core.schedule.simulate import Costs
 from shardwright.core.tables.memory import Precision, SumPrecision
 from shardwright.core.tables.optimizers import OPTIMIZERS
 from shardwright.core.values.fields import Amount, Choices, Count, Words, require_fields
@@ -96,7 +97,7 @@ class Decision:
     framework's own runtime."""
     fp8_weights: tuple[str, ...] = ()
     """The slots ``class/role`` of the weights whose products are computed in fp8, under that precision."""
-    slices: tuple[Count, ...] = ()
+    slice_lengths: tuple[Count, ...] = ()
     """The lengths, in tokens and in order, of the slices in which sequences go through the pipeline; none: whole."""
     generated: tuple[str, ...] = ()
     """The actions of every pipeline rank, comma-separated, for a schedule that follows no pattern ("auto")."""
@@ -135,7 +136,7 @@ class Decision:
                 f"precision={self.precision!r} and {len(self.fp8_weights)} fp8_weights: products in fp8 go with "
                 f"precision='fp8'; leave out one of them"
             )
-        require_slices(self.slices, self.schedule, self.gathered_stages, self.reduce_after)
+        require_slices(self.slice_lengths, self.schedule, self.gathered_stages, self.reduce_after)
         require_shard_group(self.shard_group, self.shard, self.dp)
         require_states_level(self.offload_states, self.shard)
         require_residency(
@@ -188,7 +189,7 @@ class Decision:
         """The axes over the ranks."""
         return Mesh.placed(self.placement_order, pp=self.pp, dp=self.dp, tp=self.tp)
 
-    def build_schedule(self, costs: StageCosts | None) -> Schedule:
+    def build_schedule(self, costs: Costs | None) -> Schedule:
         """The table of actions, with those that gather stages and reduce gradients where the decision is about stages.
         Raises ScheduleError when the schedule does not admit the sizes."""
         schedule = self.compute_schedule(costs)
@@ -206,7 +207,7 @@ class Decision:
         """Whether gradients are summed over replicas after each microbatch."""
         return (self.shard >= 2) if self.reduce_after is None else self.reduce_after == "each"
 
-    def compute_schedule(self, costs: StageCosts | None) -> Schedule:
+    def compute_schedule(self, costs: Costs | None) -> Schedule:
         """The table of compute actions alone. Raises as `build_schedule`."""
         if self.generated:
             return generated_schedule(self.generated)
@@ -235,7 +236,7 @@ class Decision:
     @property
     def slice_count(self) -> int:
         """The number of slices of each sequence; 1: whole."""
-        return max(1, len(self.slices))
+        return max(1, len(self.slice_lengths))
 
     @property
     def microbatches(self) -> int:
@@ -249,17 +250,17 @@ def require_slices(
     known."""
     if len(slices) < 2:
         return
-    family = FAMILIES.get(schedule or "")
+    family, said = FAMILIES.get(schedule or ""), f" of {list(slices)} tokens" if any(slices) else ""
     if schedule is not None and (family is None or not family.takes_slices):
         takers = ", ".join(each.name for each in FAMILIES.values() if each.takes_slices and each.trains)
         raise PlanError(
-            f"schedule={schedule!r} and slices of {list(slices)} tokens: it runs microbatches whole; take one of "
+            f"schedule={schedule!r} and slices{said}: it runs microbatches whole; take one of "
             f"{takers}, or leave out slices"
         )
     for name, value in (("gathered_stages", gathered), ("reduce_after", reduce_after)):
         if value:
             raise PlanError(
-                f"{name}={value!r} and slices of {list(slices)} tokens: stages are gathered and their gradients reduced "
+                f"{name}={value!r} and slices{said}: stages are gathered and their gradients reduced "
                 f"whole; leave out one of them"
             )
 
@@ -372,8 +373,8 @@ def summarize(decision: Decision) -> str:
     if decision.pp > 1:
         parts.append(decision.schedule)
     if decision.slice_count > 1:
-        alike = len(set(decision.slices)) == 1
-        said = f"{decision.slices[0]} tokens" if alike else " + ".join(map(str, decision.slices)) + " tokens"
+        alike = len(set(decision.slice_lengths)) == 1
+        said = f"{decision.slice_lengths[0]} tokens" if alike else " + ".join(map(str, decision.slice_lengths)) + " tokens"
         parts.append(f"{decision.slice_count} slices of {said}")
     if decision.virtual_stages > 1:
         parts.append(f"{decision.virtual_stages} virtual stages")

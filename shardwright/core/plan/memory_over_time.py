@@ -33,8 +33,9 @@ def memory_over_time(plan: Plan, traits: MemoryTraits = PLAIN_MEMORY) -> tuple[t
     Raises ScheduleError when the schedule does not admit the plan's sizes.
     """
     plan = plan.as_counted
-    timeline = simulate_schedule(plan.build_schedule(), costs := plan.stage_costs())
-    kept = costs.activation_bytes
+    timeline = simulate_schedule(plan.build_schedule(), plan.pass_costs())
+    count = plan.decision.slice_count  # slices alike: the costs of single ones do not show what they share
+    kept = [size // count for size in plan.stage_costs().activation_bytes]
     return tuple(_of_rank(plan, traits, rank, timeline.spans(rank), kept) for rank in range(timeline.ranks))
 
 

@@ -27,6 +27,7 @@ from shardwright.core.plan.record import PlanRecord
 from shardwright.core.plan.throughput import Throughput, throughput
 from shardwright.core.plan.training_run import Training
 from shardwright.core.schedule import Schedule, StageCosts
+from shardwright.core.schedule.simulate import Costs as PassCosts
 from shardwright.core.tables.memory import modes_of, recomputable_units
 from shardwright.core.values.amounts import bytes_text, seconds_text
 from shardwright.core.values.recompute_modes import Mode
@@ -129,10 +130,29 @@ class Plan(PlanRecord):
 
     def build_schedule(self) -> Schedule:
         """The table of actions. Raises ScheduleError when the schedule does not admit the sizes."""
-        return self.decision.build_schedule(self.stage_costs())
+        return self.decision.build_schedule(self.pass_costs())
+
+    def pass_costs(self) -> PassCosts:
+        """The seconds and bytes of every stage for one microbatch; where its sequences run in slices, of each slice."""
+        whole = self.stage_costs()
+        if self.decision.slice_count == 1:
+            return whole
+        if len(self.costs.slices) != self.decision.slice_count:
+            raise PlanError(
+                f"costs are counted for {max(1, len(self.costs.slices))} slices, and the plan was edited to have "
+                f"{self.decision.slice_count}: count them anew with shardwright rescore"
+            )
+        return tuple(
+            replace(
+                whole,
+                **{field.name: getattr(own, field.name) for field in fields(own)},
+                freed_by_input_grad_bytes=None,
+            )
+            for own in self.costs.slices
+        )
 
     def stage_costs(self) -> StageCosts:
-        """The seconds and bytes of every stage for one microbatch, from the folded costs."""
+        """The seconds and bytes of every stage for one microbatch of whole sequences, from the folded costs."""
         forward, input_grad, weight_grad, transfer, kept = [], [], [], [], []
         waits = self.costs.waits_s if len(self.costs.waits_s) == self.stages else ((0.0, 0.0),) * self.stages
         for stage, (units, rank) in enumerate(zip(self.stage_units, self.decision.stage_ranks, strict=True)):

@@ -57,6 +57,8 @@ class Costs:
     """The seconds that a forward and a backward of each stage wait for traffic over the data axis; empty: none."""
     execution: Execution = PLAIN
     """What the system overlaps that the plan was counted for, and how it makes kernels."""
+    slices: tuple["SliceCosts", ...] = ()
+    """The costs of each slice of a sequence; empty where sequences are whole."""
 
     def on_rank(self, rank: int) -> "Costs":
         """The costs of units on one pipeline rank. Raises PlanError for a rank that a plan had not before it was
@@ -78,6 +80,17 @@ class RankCosts:
 
     classes: tuple[ClassCost, ...]
     boundary_s: tuple[Seconds, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SliceCosts:
+    """The costs of one slice of a microbatch's sequence on every stage; the fields are those of `StageCosts`."""
+
+    forward_s: tuple[Seconds, ...]
+    input_grad_s: tuple[Seconds, ...]
+    weight_grad_s: tuple[Seconds, ...]
+    transfer_s: tuple[Seconds, ...]
+    activation_bytes: tuple[Amount, ...]
 
 
 @dataclass(frozen=True, slots=True)

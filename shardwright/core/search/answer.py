@@ -40,11 +40,11 @@ def as_plan(
     ``fastest``: the choice that was predicted to be the fastest, where a simpler one is the best.
     """
     tables, decision, request = scorer.tables, best.decision, scorer.request
-    first = _costs_at(scorer, best, _place_of(scorer, best, 0))
+    first = _costs_at(scorer, best, place_of(scorer, best, 0))
     ranks: tuple[RankCosts, ...] = ()
     if not best.tables.is_uniform:
         ranks = tuple(
-            RankCosts(_costs_at(scorer, best, _place_of(scorer, best, pp)), best.tables.tables[pp].boundary_s)
+            RankCosts(_costs_at(scorer, best, place_of(scorer, best, pp)), best.tables.tables[pp].boundary_s)
             for pp in range(decision.pp)
         )
         first = ranks[0].classes
@@ -133,7 +133,7 @@ def _pinned_layouts(scorer: Scorer) -> tuple[tuple[str, str], ...]:
     return tuple(slots.items())
 
 
-def _place_of(scorer: Scorer, best: Scored, pp: int) -> Place:
+def place_of(scorer: Scorer, best: Scored, pp: int) -> Place:
     """The kind of place that decides a pipeline rank's time."""
     decision = best.decision
     places = scorer.links.places(decision.mesh)[pp]

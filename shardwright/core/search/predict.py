@@ -10,7 +10,7 @@ from shardwright.core.layout.mesh import Mesh
 from shardwright.core.plan.decision import Decision
 from shardwright.core.plan.record import Predicted
 from shardwright.core.schedule import AUTO, StageCosts
-from shardwright.core.schedule.simulate import simulate_schedule
+from shardwright.core.schedule.simulate import Costs, simulate_schedule
 from shardwright.core.search.exchanges import Exchanges, Held
 from shardwright.core.tables.memory import MemoryUse
 from shardwright.core.tables.mesh_links import Links
@@ -236,7 +236,7 @@ class LeastEnds:
         return max(min(max(pipeline_s, end) + update for end, update in kinds) for kinds in self.of_kinds)
 
 
-def simulated_pipeline(decision: Decision, costs: StageCosts) -> Pipeline:
+def simulated_pipeline(decision: Decision, costs: Costs) -> Pipeline:
     """The decision's schedule, simulated. Long schedules settle into a period, so they are extrapolated from two
     shorter ones of 4 and 5 rounds of the pipeline. Generated schedules follow no period and are simulated whole."""
 

@@ -23,6 +23,7 @@ from shardwright.core.plan.decision import (
     near_multiple,
     require_residency,
     require_shard_group,
+    require_slices,
     require_states_level,
     training_family,
 )
@@ -43,8 +44,8 @@ NUMBERS = (
 )  # fmt: skip
 """The fields of a request that are no choice of the plan's form."""
 
-KEPT_OTHERWISE = {"layouts", "frameworks", "devices", "offload"}
-"""The options that a plan has otherwise: as pins, runtimes, its cluster, and units that were chosen for it."""
+KEPT_OTHERWISE = {"layouts", "frameworks", "devices", "offload", "slices"}
+"""The options that a plan has otherwise: as pins, runtimes, its cluster, units and lengths that were chosen for it."""
 
 Progress = Callable[[int, int], None]
 """A callback that takes (candidates scored, candidates in all)."""
@@ -71,6 +72,18 @@ class Options:
             "the memory left",
             "searched among those that the frameworks' runtimes can run",
         ),
+    ] = None
+    slices: Annotated[
+        Count | Literal["auto"] | None,
+        Option(
+            "number of slices in which a causal model's sequences go through the pipeline one after the other, of "
+            'lengths that make the step shortest; "auto": as many as make it shortest, or 1 where slices do not pay',
+            "1, whole sequences",
+        ),
+    ] = None
+    slice_lengths: Annotated[
+        Sequence[Annotated[int, Ge(1)]] | None,
+        Option("the lengths of these slices in tokens, first tokens first", "found for ``slices``"),
     ] = None
     recompute: Annotated[
         Recompute | Literal["auto", "products"],
@@ -279,7 +292,7 @@ class Options:
 
     def __post_init__(self) -> None:
         require_fields(self, PlanError)
-        for name in ("stage_starts", "kept_units", "offloaded_units"):
+        for name in ("stage_starts", "kept_units", "offloaded_units", "slice_lengths"):
             if (units := getattr(self, name)) is not None:
                 object.__setattr__(self, name, tuple(units))
         if self.stage_starts == ():
@@ -291,6 +304,7 @@ class Options:
                 f"that are recomputed; pin recompute='full' as well"
             )
         self._require_devices()
+        self._require_slices()
         if self.offload and self.recompute != "auto":
             raise PlanError(
                 f"offload=True and recompute={self.recompute!r}: which units are kept, recomputed or offloaded is "
@@ -310,6 +324,11 @@ class Options:
             )
         self._require_pins_that_go_together()
         self._require_a_training()
+
+    @property
+    def asks_for_slices(self) -> bool:
+        """Whether sequences are to go through the pipeline in slices, or may."""
+        return self.slices not in (None, 1) or len(self.slice_lengths or ()) > 1
 
     @property
     def training_run(self) -> TrainingRun:
@@ -348,6 +367,18 @@ class Options:
         if self.stage_starts is not None and self.pp is not None:
             return len(self.stage_starts) // self.pp
         return self.virtual_stages
+
+    def _require_slices(self) -> None:
+        """Raise PlanError for slices under a schedule that runs sequences whole."""
+        lengths = self.slice_lengths
+        if lengths == ():
+            raise PlanError("slice_lengths=[]: expected tokens, as [512, 256, 256], or slices= for their number")
+        if lengths is not None and self.slices not in (None, len(lengths)):
+            raise PlanError(
+                f"slices={self.slices!r} and slice_lengths={list(lengths)}, which are {len(lengths)}: leave out slices"
+            )
+        if self.asks_for_slices and self.slices != "auto":
+            require_slices(lengths or (0, 0), self.schedule, self.gathered_stages or None, self.reduce_after)
 
     def _require_a_training(self) -> None:
         """Raise PlanError for a headroom that leaves nothing, and for a deadline or a budget of nothing."""

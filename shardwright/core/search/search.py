@@ -14,7 +14,7 @@ from shardwright.core.plan.plan import Plan
 from shardwright.core.plan.plan_input import PlanInput
 from shardwright.core.plan.prediction_error import LEAD, memory_error
 from shardwright.core.plan.training_run import usd_per_hour
-from shardwright.core.schedule import AUTO
+from shardwright.core.schedule import AUTO, StageCosts
 from shardwright.core.search.answer import as_plan, not_carried_out
 from shardwright.core.search.best_first import REPORTED, Found, Search, preference
 from shardwright.core.search.defaults import defaults
@@ -22,6 +22,7 @@ from shardwright.core.search.devices_in_use import Part, parts
 from shardwright.core.search.refusal import refusal
 from shardwright.core.search.request import Progress, Request
 from shardwright.core.search.scoring import Scored, Scorer
+from shardwright.core.search.sliced_step import as_recorded, in_slices
 from shardwright.core.search.space import GENERATED_ACTIONS
 from shardwright.core.search.step_work import step_tokens
 from shardwright.core.search.time_limits import out_of_time, require_price
@@ -67,9 +68,15 @@ def make_plan(graph: Graph, cluster: Cluster, request: Request) -> Plan:
         slow = scorer.tables.slow_tensor_axis(best.decision.tp, best.decision.microbatch)
         if slow is not None:
             warnings.warn(slow, PlanWarning, stacklevel=3)
+    slice_costs: tuple[StageCosts, ...] = ()
+    if request.asks_for_slices:
+        best, others, slice_costs = in_slices(scorer, best, others, asked)
+        fastest = best
     elsewhere = [(tried.part.cluster, tried.found.fastest) for tried in left if tried.found.fastest is not None]
     beside = [] if _pins_degrees(request) else defaults(scorer.tables, used, asked)
     found = as_plan(scorer, best, others, beside, chosen.part.left_out, elsewhere, fastest)
+    if slice_costs:
+        found = replace(found, costs=replace(found.costs, slices=tuple(map(as_recorded, slice_costs))))
     given = PlanInput.of(graph, used, request.beside_decision, request.pins, request.runtimes)
     return replace(found, counted_for="", input=given)
 

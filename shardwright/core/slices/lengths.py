@@ -37,6 +37,7 @@ class _Asked:
     stages: Count
     slices: Count | None
     step: Count
+    microbatches: Count
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +58,11 @@ def slice_lengths(cost: Seconds, tokens: int, stages: int, slices: int | None = 
     return best_lengths(cost, tokens, stages, slices, step).lengths
 
 
-def best_lengths(cost: Seconds, tokens: int, stages: int, slices: int | None = None, step: int = 1) -> SliceLengths:
-    """The lengths of the slices of a sequence that make its step shortest: Σt + (stages − 1)·max t, exactly, among all
-    lengths that are multiples of ``step`` (the last takes what is left). Of equal steps the one of fewest slices is
+def best_lengths(
+    cost: Seconds, tokens: int, stages: int, slices: int | None = None, step: int = 1, *, microbatches: int = 1
+) -> SliceLengths:
+    """The lengths of the slices of a sequence that make its step shortest: M·Σt + (stages − 1)·max t of M microbatches,
+    exactly, among all lengths that are multiples of ``step`` (the last takes what is left). Of equal steps the one of fewest slices is
     taken, and of these the one of most equal lengths.
 
     Args:
@@ -69,12 +72,13 @@ def best_lengths(cost: Seconds, tokens: int, stages: int, slices: int | None = N
         stages: of the pipeline.
         slices: how many; by default as many as are fastest.
         step: tokens between places where the sequence may be cut.
+        microbatches: that follow each other, each in these slices.
 
     Raises:
         PlanError: a number is not whole or below 1, the grid is too fine, ``cost`` gives what is no number of at least
             0, or there are no such lengths.
     """
-    require_fields(_Asked(tokens, stages, slices, step), PlanError)
+    require_fields(_Asked(tokens, stages, slices, step, microbatches), PlanError)
     places = [*range(0, tokens, step), tokens]
     count = len(places) - 1
     if count > MOST_PLACES:
@@ -87,7 +91,7 @@ def best_lengths(cost: Seconds, tokens: int, stages: int, slices: int | None = N
         raise PlanError(
             f"slices={slices} of {tokens} tokens in steps of {step}: expected at most {count}, or a smaller step="
         )
-    return _Search(_table(cost, places), places, stages, slices).best()
+    return _Search(_table(cost, places), places, stages, slices, microbatches).best()
 
 
 def _table(cost: Seconds, places: list[int]) -> npt.NDArray[np.float64]:
@@ -121,8 +125,12 @@ class _Path:
 class _Search:
     """The search for the best bound of the longest slice."""
 
-    def __init__(self, table: npt.NDArray[np.float64], places: list[int], stages: int, slices: int | None) -> None:
-        self.table, self.places, self.stages, self.slices = table, places, stages, slices
+    def __init__(
+        self, table: npt.NDArray[np.float64], places: list[int], stages: int, slices: int | None, microbatches: int
+    ) -> None:
+        self.table, self.places, self.slices = table, places, slices
+        self.microbatches, self.reach = microbatches, (stages - 1) / microbatches
+        """How often the longest slice counts beside the sum."""
         lengths = np.array(places, dtype=np.float64)
         self.squares = (lengths[:, None] - lengths[None, :]) ** 2 + (lengths[-1] + 1) ** 2
         """What decides between equal sums: the number of slices before all, then the squares of their lengths."""
@@ -136,7 +144,7 @@ class _Search:
                 f"no {wanted}slices of {self.places[-1]} tokens are possible: every way to cut the sequence has one of "
                 f"which cost says that it takes infinitely long; expected a finer step=, or another slices="
             )
-        found, reach = [whole], self.stages - 1
+        found, reach = [whole], self.reach
         best_s = self._step_s(whole)
         last = int(np.searchsorted(self.bounds, whole.longest_s))
         # (what no bound inside can be below, first bound inside, last bound inside, the least sum there)
@@ -164,10 +172,10 @@ class _Search:
         near = [path for path in found if self._step_s(path) <= best_s * (1 + NEAR)]
         path = min(near, key=lambda one: sum(self.squares[i, j] for j, i in pairwise(one.cuts)))
         cuts = [self.places[cut] for cut in path.cuts]
-        return SliceLengths(tuple(b - a for a, b in pairwise(cuts)), self._step_s(path))
+        return SliceLengths(tuple(b - a for a, b in pairwise(cuts)), self.microbatches * self._step_s(path))
 
     def _step_s(self, path: _Path) -> float:
-        return path.sum_s + (self.stages - 1) * path.longest_s
+        return path.sum_s + self.reach * path.longest_s
 
     def _path(self, longest_s: float) -> _Path | None:
         """The path of least sum whose slices take at most ``longest_s``; None where there is none."""

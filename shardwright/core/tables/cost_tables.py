@@ -121,6 +121,10 @@ class CostTables(LayoutTables):
         """The same model and numbers on another cluster."""
         return CostTables(self.graph, cluster, self.precision, *self._numbers)
 
+    def of_graph(self, graph: Graph) -> "CostTables":
+        """The same numbers on the same cluster for another graph, as of a slice of the model's sequence."""
+        return CostTables(graph, self.cluster, self.precision, *self._numbers)
+
     def slow_tensor_axis(self, tp: int, microbatch: int) -> str | None:
         """A warning, with figures, where a tensor axis across nodes takes each of its ranks at least as long as the
         part of the axis that fits into one node would; None otherwise."""
@@ -151,10 +155,10 @@ class CostTables(LayoutTables):
         """The unit costs on a rank at that place, at that tensor degree. ``is_whole``: `is_one_stage`, where a
         runtime of compiled stages has one program for the step."""
         chosen = self.chosen(tp)
-        boundary = tuple(fixed + slope * microbatch for fixed, slope in self._boundaries())
+        boundary = tuple(fixed + slope * microbatch for fixed, slope in self.boundaries())
         if chosen.terms.sequence_parallel:
             boundary = tuple(-(-size // tp) for size in boundary)
-        known = {size: self._send_s(size, tp, place) for size in set(boundary)}
+        known = {size: self.message_s(size, tp, place) for size in set(boundary)}
         seconds = tuple(known[size] for size in boundary)
         if place.entering is not None:
             unlinked = self.table(tp, microbatch, recompute, replace(place, entering=None), is_whole=is_whole)
@@ -196,7 +200,7 @@ class CostTables(LayoutTables):
             batch_is_everywhere=not self.graph.capabilities.single_controller,
             tie_width=PRECISION_BYTES[self.precision] if traits.gradients_when_made else 0,
             waiting_bytes=tuple(sum(map(size_bytes, values)) for values in self._read.passing_by),
-            constant_bytes=tuple(fixed + slope * microbatch for fixed, slope in self._boundaries(flowing=False)),
+            constant_bytes=tuple(fixed + slope * microbatch for fixed, slope in self.boundaries(flowing=False)),
             given_stay=not traits.stages_are_programs,
             ties_have_one_home=traits.ties_have_one_home,
             found_bytes=PRECISION_BYTES[self.precision] if traits.stages_are_programs else 0,
@@ -315,7 +319,7 @@ class CostTables(LayoutTables):
         """Whether each unit is recomputed where all are, as in `Plan.recomputed_units`."""
         return recomputable_units(self.structure.unit_classes)
 
-    def _send_s(self, size_bytes: int, tp: int, place: Place) -> float:
+    def message_s(self, size_bytes: int, tp: int, place: Place) -> float:
         """Seconds of a message from the previous stage, when all ranks of the stage send at once.
 
         The ranks of a tensor group hold the same tensor. Each sends a shard of it, and the receivers gather the shards
@@ -329,7 +333,7 @@ class CostTables(LayoutTables):
             return whole
         return min(whole, send_s(size_bytes / tp, place.entering) + place.tensor_group.all_gather_s(size_bytes))
 
-    def _boundaries(self, *, flowing: bool = True) -> tuple[tuple[int, int], ...]:
+    def boundaries(self, *, flowing: bool = True) -> tuple[tuple[int, int], ...]:
         """The bytes that enter each unit from before, as (fixed, for each sample), of values through which a gradient
         flows; without ``flowing``, of the other values that earlier units made. (Every stage has the batch.)"""
         counter, starts = self.counter, [unit.first_op for unit in self.folded.units]
@@ -380,12 +384,12 @@ class CostTables(LayoutTables):
 
     def _cost(self, unit: Unit, tp: int, microbatch: int, place: Place) -> UnitCost:
         """The cost of a unit, counted from its ops and corrected by measured runs where there are any."""
-        cost = self._counted(unit, tp, microbatch, place)
+        cost = self.counted(unit, tp, microbatch, place)
         inside_a_node = place.tensor_group.outside is None
         if tp > 1 and inside_a_node and (runs := self._runs_of(unit, place, tp)):
-            counted = partial(self._counted, unit, tp, place=place)
+            counted = partial(self.counted, unit, tp, place=place)
             return calibrated(cost, runs, microbatch, counted, with_collectives=True)
-        whole = partial(self._counted, unit, 1, place=place)
+        whole = partial(self.counted, unit, 1, place=place)
         if runs := self._runs_of(unit, place, 1):
             return calibrated(cost, runs, microbatch, whole)
         if not place.device.measured_units:
@@ -397,7 +401,7 @@ class CostTables(LayoutTables):
         counted_then = {run.microbatch: as_counted(cost, run) for run in runs}
         return calibrated(cost, runs, microbatch, counted_then.__getitem__)
 
-    def _counted(self, unit: Unit, tp: int, microbatch: int, place: Place) -> UnitCost:
+    def counted(self, unit: Unit, tp: int, microbatch: int, place: Place) -> UnitCost:
         """The cost of a unit, counted from its ops, on one of the ``tp`` ranks that share it."""
         layouts = self.chosen(tp).realised(unit.index) if tp > 1 else None
         like = unit if layouts is None else self.folded.units[layouts.unit]

@@ -123,7 +123,7 @@ class Field:
 
     def _require_numbers(self, value: object, error: type[ShardwrightError]) -> None:
         if isinstance(value, str | bytes) or not isinstance(value, Iterable):
-            raise error(f"{self.name}={value!r}: expected a list of units, as [0, 5, 9]")
+            raise error(f"{self.name}={value!r}: expected a list of whole numbers, as [0, 5, 9]")
         numbers = list(value)
         for number in numbers:
             if type(number) is not int or not self.least <= number <= self.most:

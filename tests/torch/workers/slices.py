@@ -29,7 +29,7 @@ def run(case: str, reference: Reference) -> dict[str, object]:
         graph, cluster, batch=samples, pp=int(pp), tp=1, dp=int(dp), microbatch=samples // GLOBAL_MICROBATCHES,
         schedule=schedule, recompute="none", shard=0, 
     )  # fmt: skip
-    plan = replace(plan, decision=replace(plan.decision, slices=tuple(lengths)))
+    plan = replace(plan, decision=replace(plan.decision, slice_lengths=tuple(lengths)))
     sw.init(plan=plan)
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3)
     model = sw.DistributedModel(plain)

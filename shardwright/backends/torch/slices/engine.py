@@ -61,7 +61,7 @@ class TokenSlices:
             ShardwrightError: a hook would be lost.
         """
         refuse_hooks(self.model)
-        lengths, name = self.plan.decision.slices, type(self.model).__name__
+        lengths, name = self.plan.decision.slice_lengths, type(self.model).__name__
         try:
             call = find_call(program, inputs)
             given = arguments_of(self.model, call.args, call.kwargs)
@@ -96,7 +96,7 @@ class TokenSlices:
         return dict(self._calls)
 
     def _traces(self, sample: Sample, growth: Growth | None, asked: tuple[int, ...]) -> Traces:
-        lengths = self.plan.decision.slices
+        lengths = self.plan.decision.slice_lengths
         whole = trace(self.model, sample, asked=asked)
         dims = sequence_inputs(whole.graph)
         leaf_of = dict(zip(whole.graph.inputs, sample.leaves, strict=True))

@@ -1,0 +1,71 @@
+"""The graph of one slice of a model's sequence: the same ops on the tokens of the slice, behind those before it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from shardwright.core.model.graph import Graph, Op, Tensor
+from shardwright.core.slices.sequence_ops import SequenceOps
+
+
+def graph_of_slice(graph: Graph, ops: SequenceOps, length: int, context: int) -> Graph:
+    """The graph of ``length`` tokens behind ``context`` others, for counting what the slice costs.
+
+    What needs all tokens is left as it is: it does not run with a slice. Keys and values of attention are tensors of
+    their own, of all tokens up to the slice's end, beside those that the slice makes. The footprints of the whole
+    graph's units are not those of its slices, so bytes are counted by kinds of op.
+    """
+    tensors = list(graph.tensors)
+    first = next(iter(ops.dims.items()))
+    tokens = graph.tensors[first[0]].fixed[first[1]]
+    for tensor, dim in (*ops.constants.items(), *ops.dims.items()):
+        tensors[tensor] = _resized(tensors[tensor], dim, length)
+    found: list[Op] = []
+    made: dict[tuple[int, tuple[int, ...]], int] = {}
+
+    def grown(tensor: int, dims: Sequence[int], sizes: Sequence[int]) -> int:
+        """A tensor like this one with other sizes along some dims."""
+        key = (tensor, tuple(sizes))
+        if key not in made:
+            new = graph.tensors[tensor]
+            for dim, size in zip(dims, sizes, strict=True):
+                new = _resized(new, dim, size)
+            tensors.append(replace(new, role="activation", name=""))
+            made[key] = len(tensors) - 1
+        return made[key]
+
+    for number, op in enumerate(graph.ops):
+        inputs = list(op.inputs)
+        if number in ops.carried and op.kind == "attention":
+            if context:
+                inputs[1:3] = [grown(tensor, [ops.dims[tensor]], [context + length]) for tensor in inputs[1:3]]
+            if number in ops.masks:
+                rank = len(graph.tensors[inputs[3]].fixed)
+                inputs[3] = grown(inputs[3], [rank - 2, rank - 1], [length, context + length])
+        memory = op.memory
+        if memory is not None and ops.needs[number] in ("local", "causal"):
+            memory = memory.of_share(length / tokens)
+        found.append(replace(op, inputs=tuple(inputs), memory=memory))
+    entering = (*graph.inputs, *made.values())
+    return replace(
+        graph, tensors=tuple(tensors), ops=tuple(found), inputs=entering, unit_memory=None, in_16_bits=None
+    )
+
+
+def carried_bytes(graph: Graph, ops: SequenceOps, units: Mapping[int, range], batch: int, width: int) -> dict[int, int]:
+    """The bytes of the keys and values of a whole sequence in each unit: what their gradients take, which add up until
+    the first slice's backward."""
+    found: dict[int, int] = {}
+    for unit, inside in units.items():
+        carried = {t for op in inside for t in ops.carried.get(op, ())}
+        found[unit] = sum(graph.tensors[t].elements(batch) * width for t in carried)
+    return found
+
+
+def _resized(tensor: Tensor, dim: int, size: int) -> Tensor:
+    """A tensor of another length: the entries of a dim that is the sequence, or of samples with their tokens."""
+    fixed, per_sample = list(tensor.fixed), list(tensor.per_sample)
+    if per_sample[dim]:
+        per_sample[dim] = size
+    elif fixed[dim] != 1:
+        fixed[dim] = size
+    return replace(tensor, fixed=tuple(fixed), per_sample=tuple(per_sample))
