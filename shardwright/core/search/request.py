@@ -328,7 +328,7 @@ class Options:
     @property
     def asks_for_slices(self) -> bool:
         """Whether sequences are to go through the pipeline in slices, or may."""
-        return self.slices not in (None, 1) or len(self.slice_lengths or ()) > 1
+        return self.slices not in (None, 1) or self.slice_lengths is not None
 
     @property
     def training_run(self) -> TrainingRun:

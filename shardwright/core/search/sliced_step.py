@@ -33,7 +33,7 @@ from shardwright.core.tables.memory import MemoryUse, kept_bytes, recomputed_s
 POINTS = 5
 """The lengths, and the contexts, at which the seconds of slices are counted; between them they are interpolated."""
 LEAST = 16
-"""The shortest slice whose seconds are counted, in tokens."""
+"""The shortest slice whose seconds are counted, in tokens, of sequences that are not shorter themselves."""
 PLACES = 256
 """The places where a sequence may be cut, at most."""
 
@@ -233,14 +233,12 @@ class SlicedStep:
     def fitted(self) -> FittedCost:
         """The seconds of a slice on the slowest stage, by its length and the tokens before it."""
         tokens = self.tokens
-        least = min(LEAST, tokens)
+        least = max(1, min(LEAST, tokens // 4))
         lengths = sorted({max(least, tokens >> power) for power in range(POINTS)} | {least})
         measured = {(length, 0): self._slowest_s(length, 0) for length in lengths}
         for length in lengths[:-1]:
-            for quarter in (1, 2, 3):
-                context = min(tokens - length, tokens * quarter // 4)
-                if context:
-                    measured[length, context] = self._slowest_s(length, context)
+            for context in sorted({max(1, (tokens - length) // 2), tokens - length}):
+                measured[length, context] = self._slowest_s(length, context)
         return FittedCost.of(measured)
 
     def _slowest_s(self, length: int, context: int) -> float:
@@ -295,6 +293,8 @@ def _in_slices(step: SlicedStep, request: Request) -> tuple[Scored, tuple[StageC
     """A choice in the slices that are asked for, or in the best ones."""
     if request.slice_lengths is not None:
         require_lengths(request.slice_lengths, step.tokens)
+        if len(request.slice_lengths) == 1:
+            return step.scored, ()
         return step.scored_in(request.slice_lengths)
     return step.scored_in(step.best_lengths(None if request.slices == "auto" else int(request.slices or 1)))
 

@@ -1,36 +1,57 @@
-"""Trains causal models in slices of their sequences, and compares every step with the plain, unsplit model.
+"""Trains causal models in slices of their sequences, and compares every step with a run without slices.
 
-Usage: slices.py OUT.json CASE...; a case is model:pp:dp:schedule:lengths, as gpt2:2:1:1f1b:5+4+3.
+Usage: slices.py [--all] OUT.json CASE...; a case is model:pp:dp:schedule:lengths[:recompute], as gpt2:2:1:1f1b:5+4+3, held
+against the plain model on one device; model@dropout against the same pipeline of whole sequences; model+padded with a
+mask of the batch; "misuse" tries what is refused.
 """
 
 import sys
-from dataclasses import replace
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from equality import GLOBAL_MICROBATCHES, Reference
-from launched import leave
+from launched import ALL, leave
 from models import batch, build
+from torch import nn
 
 import shardwright as core
 import shardwright.torch as sw
+from shardwright.core.errors import ShardwrightError
 from tests.comparison import Comparison
 
+Gradients = dict[str, torch.Tensor | None]
+STEPS = 3
 
-def run(case: str, reference: Reference) -> dict[str, object]:
-    name, pp, dp, schedule, given = case.split(":")
-    lengths = [int(length) for length in given.split("+")]
-    plain = build(name)
-    whole = batch(name, 0)
-    samples = len(next(iter(whole.values())))
-    graph = core.capture(plain, {key: tensor[:2] for key, tensor in whole.items()})
-    cluster = core.Cluster("cpu", nodes=1, devices_per_node=int(pp) * int(dp))
-    plan = core.plan(
-        graph, cluster, batch=samples, pp=int(pp), tp=1, dp=int(dp), microbatch=samples // GLOBAL_MICROBATCHES,
-        schedule=schedule, recompute="none", shard=0, 
+
+def batch_of(name: str, step: int) -> dict[str, Any]:
+    """A batch; of ``+padded`` models with sequences of unlike lengths, padded on the right."""
+    kind, _, padded = name.partition("+")
+    found = batch(kind, step)
+    if padded:
+        lengths = torch.arange(len(found["input_ids"])) % 5 + 8
+        mask = (torch.arange(found["input_ids"].shape[1])[None] < lengths[:, None]).long()
+        found |= {"attention_mask": mask, "labels": found["labels"].masked_fill(mask == 0, -100)}
+    return found
+
+
+def plan_of(model: nn.Module, name: str, pp: int, dp: int, schedule: str, recompute: str, **slices: Any) -> core.Plan:
+    whole = batch_of(name, 0)
+    samples = len(whole["input_ids"])
+    graph = core.capture(model, {key: tensor[:2] for key, tensor in whole.items()})
+    cluster = core.Cluster("cpu", nodes=1, devices_per_node=pp * dp)
+    return core.plan(
+        graph, cluster, batch=samples, pp=pp, tp=1, dp=dp, microbatch=samples // GLOBAL_MICROBATCHES,
+        schedule=schedule, recompute=recompute, shard=0, precision="fp32", **slices,
     )  # fmt: skip
-    plan = replace(plan, decision=replace(plan.decision, slice_lengths=tuple(lengths)))
+
+
+def steps(name: str, dropout: float, plan: core.Plan, count: int) -> Iterator[tuple[float, Gradients]]:
+    """The loss and this rank's gradients of each training step under a plan."""
     sw.init(plan=plan)
+    sw.set_seed(5)
+    plain = build(name.partition("+")[0], dropout)
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3)
     model = sw.DistributedModel(plain)
     distributed = sw.DistributedOptimizer(optimizer)
@@ -38,37 +59,84 @@ def run(case: str, reference: Reference) -> dict[str, object]:
     @sw.step
     def train_step(model, batch):
         loss = model(**batch).loss
-        model.backward(loss)
+        model.backward(loss, reduction="mean")
         return loss
 
-    same = Comparison(case)
-    for step in range(len(reference.losses)):
-        same.where = f"step {step}"
+    for step in range(count):
         distributed.zero_grad()
-        whole = batch(name, step)
-        own = {key: tensor.chunk(int(dp))[sw.dp_rank()] for key, tensor in whole.items()}
+        whole = batch_of(name, step)
+        own = {key: tensor.chunk(plan.decision.dp)[sw.dp_rank()] for key, tensor in whole.items()}
         loss = float(train_step(model, own).all_reduce_mean())
-        same.losses(loss, reference.losses[step])
-        held = {key: parameter.grad for key, parameter in model.local_named_parameters()}
-        same.gradients(held, reference.gradients[step], part=True)
+        yield loss, {key: parameter.grad for key, parameter in model.local_named_parameters()}
         distributed.step()
+    sw.shutdown()
+
+
+def run(case: str, references: dict[str, Reference]) -> dict[str, object]:
+    given, pp, dp, schedule, lengths, recompute = [*case.split(":"), "none"][:6]
+    name, _, share = given.partition("@")
+    dropout, sizes = float(share or 0), (int(pp), int(dp), schedule, recompute)
+    if dropout or "+" in name:
+        whole = plan_of(build(name.partition("+")[0], dropout), name, *sizes)
+        expected = [(loss, {k: g.clone() for k, g in found.items() if g is not None}) for loss, found in
+                    steps(name, dropout, whole, STEPS)]  # fmt: skip
+    else:
+        references[name] = references.get(name) or Reference(name)
+        expected = list(zip(references[name].losses, references[name].gradients, strict=True))[: None if ALL else STEPS]
+    plan = plan_of(
+        build(name.partition("+")[0], dropout), name, *sizes, slice_lengths=[int(length) for length in lengths.split("+")]
+    )
+    same = Comparison(case)
+    for number, (loss, found) in enumerate(steps(name, dropout, plan, len(expected))):
+        same.where = f"step {number}"
+        same.losses(loss, expected[number][0])
+        same.gradients(found, expected[number][1], part=True)
     every: list[object] = [None] * dist.get_world_size()
     dist.all_gather_object(every, same.report())
-    sw.shutdown()
     return {"case": case, "same": every}
+
+
+def misuse() -> dict[str, object]:
+    """The messages of what is refused."""
+    said: dict[str, str] = {}
+
+    def refused(what: str, name: str, **asked: Any) -> None:
+        try:
+            plan = plan_of(build(name), name, dist.get_world_size(), 1, asked.pop("schedule", "1f1b"), "none", **asked)
+            next(steps(name, 0.0, plan, 1))
+        except ShardwrightError as error:
+            said[what] = str(error)
+
+    refused("both ways", "bert", slices=2)
+    refused("a sum", "gpt2", slice_lengths=[5, 4])
+    refused("a schedule", "gpt2", slices=2, schedule="zbv")
+    refused("too many", "gpt2", slices=13)
+    plan = plan_of(build("gpt2"), "gpt2", dist.get_world_size(), 1, "1f1b", "none", slice_lengths=[5, 4, 3])
+    shorter = {key: tensor[:, :10] for key, tensor in batch("gpt2", 0).items()}
+    left = dict(batch("gpt2", 0)) | {"attention_mask": torch.ones(8, 12).cumsum(1).gt(3).long()}
+    for what, given in (("another length", shorter), ("padded on the left", left)):
+        sw.init(plan=plan)
+        model = sw.DistributedModel(build("gpt2"))
+
+        @sw.step
+        def train_step(model, batch):
+            loss = model(**batch).loss
+            model.backward(loss, reduction="mean")
+            return loss
+
+        try:
+            train_step(model, given)
+        except ShardwrightError as error:
+            said[what] = str(error)
+        sw.shutdown()
+    return {"case": "misuse", "said": said}
 
 
 def main() -> None:
     dist.init_process_group("gloo")
-    out, *cases = sys.argv[1:]
-    results = []
+    out, *cases = [given for given in sys.argv[1:] if given != "--all"]
     references: dict[str, Reference] = {}
-    for case in cases:
-        name = case.split(":")[0]
-        if name not in references:
-            references[name] = Reference(name)
-        results.append(run(case, references[name]))
-    leave(results, out)
+    leave([misuse() if case == "misuse" else run(case, references) for case in cases], out)
 
 
 if __name__ == "__main__":

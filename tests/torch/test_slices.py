@@ -1,0 +1,59 @@
+"""Causal models run in slices of their sequences: losses and gradients are those of whole sequences."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.comparison import Comparison
+from tests.torch.launch import on_ranks
+
+CASES = ("gpt2:2:1:1f1b:5+4+3", "gpt2@0.2:2:1:zb-h1:7+5", "llama+padded:2:1:1f1b:5+4+3:full")
+MORE = {
+    2: (
+        "gpt2:2:1:gpipe:12", "gpt2:2:1:1f1b:6+6", "gpt2:2:1:1f1b:3+2+3+2+2", "gpt2:2:1:interleaved-1f1b:5+4+3",
+        "llama:2:1:eager-1f1b:5+4+3", "llama@0.2:2:1:1f1b:5+4+3", "gpt2+padded:2:1:zb-h1:2+2+2+2+4",
+        "llama:1:2:gpipe:2+3+3+4", "gpt2:1:2:gpipe:5+4+3",
+    ),
+    4: ("gpt2:4:1:1f1b:5+4+3", "llama:4:1:zb-h1:3+2+3+2+2", "gpt2:2:2:1f1b:5+4+3", "llama@0.2:2:2:1f1b:6+6"),
+}  # fmt: skip
+REFUSED = {
+    "both ways": "attends by a mask that shows tokens later ones",
+    "a sum": "slice_lengths=[5, 4] add up to 9 tokens, and the captured sequence has 12: give 3 more",
+    "a schedule": "schedule='zbv' and slices: it runs microbatches whole; take one of gpipe, 1f1b",
+    "too many": "slices=13 of 12 tokens in steps of 1: expected at most 12",
+    "another length": "the plan's slices 5 + 4 + 3 have 12 tokens in all, and the model is given 10",
+    "padded on the left": "pad sequences on the right",
+}
+
+
+def run(folder: Path, ranks: int, *given: str) -> dict[str, dict[str, Any]]:
+    out = folder / "out.json"
+    options = [text for text in given if text.startswith("--")]
+    cases = [text for text in given if not text.startswith("--")]
+    outcome = on_ranks("slices.py", ranks, *options, str(out), *cases, timeout_s=300)
+    assert outcome.code == 0, outcome.text[-4000:]
+    return {result["case"]: result for result in json.loads(out.read_text())}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    return run(tmp_path_factory.mktemp("slices"), 2, *CASES, "misuse")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_slices_train_as_whole_sequences(results: dict[str, dict[str, Any]], case: str) -> None:
+    Comparison.of_ranks(results[case]["same"]).require("losses", "gradients")
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_run_in_slices_is_refused(results: dict[str, dict[str, Any]], what: str) -> None:
+    assert REFUSED[what] in results["misuse"]["said"].get(what, "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", MORE)
+def test_all_forms_over_all_steps(tmp_path: Path, ranks: int) -> None:
+    for result in run(tmp_path, ranks, "--all", *MORE[ranks]).values():
+        Comparison.of_ranks(result["same"]).require("losses", "gradients")
