@@ -5,7 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from shardwright.backends.torch.slices.slice_ops import require_causal
+from shardwright.core.errors import CaptureError
 from tests.comparison import Comparison
 from tests.torch.launch import on_ranks
 
@@ -19,7 +22,6 @@ MORE = {
     4: ("gpt2:4:1:1f1b:5+4+3", "llama:4:1:zb-h1:3+2+3+2+2", "gpt2:2:2:1f1b:5+4+3", "llama@0.2:2:2:1f1b:6+6"),
 }  # fmt: skip
 REFUSED = {
-    "both ways": "attends by a mask that shows tokens later ones",
     "a sum": "slice_lengths=[5, 4] add up to 9 tokens, and the captured sequence has 12: give 3 more",
     "a schedule": "schedule='zbv' and slices: it runs microbatches whole; take one of gpipe, 1f1b",
     "too many": "slices=13 of 12 tokens in steps of 1: expected at most 12",
@@ -50,6 +52,16 @@ def test_slices_train_as_whole_sequences(results: dict[str, dict[str, Any]], cas
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_cannot_run_in_slices_is_refused(results: dict[str, dict[str, Any]], what: str) -> None:
     assert REFUSED[what] in results["misuse"]["said"].get(what, "")
+
+
+def test_masks_are_looked_at() -> None:
+    causal = torch.ones(1, 1, 6, 6, dtype=torch.bool).tril()
+    require_causal(causal, "a layer")
+    require_causal(torch.zeros(6, 6).masked_fill(~causal[0, 0], -torch.inf), "a layer")
+    with pytest.raises(CaptureError, match="a layer attends by a mask that shows tokens later ones"):
+        require_causal(torch.ones(6, 6, dtype=torch.bool), "a layer")
+    with pytest.raises(CaptureError, match="pad sequences on the right"):
+        require_causal(causal & torch.tensor([False, True, True, True, True, True]), "a layer")
 
 
 @pytest.mark.slow

@@ -14,6 +14,8 @@ from shardwright.core.schedule.checks import check, require_without_slices
 from shardwright.core.schedule.files import from_csv, to_csv
 from shardwright.core.schedule.measured_costs import measured_costs
 from shardwright.core.schedule.passes import insert_transfers, merge_backward, split_backward
+from shardwright.core.schedule.passes.sharding import insert_sharding
+from shardwright.core.schedule.passes.slices_as_stages import slices_as_stages
 from shardwright.core.schedule.schedule import AUTO
 
 SLICED = {name: family for name, family in FAMILIES.items() if family.takes_slices}
@@ -159,3 +161,26 @@ def test_runtimes_of_whole_microbatches_refuse_slices() -> None:
     for slices in (0, True, 1.5):
         with pytest.raises(ScheduleError, match=r"slices=.* is not possible"):
             Schedule.build("1f1b", ranks=2, microbatches=2, slices=slices)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", SLICED)
+def test_slices_become_stages_of_their_own(name: str) -> None:
+    """The same actions in the same order, on the same ranks."""
+    for sizes in SIZES:
+        schedule = built(name, *sizes)
+        stages = schedule.stages
+        made = slices_as_stages(schedule)
+        assert (made.slices, made.stages, made.ranks) == (1, stages * schedule.slices, schedule.ranks)
+        for before, after in zip(schedule.table, made.table, strict=True):
+            for old, new in zip(before, after, strict=True):
+                assert (old.kind, old.microbatch) == (new.kind, new.microbatch)
+                assert divmod(new.stage, stages) == (old.slice, old.stage)
+                assert made.stage_to_rank(new.stage) == schedule.stage_to_rank(old.stage)
+    whole = Schedule.build("1f1b", ranks=2, microbatches=4)
+    assert slices_as_stages(whole) is whole
+
+
+def test_stages_are_gathered_whole() -> None:
+    sliced = Schedule.build("1f1b", ranks=2, microbatches=4, slices=2)
+    with pytest.raises(ScheduleError, match="leave out gathered_stages and reduce_after"):
+        slices_as_stages(insert_sharding(sliced, 1))

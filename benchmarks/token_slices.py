@@ -1,0 +1,130 @@
+"""Token slices against TeraPipe's published steps, and really run on two ranks.
+
+    python benchmarks/token_slices.py [--write benchmarks/results/token_slices.md]
+    python benchmarks/token_slices.py --parts real --rounds 5        # two local ranks of one thread; a quiet machine
+
+Published (arXiv 2102.07988, and the settings in github.com/zhuohan123/terapipe): GPT-3 of 175, 13 and 1 billion
+parameters, sequences of 2,048 tokens, p3.16xlarge nodes of eight V100 with 25 Gbit/s. Nothing here is fitted on them. Two
+rows that the paper does not make stand beside: whole sequences under the best schedule and microbatch of ours, and the
+best slices of equal lengths.
+
+Real: one sequence of 1,024 tokens, a GPT-2 on two stages: whole, in slices of the planner, and in ten other ways, their
+rounds interleaved; torch's own pipeline with its one microbatch beside them.
+"""
+
+import argparse
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import claims
+import torch
+import transformers
+
+import shardwright as sw
+from shardwright.core.plan.plan import Plan
+
+TOKENS, WORDS = 2048, 51200
+HEADER = ("| model | form | slices | step, s | published, s | error | bubble |", "|---|---|---|---|---|---|---|")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A published setting: the model's sizes, the degrees, and the batch; seconds where they were published."""
+
+    name: str
+    layers: int
+    width: int
+    heads: int
+    batch: int
+    dp: int
+    pp: int
+    tp: int
+    whole_s: float | None
+    sliced_s: float | None
+
+
+SETTINGS = (
+    Setting("175B", 96, 12288, 96, 2, 1, 48, 8, 5.822, 1.160),
+    Setting("13B", 40, 5120, 40, 32, 1, 40, 8, 1.863, 1.328),
+    Setting("1B", 24, 2048, 16, 128, 8, 24, 1, None, None),
+)
+
+
+def captured(setting: Setting) -> Any:
+    with torch.device("meta"):
+        model = transformers.GPT2LMHeadModel(
+            transformers.GPT2Config(
+                n_layer=setting.layers, n_embd=setting.width, n_head=setting.heads, n_positions=TOKENS,
+                vocab_size=WORDS, use_cache=False, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+            )
+        )  # fmt: skip
+    ids = torch.zeros(1, TOKENS, dtype=torch.long)
+    return sw.capture(model, {"input_ids": ids, "labels": ids})
+
+
+def row(setting: Setting, form: str, plan: Plan, published: float | None) -> str:
+    said, lengths = plan.predicted, plan.decision.slice_lengths
+    text = "1" if len(lengths) < 2 else f"{len(lengths)} of {min(lengths)} to {max(lengths)}"
+    error = "" if published is None else f"{said.step_time_s / published - 1:+.0%}"
+    shown = "" if published is None else f"{published:.3f}"
+    return f"| {setting.name} | {form} | {text} | {said.step_time_s:.3f} | {shown} | {error} | {said.bubble_fraction:.0%} |"
+
+
+def published(setting: Setting, lines: list[str]) -> dict[str, Plan]:
+    graph = captured(setting)
+    nodes = setting.dp * setting.pp * setting.tp // 8
+    cluster = sw.Cluster("v100", nodes=nodes, devices_per_node=8, inter_node="ethernet-25g")
+    degrees: dict[str, Any] = {
+        "batch": setting.batch, "pp": setting.pp, "tp": setting.tp, "dp": setting.dp, "precision": "fp16",
+        "headroom": 0.0, "shard": 0, "virtual_stages": 1,
+    }  # fmt: skip
+    theirs = degrees | {"schedule": "gpipe", "microbatch": 1, "recompute": "none"}
+    found = {"whole": sw.plan(graph, cluster, **theirs), "sliced": sw.plan(graph, cluster, **theirs, slices="auto")}
+    lines.append(row(setting, "whole sequences, as theirs", found["whole"], setting.whole_s))
+    lines.append(row(setting, "slices, ours to choose", found["sliced"], setting.sliced_s))
+    found["best whole"] = sw.plan(graph, cluster, **degrees, answer="fastest")
+    best = found["best whole"].decision
+    lines.append(row(setting, f"whole, {best.schedule}, microbatch {best.microbatch}", found["best whole"], None))
+    equal = []
+    for count in (2, 4, 8, 16, 32, 64, 128):
+        equal.append(sw.plan(graph, cluster, **theirs, slice_lengths=[TOKENS // count] * count))
+    found["equal"] = min(equal, key=lambda plan: plan.predicted.step_time_s)
+    lines.append(row(setting, "best equal slices", found["equal"], None))
+    print("\n".join(lines[-4:]), flush=True)
+    return found
+
+
+def all_published() -> tuple[list[str], list[claims.Check]]:
+    lines, checks = list(HEADER), []
+    for setting in SETTINGS:
+        found = published(setting, lines)
+        ratio = found["whole"].predicted.step_time_s / found["sliced"].predicted.step_time_s
+        is_sliced = len(found["sliced"].decision.slice_lengths) > 1
+        lines.append(f"| {setting.name} | whole over sliced | | {ratio:.2f} | | | |")
+        checks += claims.token_slices(setting.name, ratio, is_sliced=is_sliced)
+    return lines, checks
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", choices=("published", "real"), default=["published"])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--write", type=Path, help="append the tables to this file")
+    options = parser.parse_args()
+    checks: list[claims.Check] = []
+    lines: list[str] = []
+    if "published" in options.parts:
+        lines, checks = all_published()
+    if options.write is not None:
+        with options.write.open("a") as file:
+            file.write("\n".join(lines) + "\n")
+    claims.settle(checks)
+
+
+if __name__ == "__main__":
+    main()
