@@ -57,6 +57,15 @@ JUDGED: dict[str, tuple[Callable[[], Claims], list[Callable[[], Claims]]]] = {
             lambda: claims.slice_lengths({}),
         ],
     ),
+    "token_slices": (
+        lambda: claims.token_slices({"175B": 5.0, "13B": 1.4, "1B": 1.0}),
+        (
+            lambda: claims.token_slices({"175B": 3.0, "13B": 1.4, "1B": 1.0}),
+            lambda: claims.token_slices({"175B": 7.0, "13B": 1.4, "1B": 1.0}),
+            lambda: claims.token_slices({"175B": 5.0, "13B": 1.0, "1B": 1.0}),
+            lambda: claims.token_slices({"175B": 5.0, "13B": 1.4, "1B": 1.1}),
+        ),
+    ),
     "sliced_zoo": (
         lambda: claims.sliced_zoo({"a": {"sliced": True, "causal": True}}, 0.5),
         [

@@ -20,6 +20,11 @@ OPTIONS: dict[str, tuple[tuple[object, ...], dict[str, Any]]] = {
     "microbatch": (("--microbatch", 2), {"microbatch": 2}),
     "virtual_stages": (("--virtual-stages", 2, "--pp", 2), {"virtual_stages": 2, "pp": 2}),
     "schedule": (("--schedule", "gpipe", "--pp", 2), {"schedule": "gpipe", "pp": 2}),
+    "slices": (("--slices", 2, "--pp", 2, "--schedule", "1f1b"), {"slices": 2, "pp": 2, "schedule": "1f1b"}),
+    "slice_lengths": (
+        ("--slice-lengths", "3,1", "--pp", 2, "--schedule", "gpipe"),
+        {"slice_lengths": [3, 1], "pp": 2, "schedule": "gpipe"},
+    ),
     "recompute": (("--recompute", "full"), {"recompute": "full"}),
     "kept_units": (("--recompute", "full", "--kept-units", "0, 2"), {"recompute": "full", "kept_units": [0, 2]}),
     "offloaded_units": (
@@ -92,7 +97,7 @@ def test_the_table_has_every_option() -> None:
 def test_the_command_line_gives_the_file_that_python_gives(models: Path, tmp_path: Path, option: str) -> None:
     arguments, asked = OPTIONS[option]
     batch = () if option == "batch" else ("--batch", 16)
-    model = "of_tokens" if option == "tokens" else "with_loss"
+    model = "of_tokens" if option in ("tokens", "slices", "slice_lengths") else "with_loss"
     plan = same(f"{models}/torch_models.py:{model}", tmp_path, (*batch, *arguments), {"batch": 16} | asked)
     for name, value in asked.items():
         wanted = tuple(value) if isinstance(value, list) else value

@@ -41,7 +41,9 @@ def cluster() -> sw.Cluster:
     return sw.Cluster("v100", devices_per_node=4)
 
 
-ASKED: dict[str, Any] = {"batch": 2, "pp": 4, "tp": 1, "dp": 1, "microbatch": 1, "schedule": "1f1b", "recompute": "none"}
+ASKED: dict[str, Any] = {
+    "batch": 2, "pp": 4, "tp": 1, "dp": 1, "microbatch": 1, "schedule": "1f1b", "recompute": "none",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("lengths", [(256,), (128, 128), (100, 90, 66), (1, 255)])

@@ -44,7 +44,9 @@ class OpMemory:
         """The memory where the op does so large a share of what it did."""
 
         def part(of: OpBytes) -> OpBytes:
-            kept, forward, backward = ((round(a * share), round(b * share)) for a, b in (of.kept, of.forward, of.backward))
+            kept, forward, backward = (
+                (round(a * share), round(b * share)) for a, b in (of.kept, of.forward, of.backward)
+            )
             return OpBytes(kept, forward, backward)
 
         return replace(self, wide=part(self.wide), narrow=part(self.narrow))

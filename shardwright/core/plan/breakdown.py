@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 
 from shardwright.core.plan.plan import Plan
+from shardwright.core.schedule import StageCosts
 from shardwright.core.schedule.simulate import simulate_schedule
 
 
@@ -35,9 +36,10 @@ def break_down(plan: Plan) -> tuple[RankStep, ...]:
     Raises ScheduleError when the schedule does not admit the plan's sizes.
     """
     plan = plan.as_counted
-    schedule, costs = plan.build_schedule(), require_costs(plan.pass_costs())
+    schedule, costs = plan.build_schedule(), plan.pass_costs()
     sent = simulate_schedule(schedule, costs)
-    free = simulate_schedule(schedule, [replace(c, transfer_s=tuple(0.0 for _ in c.transfer_s)) for c in costs])
+    each = (costs,) if isinstance(costs, StageCosts) else costs
+    free = simulate_schedule(schedule, [replace(own, transfer_s=tuple(0.0 for _ in own.transfer_s)) for own in each])
     tail = plan.predicted
     found = []
     for rank in range(sent.ranks):

@@ -243,9 +243,7 @@ class Decision:
         return self.batch // (self.dp * self.microbatch)
 
 
-def require_slices(
-    slices: Sequence[int], schedule: str | None, gathered: int | None, reduce_after: str | None
-) -> None:
+def require_slices(slices: Sequence[int], schedule: str | None, gathered: int | None, reduce_after: str | None) -> None:
     """Raise PlanError for slices under a schedule that has none, or beside what concerns whole stages. None: not
     known."""
     if len(slices) < 2:
@@ -374,7 +372,9 @@ def summarize(decision: Decision) -> str:
         parts.append(decision.schedule)
     if decision.slice_count > 1:
         alike = len(set(decision.slice_lengths)) == 1
-        said = f"{decision.slice_lengths[0]} tokens" if alike else " + ".join(map(str, decision.slice_lengths)) + " tokens"
+        said = (
+            f"{decision.slice_lengths[0]} tokens" if alike else " + ".join(map(str, decision.slice_lengths)) + " tokens"
+        )
         parts.append(f"{decision.slice_count} slices of {said}")
     if decision.virtual_stages > 1:
         parts.append(f"{decision.virtual_stages} virtual stages")

@@ -15,9 +15,7 @@ def named_schedule(name: str, ranks: int, microbatches: int, virtual_stages: int
 
 
 def _built(name: str, ranks: int, microbatches: int, virtual_stages: int, slices: int) -> Schedule:
-    return Schedule.build(
-        name, ranks=ranks, microbatches=microbatches, virtual_stages=virtual_stages, slices=slices
-    )
+    return Schedule.build(name, ranks=ranks, microbatches=microbatches, virtual_stages=virtual_stages, slices=slices)
 
 
 _small, _large = lru_cache(maxsize=512)(_built), lru_cache(maxsize=64)(_built)

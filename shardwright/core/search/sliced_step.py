@@ -12,6 +12,7 @@ from functools import cached_property
 from shardwright.core.cost.unit_seconds import UnitCost
 from shardwright.core.cost.unit_work import PRECISION_BYTES
 from shardwright.core.errors import PlanError
+from shardwright.core.model.graph import Graph
 from shardwright.core.plan.decision import Decision, require_slices
 from shardwright.core.plan.prediction_error import LEAD
 from shardwright.core.plan.record import SliceCosts
@@ -27,7 +28,7 @@ from shardwright.core.slices.graph_of_slice import carried_bytes, graph_of_slice
 from shardwright.core.slices.lengths import best_lengths
 from shardwright.core.slices.sequence_ops import SequenceOps, sequence_inputs, sequence_ops
 from shardwright.core.slices.unit_parts import require_sliceable
-from shardwright.core.tables.cost_tables import CostTables, Place
+from shardwright.core.tables.cost_tables import CostTables
 from shardwright.core.tables.memory import MemoryUse, kept_bytes, recomputed_s
 
 POINTS = 5
@@ -135,7 +136,13 @@ class SlicedStep:
     @cached_property
     def _plain(self) -> CostTables:
         """The tables of whole sequences without the footprints of units, which slices have not."""
-        return self.tables.of_graph(replace(self.tables.graph, unit_memory=None, in_16_bits=None))
+        return self._laid_out(replace(self.tables.graph, unit_memory=None, in_16_bits=None))
+
+    def _laid_out(self, graph: Graph) -> CostTables:
+        """The tables of a graph of the same ops, with the choice's layouts on the tensor axis."""
+        found = self.tables.of_graph(graph)
+        found.lay_out_as(self.tables, self.decision.tp)
+        return found
 
     @cached_property
     def _behind(self) -> _Passes:
@@ -152,7 +159,7 @@ class SlicedStep:
         key = (length, context)
         if key not in self._by_slice:
             graph = graph_of_slice(self.tables.graph, self.ops, length, context)
-            self._by_slice[key] = self._stages(self.tables.of_graph(graph), until=self._tail)
+            self._by_slice[key] = self._stages(self._laid_out(graph), until=self._tail)
         return self._by_slice[key]
 
     def _stages(self, tables: CostTables, *, until: int | None) -> tuple[_Passes, ...]:
@@ -215,7 +222,9 @@ class SlicedStep:
         for rank, use in enumerate(self.scored.predicted.memory_by_stage_rank):
             peak = peak_live(schedule.table[rank], slices=slices)
             buffers = use.buffers_bytes + held[rank]
-            found.append(replace(use, activations_bytes=peak, buffers_bytes=buffers, apart_bytes=min(use.apart_bytes, peak)))
+            found.append(
+                replace(use, activations_bytes=peak, buffers_bytes=buffers, apart_bytes=min(use.apart_bytes, peak))
+            )
         return tuple(found)
 
     # -- which slices ---------------------------------------------------------------------------------------------
@@ -224,9 +233,7 @@ class SlicedStep:
         """The lengths that are fastest by TeraPipe's rule for equal stages, of so many slices or of any number."""
         cost, decision = self.fitted, self.decision
         step = max(1, -(-self.tokens // PLACES))
-        found = best_lengths(
-            cost, self.tokens, decision.stages, slices, step, microbatches=decision.microbatches
-        )
+        found = best_lengths(cost, self.tokens, decision.stages, slices, step, microbatches=decision.microbatches)
         return found.lengths
 
     @cached_property
@@ -264,7 +271,9 @@ def in_slices(
     refused: PlanError | None = None
     for choice in (best, *others):
         try:
-            require_slices((0, 0), choice.decision.schedule, choice.decision.gathered_stages, choice.decision.reduce_after)
+            require_slices(
+                (0, 0), choice.decision.schedule, choice.decision.gathered_stages, choice.decision.reduce_after
+            )
             made.append(_in_slices(SlicedStep(scorer, choice), request))
         except PlanError as error:
             refused = refused or error
@@ -309,6 +318,6 @@ def require_lengths(lengths: Sequence[int], tokens: int) -> None:
     if sum(lengths) != tokens:
         more = f"{tokens - sum(lengths)} more" if sum(lengths) < tokens else f"{sum(lengths) - tokens} fewer"
         raise PlanError(
-            f"slice_lengths={list(lengths)} add up to {sum(lengths)} tokens, and the captured sequence has {tokens}: give "
-            f"{more}, or slices={len(lengths)} for lengths that the planner chooses"
+            f"slice_lengths={list(lengths)} add up to {sum(lengths)} tokens, and the captured sequence has {tokens}: "
+            f"give {more}, or slices={len(lengths)} for lengths that the planner chooses"
         )

@@ -46,9 +46,7 @@ def graph_of_slice(graph: Graph, ops: SequenceOps, length: int, context: int) ->
             memory = memory.of_share(length / tokens)
         found.append(replace(op, inputs=tuple(inputs), memory=memory))
     entering = (*graph.inputs, *made.values())
-    return replace(
-        graph, tensors=tuple(tensors), ops=tuple(found), inputs=entering, unit_memory=None, in_16_bits=None
-    )
+    return replace(graph, tensors=tuple(tensors), ops=tuple(found), inputs=entering, unit_memory=None, in_16_bits=None)
 
 
 def carried_bytes(graph: Graph, ops: SequenceOps, units: Mapping[int, range], batch: int, width: int) -> dict[int, int]:

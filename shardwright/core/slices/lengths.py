@@ -62,8 +62,8 @@ def best_lengths(
     cost: Seconds, tokens: int, stages: int, slices: int | None = None, step: int = 1, *, microbatches: int = 1
 ) -> SliceLengths:
     """The lengths of the slices of a sequence that make its step shortest: M·Σt + (stages − 1)·max t of M microbatches,
-    exactly, among all lengths that are multiples of ``step`` (the last takes what is left). Of equal steps the one of fewest slices is
-    taken, and of these the one of most equal lengths.
+    exactly, among all lengths that are multiples of ``step`` (the last takes what is left). Of equal steps the one of
+    fewest slices is taken, and of these the one of most equal lengths.
 
     Args:
         cost: the seconds of a slice on one stage, of (its length, the tokens before it); infinite where there can be no

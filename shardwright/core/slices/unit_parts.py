@@ -57,7 +57,9 @@ def keep_together(graph: Graph, ops: SequenceOps, groups: Iterable[Sequence[int]
         if needs[number] == "all":
             behind.update(op.outputs)
     last = fold(graph).units[-1].first_op
-    early = next((number for number, need in enumerate(needs) if need == "all" != ops.needs[number] and number < last), None)
+    early = next(
+        (number for number, need in enumerate(needs) if need == "all" != ops.needs[number] and number < last), None
+    )
     obstacles = ops.obstacles
     if early is not None:
         op = graph.ops[early]

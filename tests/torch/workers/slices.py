@@ -1,8 +1,8 @@
 """Trains causal models in slices of their sequences, and compares every step with a run without slices.
 
-Usage: slices.py [--all] OUT.json CASE...; a case is model:pp:dp:schedule:lengths[:recompute], as gpt2:2:1:1f1b:5+4+3, held
-against the plain model on one device; model@dropout against the same pipeline of whole sequences; model+padded with a
-mask of the batch; "misuse" tries what is refused.
+Usage: slices.py [--all] OUT.json CASE...; a case is model:pp:dp:schedule:lengths[:recompute], as
+gpt2:2:1:1f1b:5+4+3, held against the plain model on one device; model@dropout against the same pipeline of whole
+sequences; model+padded with a mask of the batch; "misuse" tries what is refused.
 """
 
 import sys
@@ -84,7 +84,10 @@ def run(case: str, references: dict[str, Reference]) -> dict[str, object]:
         references[name] = references.get(name) or Reference(name)
         expected = list(zip(references[name].losses, references[name].gradients, strict=True))[: None if ALL else STEPS]
     plan = plan_of(
-        build(name.partition("+")[0], dropout), name, *sizes, slice_lengths=[int(length) for length in lengths.split("+")]
+        build(name.partition("+")[0], dropout),
+        name,
+        *sizes,
+        slice_lengths=[int(length) for length in lengths.split("+")],
     )
     same = Comparison(case)
     for number, (loss, found) in enumerate(steps(name, dropout, plan, len(expected))):

@@ -1,6 +1,6 @@
 """Token slices inside the runtime: a step's call of the model becomes its units, slice by slice."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch

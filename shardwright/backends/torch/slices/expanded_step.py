@@ -44,9 +44,7 @@ def expand(program: Program, call: ModelCall, sliced: SlicedCall, inputs: Mappin
 class _Expansion:
     """The new program under construction."""
 
-    def __init__(
-        self, program: Program, call: ModelCall, sliced: SlicedCall, inputs: Mapping[int, Leaf]
-    ) -> None:
+    def __init__(self, program: Program, call: ModelCall, sliced: SlicedCall, inputs: Mapping[int, Leaf]) -> None:
         self.program, self.call, self.sliced = program, call, sliced
         self.values = list(program.values)
         self.leaf_of: dict[Piece, Leaf] = {Piece(tensor): leaf for tensor, leaf in inputs.items()}

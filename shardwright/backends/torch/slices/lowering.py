@@ -132,7 +132,9 @@ class Builder:
             lowering.made(piece.tensor, var, self._enters_as(number, piece.tensor))
         self._lower(lowering, parts.before)
         self._require_causal(lowering, {t: lowering.at[t] for t in leaves})
-        return self._part(lowering, number, 0, "before", entering, held, [(Piece(t), self._leaving(lowering, t)) for t in leaves])
+        return self._part(
+            lowering, number, 0, "before", entering, held, [(Piece(t), self._leaving(lowering, t)) for t in leaves]
+        )
 
     def _slice(self, number: int, parts: UnitParts, which: int) -> Part:
         traces = self.traces
@@ -145,9 +147,7 @@ class Builder:
         ]
         attentions = [op for op in parts.sliced if op in ops.carried]
         if which:
-            entering += [
-                Piece(whole.graph.ops[op].inputs[i], which - 1, (op, i)) for op in attentions for i in (1, 2)
-            ]
+            entering += [Piece(whole.graph.ops[op].inputs[i], which - 1, (op, i)) for op in attentions for i in (1, 2)]
         inputs = {piece: lowering.source.input() for piece in entering}
         held = self._held(lowering, parts.sliced)
         uncut = dict(lowering.at)
@@ -266,9 +266,7 @@ class Builder:
             tuple(piece for piece, _ in leaves), tuple(lowering.draws),
         )  # fmt: skip
 
-    def _lower(
-        self, lowering: Lowering, ops: Sequence[int], own: Callable[[Call], bool] | None = None
-    ) -> None:
+    def _lower(self, lowering: Lowering, ops: Sequence[int], own: Callable[[Call], bool] | None = None) -> None:
         inside, done = frozenset(ops), -1
         for op in ops:
             if op >= done:
@@ -287,7 +285,9 @@ class Builder:
         tensors = self._graph.tensors
         read = dict.fromkeys(t for t in self._read(ops) if not self._enters(t))
         for site in self._sites(ops):
-            read.update((t, None) for t in site.inputs if t is not None and tensors[t].role not in ("activation", "input"))
+            read.update(
+                (t, None) for t in site.inputs if t is not None and tensors[t].role not in ("activation", "input")
+            )
         read.update((buffer, None) for buffer, now in self.traces.whole.written.items() if now in self._made(ops))
         for tensor in read:
             lowering.made(tensor, lowering.source.input(), lowering.layout.parameters.get(tensor, R))
@@ -315,7 +315,11 @@ class Builder:
 
     def _leaving(self, lowering: Lowering, tensor: int) -> Var:
         leaves = lowering.layout.leaves
-        return leave(lowering, tensor, leaves[tensor][1]) if tensor in leaves else lowering.source.call(_own, lowering.at[tensor])
+        return (
+            leave(lowering, tensor, leaves[tensor][1])
+            if tensor in leaves
+            else lowering.source.call(_own, lowering.at[tensor])
+        )
 
     def _made(self, ops: Sequence[int]) -> list[int]:
         return [t for op in ops for t in self._graph.ops[op].outputs]

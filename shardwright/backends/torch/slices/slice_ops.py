@@ -13,7 +13,7 @@ def part_of(whole: torch.Tensor, dim: int, start: int, length: int, tokens: int)
     """The entries of tokens ``start`` … along a dim of all tokens, or of all samples' tokens one after the other."""
     if whole.shape[dim] == tokens:
         return whole.narrow(dim, start, length)
-    by_sample = whole.unflatten(dim, (-1, tokens)).narrow(dim + 1, start, length)
+    by_sample: torch.Tensor = whole.unflatten(dim, (-1, tokens)).narrow(dim + 1, start, length)
     return by_sample.flatten(dim, dim + 1)
 
 

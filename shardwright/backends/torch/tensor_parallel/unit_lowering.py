@@ -81,8 +81,8 @@ def leave(lowering: Lowering, tensor: int, hop: Hop) -> Var:
 def lower_site(
     lowering: Lowering, first: int, inside: Container[int], own: Callable[[Call], bool] | None = None
 ) -> int:
-    """Lower the call behind an op, and with it as many ops as it became, all of which lie ``inside``. Returns the number
-    of the op that comes next.
+    """Lower the call behind an op, and with it as many ops as it became, all of which lie ``inside``. Returns the
+    number of the op that comes next.
 
     Args:
         own: a rule that is asked before those of `local_ops`; False where it has no form.
@@ -91,7 +91,9 @@ def lower_site(
     index, piece = lowering.traced.site_of_op[first]
     site = lowering.traced.sites[index]
     present = [op for op in site.ops if op is not None]
-    is_whole = piece == min(p for p, op in enumerate(site.ops) if op is not None) and all(op in inside for op in present)
+    is_whole = piece == min(p for p, op in enumerate(site.ops) if op is not None) and all(
+        op in inside for op in present
+    )
     if not is_whole:
         raise NotReplayableError(f"the ops of {site.name} lie in two units")
     call = Call(lowering, site, [(graph.ops[op], lowering.layout.ops[op - unit.first_op]) for op in present])

@@ -27,6 +27,7 @@ from shardwright.backends.torch.pipeline.sentinels import Sentinel
 from shardwright.backends.torch.program.early_checks import ModuleTree
 from shardwright.backends.torch.program.stage_map import StageMap
 from shardwright.backends.torch.program.stages import Division
+from shardwright.backends.torch.slices.engine import TokenSlices
 from shardwright.backends.torch.state.awaited_weights import AwaitedWeights
 from shardwright.backends.torch.state.deferred_init import DeferredValues
 from shardwright.backends.torch.state.elementwise import is_elementwise, require_no_hooks
@@ -37,7 +38,6 @@ from shardwright.backends.torch.state.parameter_shards import Shards
 from shardwright.backends.torch.state.parts import Parts
 from shardwright.backends.torch.state.weight_transfer import add_holders, synchronize
 from shardwright.backends.torch.state.weights import Weights, materialize
-from shardwright.backends.torch.slices.engine import TokenSlices
 from shardwright.backends.torch.tensor_parallel.engine import TensorParallel
 from shardwright.backends.torch.training.step_body import StepBodies
 from shardwright.core.errors import MissingCapabilityError, PlanError, ShardwrightError
