@@ -32,7 +32,7 @@ from shardwright.backends.jax.state.ownership import StageMeshes
 from shardwright.core.model.loss.scaling import LossScale
 from shardwright.core.schedule import Schedule, StageCosts
 from shardwright.core.schedule.actions import Action, Kind
-from shardwright.core.schedule.checks import require_trains, require_without_slices
+from shardwright.core.schedule.checks import require_trains
 from shardwright.core.schedule.process_order import check_processes, ordered_steps, processes_steps
 from shardwright.core.schedule.simulate import simulate_schedule
 
@@ -356,7 +356,6 @@ def dispatch_order(schedule: Schedule) -> list[Action]:
     kept, and nothing comes before what it waits for. Raises ScheduleError for a schedule that does not train."""
     costs = StageCosts.uniform(schedule.stages)
     require_trains(schedule)
-    require_without_slices(schedule, "the JAX runtime")
     timeline = simulate_schedule(schedule, costs)
     started = []
     for rank, (actions, starts) in enumerate(zip(timeline.actions, timeline.start_s, strict=True)):

@@ -20,6 +20,7 @@ from shardwright.backends.jax.program.equations import FlatProgram
 from shardwright.backends.jax.program.flattening import Home, flatten
 from shardwright.backends.jax.program.state_places import Carried
 from shardwright.backends.jax.program.units import name_units
+from shardwright.backends.jax.slices.program import in_slices, sequence_dims
 from shardwright.backends.jax.state.ownership import Holding
 from shardwright.backends.jax.state.shardings import copies_at
 from shardwright.core.errors import PlanError
@@ -75,7 +76,7 @@ def cut_microbatch(
     weights_given = jax.tree.leaves(parts.params)
     if layouts is not None:
         weights_given = [computed_in(microbatches.loss.compute, leaf) for leaf in weights_given]
-    flat, counts, paths = _trace(plan, microbatches, parts, split, weights_given, is_scaled)
+    flat, counts, calls = _trace(plan, microbatches, parts, split, weights_given, is_scaled)
     names = parts.names
     planned = plan.parameter_stages("jax")
     first = 0
@@ -98,8 +99,7 @@ def cut_microbatch(
     _refuse_closed_over(flat, parts, weights)
     name_units(flat, plan, dict(zip(weights, names, strict=True)), carried)
     trained = microbatches.loss.trained.mask(parts.params)
-    found = cut(flat, plan.stages, weights, names, planned, holdings, carried, trained)
-    specs = {}
+    specs: dict[int, PartitionSpec] = {}
     if microbatches.replicas > 1:
         wider = replace(microbatches, replicas=2 * microbatches.replicas)
         more = [
@@ -107,6 +107,15 @@ def cut_microbatch(
             for leaf, dim in zip(split, microbatches.dims, strict=True)
         ]
         specs = _batch_specs(flat, _trace(plan, wider, parts, more, weights_given, is_scaled)[0], microbatches)
+    stages = plan.stages * plan.decision.slice_count
+    if plan.decision.slice_count > 1:
+        sequences = _sequences(plan, microbatches, batch, split)
+        in_order = in_slices(
+            flat, plan, dict(zip(weights, names, strict=True)), sequences, carried, calls, microbatches.loss.name
+        )
+        flat = in_order.flat
+        specs |= {value: specs[whole] for value, whole in in_order.whole.items() if whole in specs}
+    found = cut(flat, stages, weights, names, planned, holdings, carried, trained)
     specs |= _constraints(flat)
     operands = Operands(
         {value: dim is not None for value, dim in zip(batch, microbatches.dims, strict=True)},
@@ -119,14 +128,27 @@ def cut_microbatch(
         copies=_copies(found, microbatches, layouts) if layouts is not None else {},
     )
     divisor, axes = microbatches.divisor, microbatches.axes
+    paths = tuple(call.path for call in calls)
     return CutMicrobatch(found, operands, random, step, state, batch, specs, divisor, paths, axes, scale)
+
+
+def _sequences(
+    plan: Plan, microbatches: Microbatches, batch: Sequence[int], split: Sequence[Any]
+) -> dict[int, int]:
+    """The arguments of a microbatch's program that have the sequence, and their dims of it."""
+    shapes = []
+    for leaf, dim in zip(split, microbatches.dims, strict=True):
+        inner = leaf.shape if dim is None else leaf.shape[2:]  # without microbatches and replicas
+        shapes.append((tuple(inner), jnp.issubdtype(leaf.dtype, jnp.integer), None if dim is None else 0))
+    dims = sequence_dims(shapes, plan.decision.slices, microbatches.loss.name)
+    return {batch[number]: dim + 1 for number, dim in dims.items()}
 
 
 def _trace(
     plan: Plan, microbatches: Microbatches, parts: Parts, split: Sequence[Any], weights: Sequence[Any], is_scaled: bool
-) -> tuple[FlatProgram, tuple[int, ...], tuple[str, ...]]:
+) -> tuple[FlatProgram, tuple[int, ...], list[TracedCall]]:
     """The flat program; the counts of its arguments that are parameters, random state, step, other state, m, batch and
-    the factor of the loss; and the paths of its module calls. ``weights`` are the parameters that it is given."""
+    the factor of the loss; and its module calls. ``weights`` are the parameters that it is given."""
     recorder = Recorder()
     recorded = replace(microbatches, loss=replace(microbatches.loss, recorder=recorder))
 
@@ -151,10 +173,14 @@ def _trace(
     planned = plan.parameter_stages("jax")
     stages = [planned.get(name, ()) for name in parts.names]
     flat = flatten(
-        closed, recorder.calls, _homes(plan, recorder.calls), [s[0] if len(s) == 1 else None for s in stages]
+        closed,
+        recorder.calls,
+        _homes(plan, recorder.calls),
+        [s[0] if len(s) == 1 else None for s in stages],
+        opens_checkpoints=plan.decision.slice_count > 1,
     )
     counts = tuple(len(jax.tree.leaves(argument)) for argument in arguments)
-    return flat, counts, tuple(call.path for call in recorder.calls)
+    return flat, counts, recorder.calls
 
 
 def _copies(

@@ -27,5 +27,6 @@ def form_of(plan: Plan, one_program: bool, *, is_module: bool) -> Form:
         # No module of a plain function can be told to run again, but the units of its program can, on one stage.
         # Nor can a module be told to keep something on the host.
         by_units = decision.offloaded_units or (decision.recompute != "none" and not is_module)
+        by_units = by_units or decision.slice_count > 1
         return PipelinedTraining if by_units else OneProgramTraining
     return SpmdTraining if one_program else PipelinedTraining
