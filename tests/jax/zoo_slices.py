@@ -97,6 +97,35 @@ class Llama(nnx.Module):
         return self.head(self.norm(x))
 
 
+class DroppingLayer(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.attention = nnx.MultiHeadAttention(
+            HEADS, WIDTH, dropout_rate=0.2, broadcast_dropout=False, decode=False, rngs=rngs
+        )
+        self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
+        self.up = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.drop = nnx.Dropout(0.3, rngs=rngs)
+
+    def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
+        x = x + self.attention(self.norm(x), mask=mask, deterministic=False)
+        return x + self.drop(jax.nn.gelu(self.up(x)))
+
+
+class Dropping(nnx.Module):
+    """Token ids → logits, with dropout of attention's shares and of layers."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.embed = nnx.Embed(VOCABULARY, WIDTH, rngs=rngs)
+        self.layers = nnx.List([DroppingLayer(rngs) for _ in range(2)])
+        self.head = nnx.Linear(WIDTH, VOCABULARY, rngs=rngs)
+
+    def __call__(self, ids: jax.Array) -> jax.Array:
+        mask, x = nnx.make_causal_mask(ids), self.embed(ids)
+        for layer in self.layers:
+            x = layer(x, mask)
+        return self.head(x)
+
+
 class LinenLayer(linen.Module):
     @linen.compact
     def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
@@ -123,10 +152,6 @@ def next_loss(model: Any, batch: dict[str, jax.Array]) -> jax.Array:
     logits = model(batch["ids"])
     losses = optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], batch["ids"][:, 1:])
     return losses.mean()
-
-
-def linen_loss(params: Any, batch: dict[str, jax.Array]) -> jax.Array:
-    return next_loss(lambda ids: LinenGpt(4).apply(params, ids), batch)
 
 
 def batches(steps: int, length: int = LENGTH) -> list[dict[str, np.ndarray]]:

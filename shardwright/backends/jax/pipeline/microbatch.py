@@ -23,7 +23,7 @@ from shardwright.backends.jax.program.units import name_units
 from shardwright.backends.jax.slices.program import in_slices, sequence_dims
 from shardwright.backends.jax.state.ownership import Holding
 from shardwright.backends.jax.state.shardings import copies_at
-from shardwright.core.errors import PlanError
+from shardwright.core.errors import MissingCapabilityError, PlanError
 from shardwright.core.plan.plan import Plan
 
 
@@ -47,6 +47,12 @@ class CutMicrobatch:
     """The mesh axes of the replicas."""
     scale: tuple[int, ...] = ()
     """The argument that is a factor of the loss, if there is one."""
+    stages: int = 0
+    """The stages of the plan. With slices each slice of them is a stage of its own (`slices_as_stages`)."""
+
+    def home(self, stage: int) -> int:
+        """The stage of the plan whose parameters, gradients and sums a stage uses."""
+        return stage % self.stages
 
     def watched(self, replicas: int) -> "CutMicrobatch":
         """The same program, whose stages note which microbatches are not finite."""
@@ -109,6 +115,7 @@ def cut_microbatch(
         specs = _batch_specs(flat, _trace(plan, wider, parts, more, weights_given, is_scaled)[0], microbatches)
     stages = plan.stages * plan.decision.slice_count
     if plan.decision.slice_count > 1:
+        _refuse_stacks(holdings, names)
         sequences = _sequences(plan, microbatches, batch, split)
         in_order = in_slices(
             flat, plan, dict(zip(weights, names, strict=True)), sequences, carried, calls, microbatches.loss.name
@@ -129,12 +136,23 @@ def cut_microbatch(
     )
     divisor, axes = microbatches.divisor, microbatches.axes
     paths = tuple(call.path for call in calls)
-    return CutMicrobatch(found, operands, random, step, state, batch, specs, divisor, paths, axes, scale)
+    return CutMicrobatch(
+        found, operands, random, step, state, batch, specs, divisor, paths, axes, scale, plan.stages
+    )  # fmt: skip
 
 
-def _sequences(
-    plan: Plan, microbatches: Microbatches, batch: Sequence[int], split: Sequence[Any]
-) -> dict[int, int]:
+def _refuse_stacks(holdings: Sequence[Holding], names: Sequence[str]) -> None:
+    """Raise MissingCapabilityError for a stacked parameter of which stages hold rows."""
+    for holding in holdings:
+        if holding.rows is not None:
+            raise MissingCapabilityError(
+                f"the plan has slices, and parameter {names[holding.leaf]} is a stack whose layers lie on several "
+                f"stages: the jax runtime of this version runs slices of layers with parameters of their own; make the "
+                f"layers modules of their own, or plan without slices"
+            )
+
+
+def _sequences(plan: Plan, microbatches: Microbatches, batch: Sequence[int], split: Sequence[Any]) -> dict[int, int]:
     """The arguments of a microbatch's program that have the sequence, and their dims of it."""
     shapes = []
     for leaf, dim in zip(split, microbatches.dims, strict=True):

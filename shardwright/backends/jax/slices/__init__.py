@@ -1,2 +1,1 @@
-"""Token slices: the program of a microbatch run slice by slice of its sequence, each behind the keys and values of those
-before."""
+"""Token slices: a microbatch runs slice by slice of its sequences, each behind the keys and values of those before."""

@@ -75,7 +75,8 @@ class Axis:
             two._joined = one
         elif one._role == "open" == two._role:
             first, second = one._partner, two._partner
-            assert first is not None and second is not None
+            assert first is not None
+            assert second is not None
             if first.root is two:
                 raise MixingError("brings tokens together with tokens")
             one._joined = two
@@ -85,4 +86,3 @@ class Axis:
             one.become(two._role)
         else:
             two.become(one._role)
-

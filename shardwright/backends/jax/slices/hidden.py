@@ -25,8 +25,8 @@ SHAPES = frozenset({"broadcast_in_dim", "reshape", "transpose", "squeeze", "conv
 
 def is_low(value: Any, dtype: Any) -> bool:
     """Whether the exponential of a number is 0 behind those of any others."""
-    bound = 0.25 * float(jnp.finfo(dtype).min) if jnp.dtype(dtype).itemsize < 4 and dtype != jnp.bfloat16 else -1e9
-    return bool(value <= bound)
+    is_half = jnp.dtype(dtype) == jnp.float16
+    return bool(value <= (-16_000.0 if is_half else -1e9))
 
 
 class Constants:
@@ -71,7 +71,9 @@ class Constants:
             if where == "everywhere":
                 return _holds(array, fact, aval.dtype)
             array = np.moveaxis(array, (query, key), (-2, -1))
-            inside = np.triu(np.ones(array.shape[-2:], bool), 1) if where == "later" else np.eye(array.shape[-1], dtype=bool)
+            inside = (
+                np.triu(np.ones(array.shape[-2:], bool), 1) if where == "later" else np.eye(array.shape[-1], dtype=bool)
+            )
             return _holds(array[..., inside], fact, aval.dtype)
         maker = self.maker.get(atom)
         return maker is not None and self._follows(maker, fact, where, query, key)
@@ -103,13 +105,13 @@ class Constants:
         if name == "ne" and self.scalar(inputs[1]) == 0 and fact == "nonzero":
             return self.has(inputs[0], "nonzero", where, query, key)
         if name in ("eq", "ge", "le") and fact == "nonzero" and where == "diagonal":
-            return self._is_mirrored(*inputs, query, key)
+            return self._is_mirrored(inputs[0], inputs[1], query, key)
         if name == "select_n" and len(inputs) == 3:
             chosen, no, yes = inputs
             first, second = (self.has(case, fact, where, query, key) for case in (no, yes))
             if first and second:
                 return True
-            at = where if np.ndim(aval_of(self.flat, chosen)) else "everywhere"
+            at: Where = where if aval_of(self.flat, chosen).shape else "everywhere"
             return (first and self.has(chosen, "zero", at, query, key)) or (
                 second and self.has(chosen, "nonzero", at, query, key)
             )

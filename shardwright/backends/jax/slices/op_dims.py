@@ -86,7 +86,9 @@ def op_dims(flat: FlatProgram, equation: Equation) -> OpDims:
     raise MixingError(f"is not known slice by slice ({name})")
 
 
-def sized(flat: FlatProgram, equation: Equation, made: Sequence[tuple[int, ...]], given: Sequence[tuple[int, ...]]) -> dict[str, Any]:
+def sized(
+    flat: FlatProgram, equation: Equation, made: Sequence[tuple[int, ...]], given: Sequence[tuple[int, ...]]
+) -> dict[str, Any]:
     """The parameters of an op at other sizes: those of its results and of its operands."""
     name, params = equation.primitive.name, dict(equation.params)
     if name == "broadcast_in_dim":
@@ -96,8 +98,7 @@ def sized(flat: FlatProgram, equation: Equation, made: Sequence[tuple[int, ...]]
     elif name == "slice":
         old = aval_of(flat, equation.inputs[0]).shape
         params["limit_indices"] = tuple(
-            limit if was == now else now
-            for limit, was, now in zip(params["limit_indices"], old, given[0], strict=True)
+            limit if was == now else now for limit, was, now in zip(params["limit_indices"], old, given[0], strict=True)
         )
     elif name == "dynamic_slice":
         params["slice_sizes"] = made[0]
@@ -147,5 +148,3 @@ def _gather(params: Mapping[str, Any], shapes: Sequence[tuple[int, ...]]) -> OpD
     if numbers.operand_batching_dims:
         last |= dict.fromkeys(numbers.start_indices_batching_dims, "looks up along the sequence")
     return OpDims((carried, dict(enumerate(batch))), (used, last))
-
-

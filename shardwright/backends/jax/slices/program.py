@@ -42,7 +42,9 @@ def in_slices(
     return unrolled(reading, lengths, placed, plan.stages, _made_anywhere(flat, {*weights, *state}))
 
 
-def sequence_dims(shapes: Sequence[tuple[tuple[int, ...], bool, int | None]], lengths: Sequence[int], name: str) -> dict[int, int]:
+def sequence_dims(
+    shapes: Sequence[tuple[tuple[int, ...], bool, int | None]], lengths: Sequence[int], name: str
+) -> dict[int, int]:
     """The sequence dim of each leaf of a microbatch that has one, by its position: dim 1, behind the samples, of the
     first leaf of whole numbers with two dims or more, and the dims of its size in others; else dim 1 of the first leaf
     of vectors.
@@ -77,9 +79,7 @@ def sequence_dims(shapes: Sequence[tuple[tuple[int, ...], bool, int | None]], le
 class _Units:
     """The units of equations: of the module calls that they were traced in, or of the parameters that they read."""
 
-    def __init__(
-        self, flat: FlatProgram, plan: Plan, weights: Mapping[int, str], calls: Sequence[TracedCall]
-    ) -> None:
+    def __init__(self, flat: FlatProgram, plan: Plan, weights: Mapping[int, str], calls: Sequence[TracedCall]) -> None:
         self.calls = calls
         bound = plan.binding("jax").units
         self.count = len(bound)
@@ -96,7 +96,7 @@ class _Units:
                 self.of_value.update((v, units) for v in equation.outputs)
 
     def last_of(self, equation: Equation) -> int | None:
-        """The unit of an equation, the last one of several; None where it is of none."""
+        """The unit of an equation, the last one of several that share a parameter; None where it is of none."""
         number = equation.call
         while self.calls:
             call = self.calls[number]
@@ -105,8 +105,10 @@ class _Units:
             if number in (0, call.parent):
                 break
             number = call.parent
-        read = [max(self.of_value[v]) for v in equation.values if self.of_value.get(v)]
-        return max(read, default=None)
+        read = [self.of_value[v] for v in equation.values if self.of_value.get(v)]
+        if equation.is_layers:  # a loop over all of these units
+            return min((min(units) for units in read), default=None)
+        return max((max(units) for units in read), default=None)
 
     def path(self, equation: Equation) -> str:
         return self.calls[equation.call].path if equation.call < len(self.calls) else ""

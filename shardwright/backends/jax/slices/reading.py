@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr
 
 from shardwright.backends.jax.capture.inner_programs import bound, inner_program
 from shardwright.backends.jax.program.equations import Atom, Equation, FlatProgram, aval_of
@@ -67,7 +68,9 @@ class Reading:
     """Value → the dims along which later entries are so low that they are 0 behind others' exponentials."""
     zero: dict[int, frozenset[int]] = field(default_factory=dict)
     """Value → the dims along which later entries are 0."""
-    constants: Constants = None  # type: ignore[assignment]
+    is_inner: bool = False
+    """Whether the program is inside an equation of another, whose own derivative rule is used."""
+    constants: Constants = field(init=False)
 
     def __post_init__(self) -> None:
         self.constants = Constants(self.flat)
@@ -223,7 +226,8 @@ class Reading:
             if moves(equation.inputs[1 - number]) and (other is None or other.role != "tokens"):
                 raise MixingError("brings tokens together with tokens")
             atom, axis = equation.inputs[number], axes[number]
-            assert isinstance(atom, int) and axis is not None
+            assert isinstance(atom, int)
+            assert axis is not None
             if pair[number] not in self.zero.get(atom, frozenset()):
                 raise MixingError(BOTH_WAYS)
             axis.become("keys")
@@ -287,13 +291,15 @@ class Reading:
     def _note_hidden(self, equation: Equation, dims: OpDims, moves: Any) -> None:
         name, inputs, made = equation.primitive.name, equation.inputs, equation.outputs[0]
         axes = self.axes[made]
-        places = [d for d, axis in enumerate(axes) if axis is not None and axis.role != "plain" and not axis.is_stretched]
+        places = [
+            d for d, axis in enumerate(axes) if axis is not None and axis.role != "plain" and not axis.is_stretched
+        ]
 
         def of(held: Mapping[int, frozenset[int]], number: int) -> frozenset[int]:
             atom = inputs[number]
-            if not moves(atom):
+            if not isinstance(atom, int) or not moves(atom):
                 return frozenset()
-            return frozenset(dims.carried[number][d] for d in held.get(atom, ()) if d in dims.carried[number])  # type: ignore[call-overload]
+            return frozenset(dims.carried[number][d] for d in held.get(atom, ()) if d in dims.carried[number])
 
         low: frozenset[int] = frozenset()
         zero: frozenset[int] = frozenset()
@@ -305,11 +311,11 @@ class Reading:
             zero = of(self.zero, 0) | of(self.zero, 1)
             for one, other in ((0, 1), (1, 0)):
                 factor = None if moves(inputs[other]) else self.constants.scalar(inputs[other])
-                if factor is not None and factor >= 1:
+                if factor is not None and factor >= 0.01:
                     low |= of(self.low, one)
         elif name == "div":
             zero, divisor = of(self.zero, 0), None if moves(inputs[1]) else self.constants.scalar(inputs[1])
-            low = of(self.low, 0) if divisor is not None and 0 < divisor <= 1 else low
+            low = of(self.low, 0) if divisor is not None and 0 < divisor <= 100 else low
         elif name in ("add", "add_any"):
             low, zero = of(self.low, 0) | of(self.low, 1), of(self.zero, 0) & of(self.zero, 1)
             for one, other in ((0, 1), (1, 0)):
@@ -357,9 +363,7 @@ class Reading:
             found.append(both)
         return found[0], found[1]
 
-    def _hides(
-        self, mask: Atom, made: int, places: Sequence[int], later: Any, own: Any
-    ) -> frozenset[int]:
+    def _hides(self, mask: Atom, made: int, places: Sequence[int], later: Any, own: Any) -> frozenset[int]:
         """The dims of a result along which a mask hides later entries, and from no entry its own."""
         aval = aval_of(self.flat, mask)
         if len(places) != 2 or len(aval.shape) != len(self.axes[made]):
@@ -378,7 +382,10 @@ class Reading:
         closed = inner_program(equation.params)
         assert closed is not None
         avals = [aval_of(self.flat, atom) for atom in equation.inputs]
-        tangents = tuple(n for n, aval in enumerate(avals) if jnp.issubdtype(aval.dtype, jnp.inexact))
+        primal = self._inner(closed)
+        tangents = (
+            () if self.is_inner else tuple(n for n, aval in enumerate(avals) if jnp.issubdtype(aval.dtype, jnp.inexact))
+        )
 
         def derived(given: Sequence[Any], moved: Sequence[Any]) -> Any:
             def run(*some: Any) -> list[Any]:
@@ -389,8 +396,6 @@ class Reading:
 
             return jax.jvp(run, [given[n] for n in tangents], list(moved))
 
-        shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
-        rule = jax.make_jaxpr(derived)(shapes, [shapes[n] for n in tangents])
         none: frozenset[int] = frozenset()
 
         def state(number: int, *, is_tangent: bool) -> tuple[Place, Axes, frozenset[int], frozenset[int]]:
@@ -402,7 +407,6 @@ class Reading:
                 return "slices", self.axes[atom], none, none
             return "slices", self.axes[atom], self.low.get(atom, none), self.zero.get(atom, none)
 
-        primal, derivative = Reading(flatten(closed), self.tokens), Reading(flatten(rule), self.tokens)
         states = [state(n, is_tangent=False) for n in range(len(avals))]
         primal.read_inner(states)
         for value, atom in zip(equation.outputs, primal.flat.outputs, strict=True):
@@ -410,6 +414,15 @@ class Reading:
                 raise MixingError("gives a value without the sequence as a dim of its own")
             self.axes[value] = primal.axes[atom]
             self.low[value], self.zero[value] = primal.low.get(atom, none), primal.zero.get(atom, none)
+        wanted = tuple(
+            self.axes[atom] if self._is_sliced(atom, begins) else (None,) * len(aval.shape)  # type: ignore[index]
+            for atom, aval in zip(equation.inputs, avals, strict=True)
+        )
+        if self.is_inner:
+            self.sliced[position] = SlicedOp(wanted, primal)
+            return
+        shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
+        derivative = self._inner(jax.make_jaxpr(derived)(shapes, [shapes[n] for n in tangents]))
         derivative.read_inner([*states, *(state(n, is_tangent=True) for n in tangents)])
         count = len(equation.outputs)
         for atoms in (derivative.flat.outputs[:count], derivative.flat.outputs[count:]):
@@ -419,10 +432,7 @@ class Reading:
                 for one, other in zip(self.axes[value], derivative.axes[atom], strict=True):
                     if one is not None and other is not None:
                         one.join(other)
-        wanted = tuple(
-            self.axes[atom] if self._is_sliced(atom, begins) else (None,) * len(aval.shape)  # type: ignore[index]
-            for atom, aval in zip(equation.inputs, avals, strict=True)
-        )
         self.sliced[position] = SlicedOp(wanted, primal, derivative, tangents)
 
-
+    def _inner(self, closed: ClosedJaxpr) -> "Reading":
+        return Reading(flatten(closed), self.tokens, is_inner=True)

@@ -70,8 +70,7 @@ class _Writer:
         old = self.reading.flat
         like = replace(equation, stage=stage, region=self._region(equation.region, which))
         inputs = [
-            self._operand(atom, wanted, which, like)
-            for atom, wanted in zip(equation.inputs, op.wanted, strict=True)
+            self._operand(atom, wanted, which, like) for atom, wanted in zip(equation.inputs, op.wanted, strict=True)
         ]
         shapes = [
             self.shape(old.avals[value].shape, self.reading.roles(self.reading.axes[value]), which)
@@ -83,9 +82,9 @@ class _Writer:
             self.value_of[value, which], self.whole[made] = made, value
             outputs.append(made)
         given = [tuple(aval_of(self.flat, atom).shape) for atom in inputs]
-        primitive, params = equation.primitive, sized(old, equation, shapes, given)
+        primitive = equation.primitive
+        params: Mapping[str, Any] = sized(old, equation, shapes, given)
         if op.primal is not None:
-            assert op.derivative is not None
             primitive, params = _own_derivative(self, op, which, [aval_of(self.flat, atom) for atom in inputs])
         self.flat.equations.append(
             replace(like, primitive=primitive, params=params, inputs=tuple(inputs), outputs=tuple(outputs))
@@ -103,7 +102,9 @@ class _Writer:
         if self.reading.place.get(atom, "whole") == "whole":
             return self._part(atom, roles, which, like)
         own = self.reading.roles(self.reading.axes[atom])
-        longer = [d for d, (one, other) in enumerate(zip(own, roles, strict=True)) if (one, other) == ("tokens", "keys")]
+        longer = [
+            d for d, (one, other) in enumerate(zip(own, roles, strict=True)) if (one, other) == ("tokens", "keys")
+        ]
         if not longer:
             return self.value_of[atom, which]
         (dim,) = longer
@@ -127,9 +128,7 @@ class _Writer:
         """What one slice takes of a value that is there whole."""
         shape = self.reading.flat.avals[value].shape
         starts = [self.start(which) if role == "tokens" else 0 for role in roles]
-        ends = [
-            start + self.size(role, size, which) for start, role, size in zip(starts, roles, shape, strict=True)
-        ]
+        ends = [start + self.size(role, size, which) for start, role, size in zip(starts, roles, shape, strict=True)]
         if (starts, ends) == ([0] * len(shape), list(shape)):
             return value
         key = ("part", value, tuple(starts), tuple(ends), like.stage, like.unit, id(like.region))
@@ -141,7 +140,9 @@ class _Writer:
             self.parts[key], self.whole[made] = made, value
         return self.parts[key]
 
-    def _write(self, primitive: Any, params: Mapping[str, Any], inputs: Sequence[int], made: int, like: Equation) -> None:
+    def _write(
+        self, primitive: Any, params: Mapping[str, Any], inputs: Sequence[int], made: int, like: Equation
+    ) -> None:
         self.flat.equations.append(
             replace(
                 like, primitive=primitive, params=params, inputs=tuple(inputs), outputs=(made,), effects=frozenset(),
@@ -214,18 +215,24 @@ class _Unrolling:
 def _own_derivative(
     writer: _Writer, op: SlicedOp, which: int, given: Sequence[ShapedArray]
 ) -> tuple[Any, Mapping[str, Any]]:
-    """The primitive and parameters of a function with its own derivative rule, at one slice's sizes."""
-    assert op.primal is not None and op.derivative is not None
-    run, derived = (_program(reading, writer.lengths, which) for reading in (op.primal, op.derivative))
+    """The primitive and parameters of a function with its own derivative rule, at one slice's sizes. Inside another
+    such function it needs no rule."""
+    assert op.primal is not None
+    run = _program(op.primal, writer.lengths, which)
+    function: Any = jax.jit(run)
+    if op.derivative is not None:
+        derived = _program(op.derivative, writer.lengths, which)
 
-    @jax.custom_jvp
-    def function(*arrays: Any) -> list[Any]:
-        return run(*arrays)
+        @jax.custom_jvp
+        def with_rule(*arrays: Any) -> list[Any]:
+            return run(*arrays)
 
-    @function.defjvp
-    def rule(primals: Any, moved: Any) -> Any:
-        made = derived(*primals, *(moved[number] for number in op.tangents))
-        return made[: len(made) // 2], made[len(made) // 2 :]
+        @with_rule.defjvp
+        def rule(primals: Any, moved: Any) -> Any:
+            made = derived(*primals, *(moved[number] for number in op.tangents))
+            return made[: len(made) // 2], made[len(made) // 2 :]
+
+        function = with_rule
 
     shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in given]
     closed = jax.make_jaxpr(function)(*shapes)
@@ -264,5 +271,3 @@ def _program(reading: Reading, lengths: Sequence[int], which: int) -> Callable[.
         ]
 
     return run
-
-
