@@ -122,12 +122,13 @@ REFUSED = [
         (6, 6),
         r"layers\.0 .*a mask of which it cannot be told that it",
     ),
+    (llama(zoo_slices.masked_twice, lambda ids: ids != 0), (6, 6), r"layers\.0 .*a mask of which it cannot be told"),
     (MODELS["llama"], (5, 4), r"slices 5 \+ 4 have 9 tokens in all, and the batch has sequences of 12"),
 ]
 
 
 @pytest.mark.usefixtures("quick_compilation")
-@pytest.mark.parametrize(("create", "slices", "message"), REFUSED, ids=("both ways", "padded", "lengths"))
+@pytest.mark.parametrize(("create", "slices", "message"), REFUSED, ids=("both ways", "padded", "twice", "lengths"))
 def test_refused_by_name(create: Callable[[], Any], slices: tuple[int, ...], message: str) -> None:
     train, state = trained(planned(graph_of(create), slices), create)
     with pytest.raises(CaptureError, match=message):
@@ -138,7 +139,5 @@ def test_plans_that_no_runtime_of_slices_carries_out() -> None:
     graph = graph_of(MODELS["llama"])
     with pytest.raises(MissingCapabilityError, match="2 slices and tp=2"):
         sw.train_step(next_loss, optax.sgd(0.1), planned(graph, (6, 6), pp=1, tp=2), devices=jax.devices()[:2])
-    plan = planned(graph, (6, 6))
-    train = sw.train_step(next_loss, optax.sgd(0.1), plan, devices=jax.devices()[:2], one_program=True)
     with pytest.raises(MissingCapabilityError, match="one_program=True was given, and the plan has 2 slices"):
-        train.init(MODELS["llama"])
+        sw.train_step(next_loss, optax.sgd(0.1), planned(graph, (6, 6)), devices=jax.devices()[:2], one_program=True)

@@ -29,6 +29,14 @@ def written_out(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> ja
     return jnp.einsum("bhqk,bkhd->bqhd", shares, v)
 
 
+def masked_twice(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
+    """Attention under a mask of some keys, and then a causal one: a token may see nothing but what both hide."""
+    k, v = (jnp.repeat(each, q.shape[2] // each.shape[2], axis=2) for each in (k, v))
+    scores = jnp.where(mask[:, None, None, :], jnp.einsum("bqhd,bkhd->bhqk", q, k), -1e30)
+    causal = jnp.tril(jnp.ones(scores.shape[-2:], bool))
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(jnp.where(causal, scores, -1e30)), v)
+
+
 def causal(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
     return jax.nn.dot_product_attention(q, k, v, is_causal=True)
 

@@ -20,8 +20,8 @@ from shardwright.backends.jax.capture.inner_programs import bound, inner_program
 from shardwright.backends.jax.program.equations import Atom, Equation, FlatProgram, aval_of
 from shardwright.backends.jax.program.flattening import flatten
 from shardwright.backends.jax.slices.axes import Axis, MixingError
-from shardwright.backends.jax.slices.hidden import Constants, is_low
-from shardwright.backends.jax.slices.op_dims import OpDims, op_dims
+from shardwright.backends.jax.slices.hidden import Constants, Fact, Where, is_low
+from shardwright.backends.jax.slices.op_dims import ELEMENTWISE, OpDims, op_dims
 
 Place = Literal["whole", "slices", "behind"]
 Axes = tuple[Axis | None, ...]
@@ -68,6 +68,10 @@ class Reading:
     """Value → the dims along which later entries are so low that they are 0 behind others' exponentials."""
     zero: dict[int, frozenset[int]] = field(default_factory=dict)
     """Value → the dims along which later entries are 0."""
+    dimmed: set[int] = field(default_factory=set)
+    """The scores that may be low for a token's own entry and all before it: then later ones count as much."""
+    of_parameters: set[int] = field(default_factory=set)
+    """The values that follow from parameters, and from no token."""
     is_inner: bool = False
     """Whether the program is inside an equation of another, whose own derivative rule is used."""
     constants: Constants = field(init=False)
@@ -80,7 +84,8 @@ class Reading:
     def read(self, batch: Mapping[int, int], parameters: Collection[int]) -> None:
         """Read a whole program. ``batch``: the arguments with tokens, and their dims of them; ``parameters``: those
         that are parameters."""
-        of_parameters = set(parameters)
+        of_parameters = self.of_parameters
+        of_parameters.update(parameters)
         for value, dim in batch.items():
             own = [None] * len(self.flat.avals[value].shape)
             self.axes[value] = tuple(Axis("tokens") if d == dim else None for d, _ in enumerate(own))
@@ -335,10 +340,39 @@ class Reading:
             low, zero = self._selected(equation, places, of, moves)
         elif name in ("slice", "concatenate", "pad") and len(inputs) == 1:
             low, zero = of(self.low, 0), of(self.zero, 0)
-        if low:
+        if len(places) == 2 and self._is_dimmed(equation, places, moves):
+            self.dimmed.add(made)
+        elif low:
             self.low[made] = low
         if zero:
             self.zero[made] = zero
+
+    def _is_dimmed(self, equation: Equation, places: Sequence[int], moves: Any) -> bool:
+        """Whether an op may make low what a token sees of itself: by what it selects, or adds."""
+        name, inputs = equation.primitive.name, equation.inputs
+        if any(moves(atom) and atom in self.dimmed for atom in inputs):
+            return name in KEEPS or name in ELEMENTWISE
+        query, key = places
+
+        def is_shown(atom: Atom) -> bool:
+            if moves(atom) or atom in self.of_parameters:
+                return True
+            aval = aval_of(self.flat, atom)
+            is_whole = len(aval.shape) == len(self.axes[equation.outputs[0]])
+            where: Where = "diagonal" if is_whole else "everywhere"
+            is_real = jnp.issubdtype(aval.dtype, jnp.floating)
+            return not is_real or self.constants.has(atom, "shown", where, query, key)
+
+        if name in ("add", "add_any", "sub", "min", "clamp"):
+            return not all(map(is_shown, inputs))
+        if name != "select_n" or len(inputs) != 3:
+            return False
+        chosen, no, yes = inputs
+        if is_shown(no) and is_shown(yes):
+            return False
+        is_whole = not moves(chosen) and len(aval_of(self.flat, chosen).shape) == len(self.axes[equation.outputs[0]])
+        kept: Fact = "nonzero" if is_shown(yes) else "zero"
+        return not (is_whole and self.constants.has(chosen, kept, "diagonal", query, key))
 
     def _selected(
         self, equation: Equation, places: Sequence[int], of: Any, moves: Any
