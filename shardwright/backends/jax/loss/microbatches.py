@@ -93,7 +93,7 @@ class LossFunction:
         blocks = frozenset(call.path for unit in computed_again(plan) for call in units[unit].calls)
         compute = COMPUTE[plan.decision.precision]
         # A pipeline recomputes by stage and unit, whatever the model is made of.
-        in_stages = plan.decision.pp > 1 or plan.decision.offloaded_units
+        in_stages = plan.decision.pp > 1 or plan.decision.offloaded_units or plan.decision.slice_count > 1
         recompute = "none" if in_stages else plan.decision.recompute
         return cls(function, keywords, compute, recompute, blocks, reduction, has_aux, trained, python)
 

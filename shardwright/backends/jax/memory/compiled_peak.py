@@ -52,13 +52,13 @@ class _Account:
         """The actions that ran before, numbered in their order."""
 
     def run(self) -> tuple[int, ...]:
-        for stage in range(len(self.pipeline.launches)):
+        for stage in range(self.pipeline.micro.stages):
             self._hold(stage, self._whole_step_bytes(stage))
             self._hold(stage, self._cast_bytes(stage))
         for action in self.pipeline.order:
             for part in action.flat:
                 self._act(part)
-        for stage in range(len(self.pipeline.launches)):
+        for stage in range(self.pipeline.micro.stages):
             self._hold(stage, -self._cast_bytes(stage))
         for piece in self.pipeline.update.pieces:
             self._touch(piece.stage, _beside_operands(piece.run.memory_analysis()))
@@ -79,7 +79,7 @@ class _Account:
         if self.pipeline.programs.compute is None:
             return 0
         found: dict[Key, int] = {}
-        for launch in self.pipeline.launches[stage].values():
+        for launch in self._launches(stage):
             for key, aval, at in self._operands(launch):
                 if self._is_own(stage, key):
                     found[key] = _on_each(aval, at)
@@ -89,6 +89,11 @@ class _Account:
         """Whether a weight is one that the stage keeps between steps."""
         return key[0] == "weight" and self.pipeline.weights[key[1]].holding.stage == stage
 
+    def _launches(self, stage: int) -> Iterable[Launch]:
+        """The launches of a stage of the plan, in all its slices."""
+        for launches in self.pipeline.launches[stage :: self.pipeline.micro.stages]:
+            yield from launches.values()
+
     @staticmethod
     def _operands(launch: Launch) -> Iterable[tuple[Key, Aval, jax.sharding.Sharding]]:
         return zip(launch.function.reads, launch.function.avals, launch.run.input_shardings[0], strict=False)
@@ -97,7 +102,7 @@ class _Account:
         """The bytes that a stage holds from the first action to the last, beside the state: its part of the batch, sums
         and gradients, parameters of other stages."""
         found: dict[Key, int] = {}
-        for launch in self.pipeline.launches[stage].values():
+        for launch in self._launches(stage):
             for key, aval, at in self._operands(launch):
                 if key[0] not in LOCAL and not self._is_own(stage, key):
                     found[key] = _on_each(aval, at)

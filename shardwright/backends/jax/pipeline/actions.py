@@ -32,7 +32,7 @@ from shardwright.backends.jax.state.ownership import StageMeshes
 from shardwright.core.model.loss.scaling import LossScale
 from shardwright.core.schedule import Schedule, StageCosts
 from shardwright.core.schedule.actions import Action, Kind
-from shardwright.core.schedule.checks import require_trains, require_without_slices
+from shardwright.core.schedule.checks import require_trains
 from shardwright.core.schedule.process_order import check_processes, ordered_steps, processes_steps
 from shardwright.core.schedule.simulate import simulate_schedule
 
@@ -63,6 +63,7 @@ class StageRun:
     """The arrays that a stage has at hand during a step."""
 
     shared: dict[Key, jax.Array]
+    """Those of all microbatches, which the slices of a stage have in common."""
     local: list[dict[Key, jax.Array]]
     """The arrays of each microbatch."""
 
@@ -213,17 +214,18 @@ class Pipeline:
         weights = [w.value for w in micro.cut.weights]
         arguments = ((micro.step,), weights, (), micro.random, micro.state, micro.scale, micro.batch)
         at = {value: (number, i) for number, values in enumerate(arguments) for i, value in enumerate(values)}
-        owned: list[Load] = []
-        sent: list[Load] = []
+        owned: dict[Load, None] = {}
+        sent: dict[Load, None] = {}
         for stage, part in enumerate(micro.cut.parts):
+            home = micro.home(stage)
             for value in part.weights:
-                held = self.weights[value].holding.stage == stage
-                (owned if held else sent).append(Load(stage, ("weight", value, 0), *at[value]))
+                held = self.weights[value].holding.stage == home
+                (owned if held else sent)[Load(home, ("weight", value, 0), *at[value])] = None
             for value in part.sources:
                 key = micro.operands.key(value)
                 if key[0] != "m":
-                    sent.append(Load(stage, key, *at[value]))
-        return owned, sent
+                    sent[Load(home, key, *at[value])] = None
+        return list(owned), list(sent)
 
     # --- running
 
@@ -279,7 +281,11 @@ class Pipeline:
     def _begin(self, *arguments: Sequence[jax.Array]) -> list[StageRun]:
         """The arrays that each stage begins a step with, put there in one transfer, and its sums, at zero."""
         microbatches = range(self.schedule.microbatches)
-        runs = [StageRun({}, [{} for _ in microbatches]) for _ in self.micro.cut.parts]
+        shared: list[dict[Key, jax.Array]] = [{} for _ in range(self.micro.stages)]
+        runs = [
+            StageRun(shared[self.micro.home(stage)], [{} for _ in microbatches])
+            for stage in range(len(self.micro.cut.parts))
+        ]
         for own in self.owned:
             runs[own.stage].shared[own.key] = arguments[own.argument][own.position]
         put = self.loading([arguments[load.argument][load.position] for load in self.loads])
@@ -356,7 +362,6 @@ def dispatch_order(schedule: Schedule) -> list[Action]:
     kept, and nothing comes before what it waits for. Raises ScheduleError for a schedule that does not train."""
     costs = StageCosts.uniform(schedule.stages)
     require_trains(schedule)
-    require_without_slices(schedule, "the JAX runtime")
     timeline = simulate_schedule(schedule, costs)
     started = []
     for rank, (actions, starts) in enumerate(zip(timeline.actions, timeline.start_s, strict=True)):

@@ -20,9 +20,10 @@ from shardwright.backends.jax.program.equations import FlatProgram
 from shardwright.backends.jax.program.flattening import Home, flatten
 from shardwright.backends.jax.program.state_places import Carried
 from shardwright.backends.jax.program.units import name_units
+from shardwright.backends.jax.slices.program import in_slices, sequence_dims
 from shardwright.backends.jax.state.ownership import Holding
 from shardwright.backends.jax.state.shardings import copies_at
-from shardwright.core.errors import PlanError
+from shardwright.core.errors import MissingCapabilityError, PlanError
 from shardwright.core.plan.plan import Plan
 
 
@@ -46,6 +47,12 @@ class CutMicrobatch:
     """The mesh axes of the replicas."""
     scale: tuple[int, ...] = ()
     """The argument that is a factor of the loss, if there is one."""
+    stages: int = 0
+    """The stages of the plan. With slices each slice of them is a stage of its own (`slices_as_stages`)."""
+
+    def home(self, stage: int) -> int:
+        """The stage of the plan whose parameters, gradients and sums a stage uses."""
+        return stage % self.stages
 
     def watched(self, replicas: int) -> "CutMicrobatch":
         """The same program, whose stages note which microbatches are not finite."""
@@ -75,7 +82,7 @@ def cut_microbatch(
     weights_given = jax.tree.leaves(parts.params)
     if layouts is not None:
         weights_given = [computed_in(microbatches.loss.compute, leaf) for leaf in weights_given]
-    flat, counts, paths = _trace(plan, microbatches, parts, split, weights_given, is_scaled)
+    flat, counts, calls = _trace(plan, microbatches, parts, split, weights_given, is_scaled)
     names = parts.names
     planned = plan.parameter_stages("jax")
     first = 0
@@ -98,8 +105,7 @@ def cut_microbatch(
     _refuse_closed_over(flat, parts, weights)
     name_units(flat, plan, dict(zip(weights, names, strict=True)), carried)
     trained = microbatches.loss.trained.mask(parts.params)
-    found = cut(flat, plan.stages, weights, names, planned, holdings, carried, trained)
-    specs = {}
+    specs: dict[int, PartitionSpec] = {}
     if microbatches.replicas > 1:
         wider = replace(microbatches, replicas=2 * microbatches.replicas)
         more = [
@@ -107,6 +113,16 @@ def cut_microbatch(
             for leaf, dim in zip(split, microbatches.dims, strict=True)
         ]
         specs = _batch_specs(flat, _trace(plan, wider, parts, more, weights_given, is_scaled)[0], microbatches)
+    stages = plan.stages * plan.decision.slice_count
+    if plan.decision.slice_count > 1:
+        _refuse_stacks(holdings, names)
+        sequences = _sequences(plan, microbatches, batch, split)
+        in_order = in_slices(
+            flat, plan, dict(zip(weights, names, strict=True)), sequences, carried, calls, microbatches.loss.name
+        )
+        flat = in_order.flat
+        specs |= {value: specs[whole] for value, whole in in_order.whole.items() if whole in specs}
+    found = cut(flat, stages, weights, names, planned, holdings, carried, trained)
     specs |= _constraints(flat)
     operands = Operands(
         {value: dim is not None for value, dim in zip(batch, microbatches.dims, strict=True)},
@@ -119,14 +135,38 @@ def cut_microbatch(
         copies=_copies(found, microbatches, layouts) if layouts is not None else {},
     )
     divisor, axes = microbatches.divisor, microbatches.axes
-    return CutMicrobatch(found, operands, random, step, state, batch, specs, divisor, paths, axes, scale)
+    paths = tuple(call.path for call in calls)
+    return CutMicrobatch(
+        found, operands, random, step, state, batch, specs, divisor, paths, axes, scale, plan.stages
+    )  # fmt: skip
+
+
+def _refuse_stacks(holdings: Sequence[Holding], names: Sequence[str]) -> None:
+    """Raise MissingCapabilityError for a stacked parameter of which stages hold rows."""
+    for holding in holdings:
+        if holding.rows is not None:
+            raise MissingCapabilityError(
+                f"the plan has slices, and parameter {names[holding.leaf]} is a stack whose layers lie on several "
+                f"stages: the jax runtime of this version runs slices of layers with parameters of their own; make the "
+                f"layers modules of their own, or plan without slices"
+            )
+
+
+def _sequences(plan: Plan, microbatches: Microbatches, batch: Sequence[int], split: Sequence[Any]) -> dict[int, int]:
+    """The arguments of a microbatch's program that have the sequence, and their dims of it."""
+    shapes = []
+    for leaf, dim in zip(split, microbatches.dims, strict=True):
+        inner = leaf.shape if dim is None else leaf.shape[2:]  # without microbatches and replicas
+        shapes.append((tuple(inner), jnp.issubdtype(leaf.dtype, jnp.integer), None if dim is None else 0))
+    dims = sequence_dims(shapes, plan.decision.slices, microbatches.loss.name)
+    return {batch[number]: dim + 1 for number, dim in dims.items()}
 
 
 def _trace(
     plan: Plan, microbatches: Microbatches, parts: Parts, split: Sequence[Any], weights: Sequence[Any], is_scaled: bool
-) -> tuple[FlatProgram, tuple[int, ...], tuple[str, ...]]:
+) -> tuple[FlatProgram, tuple[int, ...], list[TracedCall]]:
     """The flat program; the counts of its arguments that are parameters, random state, step, other state, m, batch and
-    the factor of the loss; and the paths of its module calls. ``weights`` are the parameters that it is given."""
+    the factor of the loss; and its module calls. ``weights`` are the parameters that it is given."""
     recorder = Recorder()
     recorded = replace(microbatches, loss=replace(microbatches.loss, recorder=recorder))
 
@@ -151,10 +191,14 @@ def _trace(
     planned = plan.parameter_stages("jax")
     stages = [planned.get(name, ()) for name in parts.names]
     flat = flatten(
-        closed, recorder.calls, _homes(plan, recorder.calls), [s[0] if len(s) == 1 else None for s in stages]
+        closed,
+        recorder.calls,
+        _homes(plan, recorder.calls),
+        [s[0] if len(s) == 1 else None for s in stages],
+        opens_checkpoints=plan.decision.slice_count > 1,
     )
     counts = tuple(len(jax.tree.leaves(argument)) for argument in arguments)
-    return flat, counts, tuple(call.path for call in recorder.calls)
+    return flat, counts, recorder.calls
 
 
 def _copies(

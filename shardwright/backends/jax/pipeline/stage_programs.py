@@ -76,7 +76,7 @@ class StagePrograms:
         self.zero_keys: list[tuple[Key, ...]] = []
         self._waiting: dict[tuple[int, Kind], Callable[[], None]] = {}
         self._casts: list[tuple[list[int], Callable[[], jax.stages.Compiled]]] = []
-        """The weights of each stage by number, and a function that waits for the program that casts them."""
+        """The weights of each stage of the plan by number, and a function that waits for what casts them."""
 
     def sharding(self, stage: int, key: Key) -> NamedSharding:
         """The sharding of an array of a stage."""
@@ -103,11 +103,13 @@ class StagePrograms:
         for stage in range(len(self.meshes)):
             own = traced.of(stage)
             self._start(stage, own, Kind.FORWARD)
-            shapes = _zero_shapes(own)
+            held = self.zero_keys[self.micro.home(stage) :: self.micro.stages]
+            there = {key for keys in held for key in keys}  # what the slices before this one share with it
+            shapes = {key: aval for key, aval in _zero_shapes(own).items() if key not in there}
             self.zero_keys.append(tuple(shapes))
             self.zeros.append(self._start_zeros(stage, shapes))
         if self.compute is not None:
-            self._casts = [self._start_casts(stage) for stage in range(len(self.meshes))]
+            self._casts = [self._start_casts(stage) for stage in range(self.micro.stages)]
 
     def finish(self) -> None:
         """Wait until all programs are compiled."""
@@ -233,7 +235,7 @@ class StagePrograms:
             return tuple(jnp.zeros(a.shape, a.dtype) for a in shapes.values())
 
         places = tuple(self.sharding(stage, key) for key in shapes)
-        if not self.meshes.here[stage]:
+        if not shapes or not self.meshes.here[stage]:  # a program without results is of no device
             none = tuple(absent(aval, at) for aval, at in zip(shapes.values(), places, strict=True))
             return lambda: lambda: none
         key = ("zeros", *((a.shape, a.dtype, at.spec) for a, at in zip(shapes.values(), places, strict=True)))

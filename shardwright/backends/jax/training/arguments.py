@@ -31,6 +31,16 @@ def require_supported(plan: Plan) -> None:
             f"this version what a stage keeps on the host comes back at once: plan again without it"
         )
     CAPABILITIES.require_residency(decision.shard, decision.gathered_stages, decision.reduce_after)
+    if decision.slice_count > 1 and decision.tp > 1:
+        raise MissingCapabilityError(
+            f"the plan has {decision.slice_count} slices and tp={decision.tp}, and the jax runtime of this version "
+            f"runs slices with whole layers: plan with tp=1, or without slices"
+        )
+    if decision.slice_count > 1 and decision.fp8_weights:
+        raise MissingCapabilityError(
+            f"the plan has {decision.slice_count} slices and products in fp8, whose scales are of whole sequences in "
+            f"the jax runtime of this version: plan for 'bf16', or without slices"
+        )
 
 
 def require_fp8(plan: Plan, devices: Sequence[jax.Device]) -> None:

@@ -32,6 +32,7 @@ from shardwright.backends.jax.state.train_state import StepResult, TrainState, o
 from shardwright.backends.jax.tensor_parallel.constrained_loss import FusedParameters, TensorParallel, in_fp8
 from shardwright.backends.jax.training.protocol import InStages
 from shardwright.core.errors import MissingCapabilityError, PlanError
+from shardwright.core.schedule.passes.slices_as_stages import slices_as_stages
 from shardwright.core.schedule.timeline import Timeline
 
 
@@ -40,7 +41,7 @@ class PipelinedTraining(InStages):
     """The state on the meshes of the stages that hold it, and a step that is many programs."""
 
     def __post_init__(self) -> None:
-        self.schedule = self.plan.build_schedule()
+        self.schedule = slices_as_stages(self.plan.build_schedule())
         self.order = dispatch_order(self.schedule)
         self.meshes = StageMeshes(self.plan, self.devices, self.schedule.placement)
         self._cuts: dict[Any, tuple[tuple[Holding, ...], OptimizerCut]] = {}
