@@ -2,6 +2,7 @@
 the others may pass anything of the same form."""
 
 import json
+import math
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from shardwright.torch.sliced import can_be_sliced, with_tensors
 from shardwright.torch.step import plain
 
 _OWN, _VALUE, _TENSOR, _SLICED = "own", "value", "tensor", "sliced"
+_ALIGNED = 16
+"""The bytes to which each tensor of a message is aligned."""
 
 
 def of_first_stage(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -30,7 +33,8 @@ def of_first_stage(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple
     leaves, spec = pytree.tree_flatten(([plain(one) for one in args], {key: plain(one) for key, one in kwargs.items()}))
     form = str(spec)
     is_first = session.bound.coordinate("pp") == 0
-    told = _told(session, json.dumps([form, [_described(leaf) for leaf in leaves]]) if is_first else "")
+    text = json.dumps([form, [_described(leaf) for leaf in leaves]]) if is_first else ""
+    told, data = _told(session, text, [tensor for leaf in leaves for tensor in _tensors_of(leaf)] if is_first else [])
     of_first, described = json.loads(told)
     failure = None
     held = [(known, leaf) for (kind, known), leaf in zip(described, leaves, strict=False) if kind == _SLICED]
@@ -40,8 +44,10 @@ def of_first_stage(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple
             f"{of_first[:200]}; tensors may differ in shape and dtype, and nothing else"
         )
     session.agreement.meet("the step, for the batch of pipeline rank 0", failure=failure)
-    found = [_taken(session, kind, known, leaf) for (kind, known), leaf in zip(described, leaves, strict=True)]
-    taken = pytree.tree_unflatten(found, spec)
+    if not is_first:
+        sent = _Bytes(data)
+        leaves = [_taken(sent, kind, known, leaf) for (kind, known), leaf in zip(described, leaves, strict=True)]
+    taken = pytree.tree_unflatten(leaves, spec)
     return tuple(taken[0]), taken[1]
 
 
@@ -53,32 +59,60 @@ def _described(leaf: Any) -> list[Any]:
     return [_VALUE, leaf] if leaf is None or type(leaf) in (bool, int, float, str) else [_OWN, None]
 
 
-def _taken(session: Session, kind: str, known: Any, leaf: Any) -> Any:
+def _tensors_of(leaf: Any) -> list[torch.Tensor]:
+    """The tensors of an argument that are sent."""
+    if isinstance(leaf, torch.Tensor):
+        return [leaf]
+    return tensors_in(leaf) if can_be_sliced(leaf) else []
+
+
+class _Bytes:
+    """The tensors of pipeline rank 0, one after the other."""
+
+    def __init__(self, data: torch.Tensor) -> None:
+        self._data, self._at = data, 0
+
+    def take(self, dtype: str, shape: list[int]) -> torch.Tensor:
+        kind: torch.dtype = getattr(torch, dtype)
+        size = math.prod(shape) * kind.itemsize
+        found = self._data[self._at : self._at + size].view(kind).view(shape).clone()
+        self._at += _aligned(size)
+        return found
+
+
+def _taken(data: _Bytes, kind: str, known: Any, leaf: Any) -> Any:
     if kind == _SLICED:
         own = tensors_in(leaf)
-        return with_tensors(leaf, [_taken(session, _TENSOR, *pair) for pair in zip(known, own, strict=True)])
+        return with_tensors(leaf, [_taken(data, _TENSOR, *pair) for pair in zip(known, own, strict=True)])
     if kind != _TENSOR:
         return known if kind == _VALUE else leaf
     dtype, shape, requires_grad = known
-    is_first = session.bound.coordinate("pp") == 0
+    return data.take(dtype, shape).requires_grad_(requires_grad)
+
+
+def _told(session: Session, text: str, tensors: list[torch.Tensor]) -> tuple[str, torch.Tensor]:
+    """The text and the bytes of the tensors of pipeline rank 0, in two messages: their sizes first."""
     device = session.bound.device
-    value = (
-        leaf.detach().to(device).contiguous() if is_first
-        else torch.empty(shape, dtype=getattr(torch, dtype), device=device)
-    )  # fmt: skip
-    _broadcast(session, value.reshape(-1).view(torch.uint8))  # which every backend carries
-    return leaf if is_first else value.requires_grad_(requires_grad)
-
-
-def _told(session: Session, text: str) -> str:
-    """The text of pipeline rank 0."""
-    data = torch.tensor(list(text.encode()), dtype=torch.uint8, device=session.bound.device)
-    length = torch.tensor([data.numel()], device=session.bound.device)
-    _broadcast(session, length)
-    if session.bound.coordinate("pp"):
-        data = torch.empty(int(length), dtype=torch.uint8, device=session.bound.device)
+    parts = [torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)]
+    for tensor in tensors:  # as bytes, which every backend carries
+        own = tensor.detach().to(device).contiguous()
+        parts.append(own.reshape(-1).view(torch.uint8) if own.numel() else own.new_empty(0, dtype=torch.uint8))
+    sizes = torch.tensor([len(parts[0]), sum(_aligned(len(part)) for part in parts)], device=device)
+    _broadcast(session, sizes)
+    length, total = sizes.tolist()
+    data = torch.zeros(total, dtype=torch.uint8, device=device)
+    at = 0
+    if session.bound.coordinate("pp") == 0:
+        for part in parts:
+            data[at : at + len(part)] = part
+            at += _aligned(len(part))
     _broadcast(session, data)
-    return bytes(data.cpu().numpy()).decode()
+    return bytes(data[:length].cpu().numpy()).decode(), data[_aligned(length) :]
+
+
+def _aligned(size: int) -> int:
+    """The bytes that a part of this size takes, so that the next one begins where every dtype may."""
+    return -(-size // _ALIGNED) * _ALIGNED
 
 
 def _broadcast(session: Session, value: torch.Tensor) -> None:

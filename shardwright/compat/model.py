@@ -4,6 +4,7 @@ modules have in scripts that walk a model of Hugging Face's."""
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 import shardwright.torch as _torch
@@ -54,9 +55,22 @@ class DistributedModel(_torch.DistributedModel):
         return {**super().local_state_dict(), PARTIAL: True}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """As `shardwright.torch.DistributedModel.load_state_dict`, of state dicts with that mark too."""
+        """As `shardwright.torch.DistributedModel.load_state_dict`, of state dicts with that mark too, and with names
+        of SageMaker's modules, under which its runs with a tensor axis saved models of Hugging Face's."""
         plain = {key: value for key, value in state_dict.items() if key != PARTIAL}
-        return super().load_state_dict(plain, strict, assign)
+        return super().load_state_dict(_with_own_names(self.module, plain), strict, assign)
+
+
+def _with_own_names(module: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A state dict with the names of a class of Hugging Face's, where the module is of one and the state dict has those
+    of SageMaker's modules. Raises ShardwrightError where a name among them is unknown."""
+    from shardwright.compat.nn.huggingface.forms import FAMILIES  # which are made of modules of this interface
+
+    family = FAMILIES.get(getattr(getattr(module, "config", None), "model_type", ""))
+    if family is None or not family.translation.has_smdistributed_names(state):
+        return state
+    own = dict.fromkeys((name for name, _ in module.named_parameters()), torch.empty(0))
+    return state if family.translation.has_smdistributed_names(own) else family.translation.to_hugging_face(state)
 
 
 def name_parts(model: nn.Module) -> None:

@@ -2,8 +2,10 @@
 
 import copy
 import functools
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import torch
@@ -11,7 +13,7 @@ from torch import nn
 
 from shardwright.backends.torch.state.ownership import is_hollow
 from shardwright.core.errors import MissingCapabilityError, ShardwrightError
-from shardwright.torch.model import DistributedModel
+from shardwright.torch.model import DistributedModel, of_one_model
 from shardwright.torch.step import step
 
 _LEAST = 16
@@ -43,6 +45,49 @@ def of_split(model: DistributedModel, own: Callable[..., Any]) -> Callable[..., 
     return own if is_whole else functools.partial(generate, model)
 
 
+class GenerateOfModule:
+    """``generate`` of the module inside of a split model: that of the model. A copy of the module has its own.
+
+    Args:
+        model: the split model, and ``module``: the module in it; neither is kept alive.
+    """
+
+    def __init__(self, model: DistributedModel, module: nn.Module) -> None:
+        self._model, self._module = weakref.ref(model), weakref.ref(module)
+        kind: Any = type(module)
+        functools.update_wrapper(self, kind.generate)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        model, module = self._model(), self._module()
+        assert module is not None
+        own = _own(module)
+        if model is None:
+            return own(*args, **kwargs)
+        running = model.session.running()
+        if running is not None and running is not model.model_run:
+            raise ShardwrightError(
+                f"{model.model_run.label} is used (generate) in a step of {running.label}: {of_one_model()}"
+            )
+        return of_split(model, own)(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return _own(memo[id(self._module())])
+
+    def __reduce__(self) -> Any:
+        return getattr, (self._module(), "generate")
+
+
+def _own(module: nn.Module) -> Callable[..., Any]:
+    """The method of a module's class."""
+    kind: Any = type(module)
+    return MethodType(kind.generate, module)
+
+
+def of_module(model: DistributedModel, module: nn.Module) -> GenerateOfModule:
+    """What stands in the place of the ``generate`` of a module that is split."""
+    return GenerateOfModule(model, module)
+
+
 def generate(model: DistributedModel, *args: Any, **kwargs: Any) -> Any:
     """The model's own ``generate``, whose forward passes are evaluation steps: the whole sequence for each token,
     filled up on the right to a power of two, so that few lengths are recorded. Every rank calls this, with the same
@@ -61,6 +106,7 @@ def generate(model: DistributedModel, *args: Any, **kwargs: Any) -> Any:
     if model.session.bound.size("dp") > 1:
         kwargs.setdefault("synced_gpus", True)  # all replicas go on until the last is done
     shown = copy.copy(module)
+    vars(shown).pop("generate", None)
     shown.__class__ = _shown_class(module.__class__)
     for hooks in ("_forward_hooks", "_forward_pre_hooks"):  # which the step calls
         vars(shown)[hooks] = OrderedDict()

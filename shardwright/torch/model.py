@@ -14,16 +14,14 @@ from torch import nn
 from shardwright.backends.torch.capture.held_tensors import tensors_in
 from shardwright.backends.torch.capture.own_checkpoints import marked_paths
 from shardwright.backends.torch.capture.precision import step_dtype
-from shardwright.backends.torch.compat import IncompatibleKeys, pytree
+from shardwright.backends.torch.compat import pytree
 from shardwright.backends.torch.machine.agreement import Claim
 from shardwright.backends.torch.pipeline.compiling import Compiler
 from shardwright.backends.torch.pipeline.sentinels import Sentinel
 from shardwright.backends.torch.program.stage_map import StageMap
 from shardwright.backends.torch.runtime import Runtime
-from shardwright.backends.torch.state import checkpoint
 from shardwright.backends.torch.state.deferred_init import require_built
-from shardwright.backends.torch.state.extra_state import extra_keys, held_extra, is_extra, keys_elsewhere, set_extra
-from shardwright.backends.torch.state.model_agreement import digest_of_state, model_claims, source_claim, values_digest
+from shardwright.backends.torch.state.model_agreement import model_claims, source_claim, values_digest
 from shardwright.backends.torch.state.weight_files import opened
 from shardwright.backends.torch.state.weight_transfer import take_values
 from shardwright.backends.torch.state.weights import Weights, require_named
@@ -32,12 +30,14 @@ from shardwright.core.errors import ShardwrightError, nearest
 from shardwright.core.plan.plan import Plan
 from shardwright.core.schedule import Schedule, StageCosts
 from shardwright.torch import session as sessions
+from shardwright.torch.loss_terms import one_loss
 from shardwright.torch.model_run import ModelRun
 from shardwright.torch.module_state import ModuleState
 from shardwright.torch.plain_clipping import serve_plain_clipping
-from shardwright.torch.run_agreement import optimizers_claim, plan_claim
+from shardwright.torch.run_agreement import plan_claim
 from shardwright.torch.sagemaker_model import SageMakerArguments, SageMakerModel
 from shardwright.torch.scaler import require_unscaled, share_overflows
+from shardwright.torch.split_state import SplitState
 from shardwright.torch.step_mode import ConfiguredMode
 
 
@@ -123,6 +123,11 @@ class DistributedModel(SageMakerModel):
         split_model.residency.most_whole = config.sdp_max_live_parameters
         share_overflows()
         self._module_state = ModuleState(module, self.state_dict, self.can_ask_for_parts)
+        self._state = SplitState(session, run, module, self.as_held)
+        if session.bound.mesh.size > 1 and isinstance(getattr(module, "generate", None), MethodType):
+            from shardwright.torch.generation import of_module  # which makes steps, of models
+
+            vars(module)["generate"] = of_module(self, module)
         self.module = module  # last: what is set from here on is the module's own
         self.runtime.split_model.listeners.append(self._serve_clipping)
         self.runtime.split_model.after_sharding.append(self._serve_clipping)
@@ -273,7 +278,7 @@ class DistributedModel(SageMakerModel):
                 "model.backward takes a weight or a reduction: a weight says that it is a weighted mean"
             )
         chosen = self.model_run.reduction if weight is None and reduction is None else reduction
-        self.runtime.backward(_one_loss(tensors, grad_tensors), weight, chosen)
+        self.runtime.backward(one_loss(tensors, grad_tensors), weight, chosen)
 
     def use_schedule(self, schedule: str | Schedule, costs: StageCosts | None = None) -> None:
         """Run the steps from now on under another schedule of the same stages; every rank calls this.
@@ -410,27 +415,7 @@ class DistributedModel(SageMakerModel):
         """The whole state dict, by original names, on every rank or on rank 0 only. Every rank calls this."""
         if args or kwargs.get("prefix") or kwargs.get("destination") is not None:
             raise ShardwrightError("state_dict of a distributed model takes rank0_only alone: it gives original names")
-        ownership, bound = self.runtime.ownership, self.session.bound
-        extra: dict[str, Any] = {}
-        if max(bound.size("pp"), bound.size("tp")) > 1:
-            failure: Exception | None = None
-            try:
-                extra = held_extra(ownership)
-            except ShardwrightError as error:
-                failure = error
-            claims = [optimizers_claim(self.model_run)]
-            call = self.model_run.of_model(f"model.state_dict({rank0_only=})")
-            self.session.agreement.meet(call, claims, failure=failure, in_replica=True)
-        self.runtime.split_model.make_values()
-        with self.as_held():
-            whole = checkpoint.gather(
-                ownership, bound, self.session.watchdog, rank0_only=rank0_only, parts=self.runtime.split_model.parts
-            )
-        if bound.size("pp") > 1 and ownership.placement is not None and extra_keys(self.module):
-            stages = [bound.peer("pp", stage) for stage in range(bound.size("pp"))]
-            for held in self.session.messages.gather(extra, stages):
-                whole.update({key: state for key, state in held.items() if key in whole})
-        return whole
+        return self._state.whole(rank0_only=rank0_only)
 
     def as_held(self) -> AbstractContextManager[None]:
         """A context in which ``model.module.state_dict()`` has the tensors of this rank alone, those of others on the
@@ -439,51 +424,14 @@ class DistributedModel(SageMakerModel):
 
     def local_state_dict(self) -> dict[str, Any]:
         """The part of the state dict that this rank holds."""
-        return self._held_state()
-
-    def _held_state(self) -> dict[str, Any]:
-        self.runtime.split_model.make_values()
-        ownership = self.runtime.ownership
-        elsewhere = keys_elsewhere(ownership)
-        with self.as_held():
-            state = self.module.state_dict()
-        return {
-            key: entry
-            for key, entry in state.items()
-            if key not in elsewhere and (key not in ownership.first_name or ownership.holds(ownership.first_name[key]))
-        }
+        return self._state.held()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load this rank's share of a whole state dict, or what `local_state_dict` gave on this rank under the same
         plan. Raises PlanError for names and shapes that do not fit."""
         if assign:
             raise ShardwrightError("assign=True would replace the parameters that optimizers know: leave it False")
-        self.runtime.split_model.make_values()
-        own = self._held_state()
-        if self._is_divided(own) and _is_like(state_dict, own):
-            with torch.no_grad():
-                for key, entry in own.items():
-                    if isinstance(entry, torch.Tensor) and not is_extra(key):
-                        entry.detach().copy_(state_dict[key])
-            set_extra(self.runtime.ownership, state_dict)
-            self.session.note_loaded("what each rank holds")
-            return IncompatibleKeys([], [])
-        with self.as_held():
-            missing, unexpected = checkpoint.load(
-                self.runtime.ownership, state_dict, strict=strict, parts=self.runtime.split_model.parts
-            )
-        self.session.note_loaded(f"weights {digest_of_state(state_dict)}")
-        return IncompatibleKeys(missing, unexpected)
-
-    def _is_divided(self, own: Mapping[str, Any]) -> bool:
-        """Whether what this rank holds is not the whole model."""
-        parts, first_name = self.runtime.split_model.parts, self.runtime.ownership.first_name
-        with self.as_held():
-            names = self.module.state_dict().keys()
-        return own.keys() != names or any(
-            isinstance(entry, torch.Tensor) and entry.shape != parts.whole_shape(first_name.get(key, key), entry.shape)
-            for key, entry in own.items()
-        )
+        return self._state.load(state_dict, strict=strict)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -552,10 +500,10 @@ _NO_COPY = (
 def of_one_model() -> str:
     """The rule for steps of several models, with the ways round."""
     return (
-        "a step trains one model, and calls others, which are arguments of it, under torch.no_grad() alone. Else run "
-        "the other in a step of its own, and pass what that step returns (output.concat()) as an argument; where "
-        "gradients flow through both, put both into one module, sw.DistributedModel(nn.ModuleDict({...})), with an "
-        "optimizer for the parameters of each"
+        "a step is given all models that it calls as arguments, and gives one of them the loss, from which gradients "
+        "flow through all: def step(generator, discriminator, noise): generator.backward(f(discriminator(generator("
+        "noise)))). For several losses make a step of each, or put the models into one module, "
+        "sw.DistributedModel(nn.ModuleDict({...})), with an optimizer for the parameters of each"
     )
 
 
@@ -590,46 +538,3 @@ def _begun(session: sessions.Session, module: nn.Module, plan: Plan | str | Path
 def _computed_in(dtype: torch.dtype, leaf: Any) -> Any:
     """An input of the model in the dtype in which steps take it."""
     return leaf.to(step_dtype(leaf.dtype, dtype)) if isinstance(leaf, torch.Tensor) else leaf
-
-
-def _one_loss(tensors: Any, grad_tensors: Any) -> Any:
-    """The loss whose backward is that of `torch.autograd.backward` on these tensors and gradients."""
-    many = list(tensors) if isinstance(tensors, (list, tuple)) else [tensors]
-    if grad_tensors is None:
-        factors: list[Any] = [None] * len(many)
-    else:
-        factors = list(grad_tensors) if isinstance(grad_tensors, (list, tuple)) else [grad_tensors]
-    if len(factors) != len(many):
-        raise ShardwrightError(f"model.backward was given {len(many)} tensors and {len(factors)} grad_tensors")
-    terms = []
-    for tensor, factor in zip(many, factors, strict=True):
-        if factor is None:
-            terms.append(tensor)
-            continue
-        if not isinstance(factor, torch.Tensor) or factor.shape != tensor.shape:
-            said = f"shape {tuple(factor.shape)}" if isinstance(factor, torch.Tensor) else type(factor).__name__
-            raise ShardwrightError(
-                f"the second argument of model.backward is grad_tensors, as SageMaker and torch.autograd.backward have "
-                f"it, a tensor of shape {tuple(tensor.shape)} like the first: given {said}. The weight of a microbatch "
-                f"is given by name, model.backward(loss, weight=...)"
-            )
-        terms.append((tensor * factor.detach()).sum())
-    if len(terms) == 1:
-        return terms[0]
-    for term in terms:
-        if not isinstance(term, torch.Tensor) or term.numel() != 1:
-            raise ShardwrightError("model.backward takes several tensors of one element each, or grad_tensors for them")
-    return torch.stack([term.reshape(()) for term in terms]).sum()
-
-
-def _is_like(given: Any, own: Mapping[str, Any]) -> bool:
-    """Whether a state dict has the names and the shapes of one rank's part."""
-    return (
-        isinstance(given, Mapping)
-        and given.keys() == own.keys()
-        and all(
-            isinstance(given[key], torch.Tensor) and given[key].shape == entry.shape
-            for key, entry in own.items()
-            if isinstance(entry, torch.Tensor)
-        )
-    )

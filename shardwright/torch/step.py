@@ -24,6 +24,7 @@ from shardwright.core.errors import MissingCapabilityError, ShardwrightError
 from shardwright.core.values.step_line import Argument
 from shardwright.torch import session as sessions
 from shardwright.torch.batch import Batch
+from shardwright.torch.input_gradients import InputGradients, require_can_have_gradient, wants_gradient
 from shardwright.torch.joint_step import JointStep
 from shardwright.torch.model import DistributedModel
 from shardwright.torch.model_run import ModelRun
@@ -49,9 +50,13 @@ def step(
     input_split_axes: Mapping[str, int] | None = None,
 ) -> Any:
     """Make a training or evaluation step of a function of (model, batch …). It runs the DistributedModel among its
-    arguments, on that model's plan; where the run has only one, it need not be an argument. Of several among them it
-    trains one: the others, called without gradients as a teacher is, run first, in evaluation steps of their own, and
-    what they return goes into the step of that one.
+    arguments, on that model's plan; where the run has only one, it need not be an argument. Of several among them one
+    is given the loss. Others that are called without gradients, as a teacher is, run first, in evaluation steps of
+    their own. Where what one returns goes into another, as from a generator into its discriminator, gradients flow
+    through all of them: their forward passes run first, then each runs once more with its backward pass, from the last
+    to the first.
+
+    A tensor among the arguments that requires a gradient gets it, as from a backward pass of torch.
 
     The tensors among its arguments are split into microbatches along axis 0. An object with a method
     ``smp_slice(num_mb, mb, axis)`` is asked for what each microbatch has of it, which may differ in the contents and
@@ -69,7 +74,7 @@ def step(
         DisagreementError: when called, on every rank: ranks were given different batches, differ in the model's modes,
             the seed or another thing that must be the same, or are in different calls; or another rank failed.
         ShardwrightError: when called: arguments of different sizes do not divide into the microbatches; there are
-            several models, and the arguments hold none of them, or two through which gradients flow.
+            several models, and the arguments hold none of them, or two that are given a loss.
         CaptureError: when first called: the body cannot be recorded.
     """
     if function is None:
@@ -213,6 +218,10 @@ class Step:
                     shape[axis] *= session.bound.size("tp")
                     whole = leaf.new_empty(shape, device="meta")
                 sized[f"{name} (number {position})"] = (whole, axis)
+        for position, leaf in enumerate(leaves):
+            if wants_gradient(leaf):
+                require_can_have_gradient(leaf, self._axis(leaf, names[position]), self._labels[form][position],
+                                          session.bound, own=own)  # fmt: skip
         batch = Batch.of(sized, run.microbatches)
         sliced: dict[int, Sliced] = {}
         for p, leaf in enumerate(leaves):
@@ -237,10 +246,12 @@ class Step:
         fix = "Every rank runs the same script."
         held = ", whose gradients are not summed" if runtime.gradients.holds_back else ""
         function = Claim.of("the code of the step", f"{self._name} ({self._code}){held}", fix)
-        form = Claim.of(
-            "the form of the arguments", given.form, "Pass the same arguments on every rank of a replica.", "replica"
-        )
         labels, leaves = list(self._labels[given.form]), list(given.leaves)
+        wanting = [label for label, leaf in zip(labels, leaves, strict=True) if wants_gradient(leaf)]
+        said = f"{given.form}, with gradients of {', '.join(wanting)}" if wanting else given.form
+        form = Claim.of(
+            "the form of the arguments", said, "Pass the same arguments on every rank of a replica.", "replica"
+        )
         for position, parts in given.sliced.items():
             cut = [tensor for of_one in parts.tensors for tensor in of_one]
             labels += [f"{labels[position]}, tensor {number} of its parts" for number in range(len(cut))]
@@ -256,18 +267,22 @@ class Step:
         device = session.bound.device
         positions = [position for position, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         own = session.bound.size("tp") > 1 and not session.config.prescaled_batch
+        wanting = InputGradients(session.bound, session.watchdog, batch.samples if own else None)
+        given_by_user = list(leaves)
         if own:
             for p in positions:
                 axis = self._axis(leaves[p], names[p])
                 if axis is not None:
-                    leaves[p] = of_all_peers(leaves[p].to(device), axis, session.bound, session.watchdog)
+                    leaves[p] = of_all_peers(leaves[p].detach().to(device), axis, session.bound, session.watchdog)
         literals = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         numbers = self._numbers.setdefault(call.form, {})
         numbers.update({(names[p], p): leaf for p, leaf in enumerate(leaves) if type(leaf) in (int, float)})
         self._say_of_size(run, batch)
-        inputs = [
-            batch.slices(leaves[p].to(device, non_blocking=True), self._axis(leaves[p], names[p])) for p in positions
-        ]
+        inputs = []
+        for p in positions:
+            axis = self._axis(leaves[p], names[p])
+            pieces = batch.slices(leaves[p].to(device, non_blocking=True), axis)
+            inputs.append(wanting.leaves(given_by_user[p], pieces, axis))
         inputs += [
             [tensor.to(device, non_blocking=True) for tensor in held]
             for parts in call.sliced.values() for held in zip(*parts.tensors, strict=True)
@@ -314,6 +329,7 @@ class Step:
                 session.agreement.meet(run.of_model("the hooks behind the split"), failure=failure)
             tree, returned, trained = prepared.run()
         if trained is not None:
+            wanting.give(trained.divisor)
             run.scalers, run.batch_losses = scalers, trained.losses
             run.samples_trained += sum(shares.flat)
         if run.log is not None and trained is not None:

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -244,3 +245,37 @@ def test_they_are_loaded_where_they_are_asked_for() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT, timeout=120
     )
     assert done.stdout.strip() == "[]"
+
+
+def test_trainer_of_releases_4_takes_its_own_batch_and_decays_by_name() -> None:
+    """What releases 4 do by themselves stands in the place of `transformers.Trainer`: they take a checkpoint's batch,
+    and the names of the wrapped model's parameters."""
+    code = """
+        from types import SimpleNamespace
+
+        import torch
+        import transformers
+        from shardwright.compat.trainer import Trainer
+
+        def create_optimizer(self):
+            decayed = {name for name, p in self.model.named_parameters() if p.dim() > 1}
+            of_wrapped = dict(self.model_wrapped.named_parameters())
+            groups = [
+                {"params": [p for name, p in of_wrapped.items() if name in decayed], "weight_decay": 0.1},
+                {"params": [p for name, p in of_wrapped.items() if name not in decayed], "weight_decay": 0.0},
+            ]
+            self.optimizer = torch.optim.SGD(groups, lr=0.1)
+
+        transformers.Trainer.create_optimizer = create_optimizer
+        transformers.Trainer._inner_training_loop = lambda self, batch_size=None, **more: (batch_size, more)
+        trainer = Trainer.__new__(Trainer)
+        trainer.args, trainer.optimizer = SimpleNamespace(train_batch_size=4), None
+        assert trainer._inner_training_loop(64, resume_from_checkpoint="a") == (4, {"resume_from_checkpoint": "a"})
+        trainer.model = torch.nn.Linear(2, 3)
+        trainer.model_wrapped = wrapped = torch.nn.Sequential(trainer.model)
+        groups = trainer.create_optimizer().param_groups
+        assert [[p.dim() for p in group["params"]] for group in groups] == [[2], [1]], groups
+        assert trainer.model_wrapped is wrapped
+    """
+    outcome = run([sys.executable, "-c", textwrap.dedent(code)], 90)
+    assert outcome.code == 0, outcome.text[-4000:]

@@ -72,7 +72,8 @@ def under(**config: Any) -> None:
         torch.manual_seed(7)
         wanted = plain.generate(**given, **way, max_new_tokens=NEW)
         torch.manual_seed(7)
-        tokens = model.generate(**given, **way, max_new_tokens=NEW)
+        of_module = way is WAYS[0]  # as scripts for DistributedDataParallel call it
+        tokens = (model.module if of_module else model).generate(**given, **way, max_new_tokens=NEW)
         wanted = torch.nn.functional.pad(wanted, (0, tokens.shape[1] - wanted.shape[1]), value=1)
         Comparison(f"tokens under {config}, {way}").equal(tokens, wanted).require()
     train_step(model, batch.chunk(replicas)[replica])  # and training goes on

@@ -13,6 +13,7 @@ from launched import run_checks, whole_gradients
 from torch import nn
 
 import shardwright.torch as sw
+from shardwright.compat.model import DistributedModel as OfSageMaker
 from shardwright.compat.nn import (
     DistributedEmbedding,
     DistributedLinear,
@@ -94,10 +95,14 @@ def train(family: str, is_masked: bool) -> None:
         losses.append(float(train_step(model, batch(step)).reduce_mean()))
         optimizer.step()
     divided(model)
-    state = FAMILIES[original.config.model_type].translation.to_hugging_face(model.state_dict())  # type: ignore[union-attr]
+    of_form = model.state_dict()
+    state = FAMILIES[original.config.model_type].translation.to_hugging_face(of_form)  # type: ignore[union-attr]
     same = Comparison(f"{family} over pp {PP}, tp {TP}")
     same.losses(losses, alone, moving=0.01)
     same.values(state, dict(original.state_dict()), relative=1e-3, absolute=1e-4, what="weights")
+    of_class = OfSageMaker(nn_models.build(family))
+    of_class.load_state_dict(of_form)
+    same.equal({name: of_class.state_dict()[name] for name in state}, state, what="loaded under SageMaker's names")
     same.require()
     sw.shutdown()
 

@@ -2,226 +2,52 @@
 against plain training in one process. Prints `ok NAME on RANK` for each check."""
 
 import sys
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from launched import run_checks, whole_gradients
+from pairs_of_models import (
+    DATA,
+    SAMPLES,
+    STEP_OF,
+    STEPS,
+    Plain,
+    Split,
+    Ways,
+    adamw,
+    adversaries,
+    batch,
+    config,
+    discriminator,
+    distillation,
+    expect,
+    generator,
+    of_critic,
+    of_labels,
+    own,
+    same_as_plain,
+    student,
+    teacher,
+    trained,
+    update,
+    wrapped,
+)
 from torch import nn
+from two_models_chained import (
+    a_cycle_of_two,
+    a_discriminator_that_is_called_twice,
+    a_generator_through_its_discriminator,
+    gradients_of_inputs,
+    one_mask_in_both_passes,
+)
+from two_models_misuse import misuse
 
 import shardwright.torch as sw
 from tests.comparison import Comparison
-
-STEPS, MICROBATCHES, SAMPLES, NOISE, DATA, CLASSES = 4, 2, 8, 6, 8, 5
-MOST = 0.1
-"""The norm to which the student's gradients are clipped."""
-
-
-class Block(nn.Module):
-    def __init__(self, width: int, dropout: float) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-        self.norm, self.dropout = nn.LayerNorm(width), nn.Dropout(dropout)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.norm(x + self.dropout(self.down(F.gelu(self.up(x)))))
-        return found
-
-
-class Tower(nn.Module):
-    """A row of blocks between two linear layers; a class for every role, since errors name it."""
-
-    def __init__(self, before: int, width: int, after: int, *, blocks: int = 2, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(before, width), nn.Linear(width, after)
-        self.blocks = nn.Sequential(*(Block(width, dropout) for _ in range(blocks)))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.last(self.blocks(self.first(x)))
-        return found
-
-
-class Teacher(Tower):
-    pass
-
-
-class Student(Tower):
-    pass
-
-
-class Generator(Tower):
-    pass
-
-
-class Discriminator(Tower):
-    pass
-
-
-def teacher(dropout: float = 0.0) -> Teacher:
-    torch.manual_seed(1)
-    return Teacher(DATA, 24, CLASSES, blocks=3, dropout=dropout)
-
-
-def student(dropout: float = 0.0) -> Student:
-    torch.manual_seed(2)
-    return Student(DATA, 16, CLASSES, dropout=dropout)
-
-
-def generator() -> Generator:
-    torch.manual_seed(3)
-    return Generator(NOISE, 16, DATA)
-
-
-def discriminator() -> Discriminator:
-    torch.manual_seed(4)
-    return Discriminator(DATA, 16, 1)
-
-
-def batch(step: int) -> dict[str, torch.Tensor]:
-    made = torch.Generator().manual_seed(step)
-    return {
-        "x": torch.randn(SAMPLES, DATA, generator=made),
-        "labels": torch.randint(0, CLASSES, (SAMPLES,), generator=made),
-        "noise": torch.randn(SAMPLES, NOISE, generator=made),
-    }
-
-
-def adamw(model: Any) -> torch.optim.AdamW:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-
-# The losses, as the plain loops and the steps compute them ----------------------------------------------------------
-
-
-def of_labels(model: Any, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(model(x), labels)
-
-
-def of_distillation(model: Any, x: torch.Tensor, labels: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    found = model(x)
-    soft = F.kl_div(found.log_softmax(-1), wanted.softmax(-1), reduction="batchmean")
-    return soft + 0.5 * F.cross_entropy(found, labels)
-
-
-def of_reconstruction(model: Any, noise: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    return F.mse_loss(model(noise), x)
-
-
-def of_critic(model: Any, x: torch.Tensor, fakes: torch.Tensor) -> torch.Tensor:
-    return F.softplus(-model(x)).mean() + F.softplus(model(fakes)).mean()
-
-
-def trained(loss: Callable[..., torch.Tensor]) -> Any:
-    def body(model: Any, *given: torch.Tensor) -> torch.Tensor:
-        found = loss(model, *given)
-        model.backward(found)
-        return found
-
-    body.__name__ = body.__qualname__ = loss.__name__
-    return sw.step(body)
-
-
-STEP_OF = {loss: trained(loss) for loss in (of_labels, of_distillation, of_reconstruction, of_critic)}
-
-
-@sw.step
-def outputs(model, x):
-    return model(x)
-
-
-class Plain:
-    """Plain training in one process, over the microbatches of all replicas."""
-
-    def update(self, optimizer: Any, loss: Callable[..., torch.Tensor], model: Any, *given: torch.Tensor) -> float:
-        optimizer.zero_grad()
-        found = self.backward(loss, model, *given)
-        if loss is of_distillation:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), MOST)
-        optimizer.step()
-        return found
-
-    def backward(self, loss: Callable[..., torch.Tensor], model: Any, *given: torch.Tensor) -> float:
-        replicas = sw.rdp_size()
-        parts = list(zip(*(tensor.chunk(MICROBATCHES * replicas) for tensor in given), strict=True))
-        losses = [loss(model, *part) / len(parts) for part in parts]
-        for one in losses:
-            one.backward()
-        return float(sum(one.detach() for one in losses))
-
-    def outputs(self, model: Any, x: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            found: torch.Tensor = model(x)
-        return found
-
-
-class Split:
-    """The same by steps of models that are split."""
-
-    def update(self, optimizer: Any, loss: Callable[..., torch.Tensor], model: Any, *given: torch.Tensor) -> float:
-        optimizer.zero_grad()
-        found = self.backward(loss, model, *given)
-        if loss is of_distillation:
-            norm = model.clip_grad_norm_(MOST)
-            assert float(norm) > 2 * MOST, "nothing was clipped"
-        optimizer.step()
-        return found
-
-    def backward(self, loss: Callable[..., torch.Tensor], model: Any, *given: torch.Tensor) -> float:
-        return float(STEP_OF[loss](model, *map(own, given)).all_reduce_mean())
-
-    def outputs(self, model: Any, x: torch.Tensor) -> torch.Tensor:
-        """Those of this replica's samples, for the step that takes them: `own` gives them as they are."""
-        with torch.no_grad():
-            found: torch.Tensor = outputs(model, own(x)).concat()
-        return found
-
-
-def own(tensor: torch.Tensor) -> torch.Tensor:
-    """This replica's samples."""
-    return tensor if tensor.shape[0] < SAMPLES else tensor.chunk(sw.rdp_size())[sw.rdp_rank()]
-
-
-Ways = Plain | Split
-Loop = Callable[[Ways, Any, Any, Any, Any], Iterator[float]]
-
-
-def distillation(ways: Ways, first: Any, second: Any, of_first: Any, of_second: Any) -> Iterator[float]:
-    """A teacher that learns for two steps, and a student that learns from it from the second on."""
-    for step in range(STEPS):
-        given = batch(step)
-        if step < 2:
-            yield ways.update(of_first, of_labels, first, given["x"], given["labels"])
-        if step:
-            wanted = ways.outputs(first, given["x"])
-            yield ways.update(of_second, of_distillation, second, given["x"], given["labels"], wanted)
-
-
-def adversaries(ways: Ways, first: Any, second: Any, of_first: Any, of_second: Any) -> Iterator[float]:
-    """A discriminator that learns from the fakes of a generator, which learns by itself."""
-    for step in range(STEPS):
-        given = batch(step)
-        fakes = ways.outputs(first, given["noise"])
-        yield ways.update(of_second, of_critic, second, given["x"], fakes)
-        yield ways.update(of_first, of_reconstruction, first, given["noise"], given["x"])
-
-
-def same_as_plain(title: str, loop: Loop, make: Callable[[], tuple[nn.Module, nn.Module]]) -> None:
-    plain = make()
-    wanted = list(loop(Plain(), *plain, *map(adamw, plain)))
-    models = [sw.DistributedModel(module) for module in make()]
-    optimizers = [sw.DistributedOptimizer(adamw(model)) for model in models]
-    found = list(loop(Split(), *models, *optimizers))
-    same = Comparison(title).losses(found, wanted, moving=0.01)
-    for model, module in zip(models, plain, strict=True):
-        name = type(module).__name__
-        same.values(model.state_dict(), module.state_dict(), relative=1e-4, absolute=1e-4, what=f"weights of {name}")
-    same.require()
-    assert models[0].runtime is not models[1].runtime
 
 
 def a_teacher_and_a_student() -> None:
@@ -326,14 +152,16 @@ Losses = tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]
 
 def by_turns(
     ways: Ways, losses: Losses, model: Any, optimizers: Any, gradients: Callable[[Any], Gradients]
-) -> Iterator[tuple[float, Gradients]]:
-    """Updates of the discriminator and the generator by turns: each loss, with the gradients of both halves."""
+) -> Iterator[tuple[float, Gradients, float]]:
+    """Updates of the discriminator and the generator by turns: each loss, with the gradients of both halves and their
+    norm."""
     for step in range(STEPS):
         given = batch(step)
         for optimizer, loss in zip(optimizers, losses, strict=True):
             model.zero_grad()
             found = ways.backward(loss, model, given["noise"], given["x"])
-            yield found, gradients(model)
+            clip = getattr(model, "clip_grad_norm_", None) or partial(nn.utils.clip_grad_norm_, model.parameters())
+            yield found, gradients(model), float(clip(1e6))
             optimizer.step()
 
 
@@ -346,8 +174,10 @@ def in_one_module(make: Callable[[], nn.Module], losses: Losses) -> sw.Distribut
     model = sw.DistributedModel(make())
     optimizers = [sw.DistributedOptimizer(one) for one in both(model)]
     found = list(by_turns(Split(), losses, model, optimizers, whole_gradients))
-    same = Comparison("adversaries in one module").losses([f for f, _ in found], [w for w, _ in wanted], moving=0.01)
-    for number, ((_, gradients), (_, expected)) in enumerate(zip(found, wanted, strict=True)):
+    same = Comparison("adversaries in one module")
+    same.losses([one[0] for one in found], [one[0] for one in wanted], moving=0.01)
+    same.losses([one[2] for one in found], [one[2] for one in wanted], relative=1e-3, what="norms of gradients")
+    for number, ((_, gradients, _), (_, expected, _)) in enumerate(zip(found, wanted, strict=True)):
         same.where = f"update {number}"
         same.gradients(gradients, expected, part=True, none_is_zero=True)
     same.where = ""
@@ -383,26 +213,6 @@ def a_teacher_and_a_student_by_messages() -> None:
 
 def cloned(named: Any) -> Gradients:
     return {name: None if p.grad is None else p.grad.clone() for name, p in named}
-
-
-def config(how: str) -> dict[str, Any]:
-    axis, degree, *more = f"{how}:1".split(":") if how == "one" else how.split(":")
-    keys = {"pp": "pipeline_parallel_degree", "tp": "tensor_parallel_degree"}
-    found: dict[str, Any] = {"microbatches": MICROBATCHES, "wait_timeout_s": 60.0, "ddp": axis == "dp", "log_every": 0}
-    if axis in keys:
-        found[keys[axis]] = int(degree)
-    return found | ({"shard": int(more[0])} if more else {})
-
-
-def update(model: Any, optimizer: Any, step: int) -> float:
-    given = batch(step)
-    return Split().update(optimizer, of_labels, model, given["x"], given["labels"])
-
-
-def wrapped(*modules: nn.Module) -> Iterator[tuple[sw.DistributedModel, sw.DistributedOptimizer]]:
-    for module in modules:
-        model = sw.DistributedModel(module)
-        yield model, sw.DistributedOptimizer(adamw(model))
 
 
 # Random numbers -----------------------------------------------------------------------------------------------------
@@ -569,132 +379,14 @@ def a_plan_for_each() -> None:
         Comparison("a plan for each").losses(loss, wanted).require()
 
 
-# Misuse --------------------------------------------------------------------------------------------------------------
-
-
-def expect(match: str, run: Callable[[], Any]) -> None:
-    begun = time.monotonic()
-    with pytest.raises(sw.ShardwrightError, match=match):
-        run()
-    assert time.monotonic() - begun < 30.0, "an error, not the end of a wait"
-
-
-def misuse() -> None:
-    (first, of_first), (second, of_second) = wrapped(teacher(), student())
-    x, labels = batch(0)["x"], batch(0)["labels"]
-
-    @sw.step
-    def joint(student, teacher, x):
-        with torch.no_grad():
-            wanted = teacher(x)
-        loss = F.mse_loss(student(x), wanted)
-        student.backward(loss)
-        return loss
-
-    @sw.step
-    def adversary(student, teacher, x):
-        student.backward(teacher(student(x)).mean())
-
-    @sw.step
-    def drawing(student, teacher, x):
-        return joint.function(student, teacher, x + torch.randn_like(x))
-
-    both = r"Student \(model 1\) and Teacher \(model 0\), and"
-    expect(
-        rf"adversary is given {both} gradients flow .* in a step of its own.*ModuleDict",
-        lambda: adversary(second, first, x),
-    )
-    expect(rf"drawing is given {both} draws random numbers", lambda: drawing(second, first, x))
-    expect(
-        "adversary is given|adversary, of|different calls",
-        lambda: (adversary if sw.rank() else joint)(second, first, x),
-    )
-    assert joint(second, first, x).reduce_mean() > 0
-
-    @sw.step
-    def reaching(model, x):
-        loss = model(x).mean() + first(x).mean()
-        model.backward(loss)
-        return loss
-
-    expect(r"Teacher \(model 0\) is called in a step of Student \(model 1\)", lambda: reaching(second, x))
-
-    @sw.step
-    def with_a_part(model, x):
-        loss = F.mse_loss(model(x), first.last(first.blocks(first.first(x))).detach())
-        model.backward(loss)
-        return loss
-
-    expect(r"Teacher \(model 0\) is used \(last\) in a step of Student", lambda: with_a_part(second, x))
-
-    @sw.step
-    def of_the_other(model, x):
-        loss = model(x).mean()
-        first.backward(loss)
-
-    expect(r"Teacher \(model 0\) is asked for the gradient .* in a step of Student", lambda: of_the_other(second, x))
-
-    @sw.step
-    def of_none(x):
-        loss = second(x).mean()
-        second.backward(loss)
-        return loss
-
-    expect(r"of_none is given no model, and this run has Teacher .*and Student .*: pass the one", lambda: of_none(x))
-    expect(
-        r"disagree on the model of the step .*: Teacher \(model 0\) on rank 0, Student \(model 1\) on rank 1",
-        lambda: outputs(second if sw.rank() else first, x),
-    )
-    expect(
-        r"different calls: rank 0 in model.clip_grad_norm_\(1.0, 2.0\) of Teacher .*, rank 1 in .* of Student",
-        lambda: (second if sw.rank() else first).clip_grad_norm_(1.0),
-    )
-    expect("disagree on the model of the step", lambda: joint(second, first if sw.rank() else second, x))
-    many = [*first.parameters(), *second.parameters()]
-    expect(
-        r"has parameters of Teacher \(model 0\) and Student \(model 1\): make one for each",
-        lambda: sw.DistributedOptimizer(torch.optim.SGD(many, lr=0.1)),
-    )
-    stray = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
-    expect("has parameters of no model, and this run has Teacher", lambda: sw.DistributedOptimizer(stray))
-    expect(
-        r"optimizer of Teacher \(model 0\) is given a parameter of Student",
-        lambda: of_first.add_param_group({"params": list(second.parameters())}),
-    )
-    expect(r"wrapped already, as Student \(model 1\)", lambda: sw.DistributedModel(second.module))
-    expect("takes a plain module, and the module is one", lambda: sw.DistributedModel(second))
-    expect("holds a DistributedModel, 0", lambda: sw.DistributedModel(nn.Sequential(second)))
-    expect(
-        r"Sequential shares 0.weight with Teacher \(model 0\)",
-        lambda: sw.DistributedModel(nn.Sequential(first.module.first, nn.Linear(24, 2))),
-    )
-    expect(
-        r"record_timeline is for the steps of one model, and this run has .*sw.record_timeline\(model\)",
-        lambda: sw.record_timeline().__enter__(),
-    )
-    with sw.record_timeline(second) as timelines:
-        update(first, of_first, 0)
-        update(second, of_second, 0)
-    assert len(timelines) == 1
-    third, plain = sw.DistributedModel(student()), student()
-    early = adamw(plain)
-    early.add_param_group({"params": list(third.parameters())})
-    mixed = sw.DistributedOptimizer(early)
-    expect("has parameters of this Student, which was wrapped after it", lambda: sw.DistributedModel(plain))
-    del mixed
-    sw.shutdown()
-    sw.init(config(sys.argv[1]))
-    model = sw.DistributedModel(student())
-    expect("Teacher was wrapped before sw.shutdown", lambda: STEP_OF[of_labels](first, x, labels))
-    update(model, sw.DistributedOptimizer(adamw(model)), 0)
-
-
 TRAINING: tuple[Callable[[], None], ...] = (
     a_teacher_and_a_student,
     a_teacher_in_the_step_of_its_student,
     a_generator_and_a_discriminator,
     adversaries_in_one_module,
     adversaries_in_one_module_that_call_the_same_parts,
+    a_generator_through_its_discriminator,
+    gradients_of_inputs,
 )
 
 
@@ -705,12 +397,13 @@ def checks_of(how: str) -> tuple[Callable[[], None], ...]:
     if how.startswith("dp"):  # what runs by messages holds whole parameters
         return tuple(check for check in TRAINING if check is not adversaries_in_one_module)
     if not how.startswith("pp"):
-        return TRAINING
+        return (*TRAINING, a_discriminator_that_is_called_twice)
     checkpoints = partial(checkpoints_of_both, sys.argv[2])
     checkpoints.__name__ = checkpoints_of_both.__name__  # type: ignore[attr-defined]
     return (
-        *TRAINING, a_teacher_and_a_student_by_messages, dropout_of_each_model, checkpoints, hooks_of_each_model,
-        a_scaler_of_both, a_plan_for_each, misuse,
+        *TRAINING, a_discriminator_that_is_called_twice, a_cycle_of_two, one_mask_in_both_passes,
+        a_teacher_and_a_student_by_messages, dropout_of_each_model, checkpoints, hooks_of_each_model, a_scaler_of_both,
+        a_plan_for_each, misuse,
     )  # fmt: skip
 
 

@@ -233,6 +233,8 @@ class Program:
     """An op whose FLOPs are not known."""
     numbers: frozenset[int] = frozenset()
     """The leaves of the result that the step returns as numbers of Python, read when it has run."""
+    summed: frozenset[str] = frozenset()
+    """The parameters, whole on every rank of the tensor axis, of whose gradients each of these has a term."""
 
     @property
     def rests_on_clocks(self) -> bool:

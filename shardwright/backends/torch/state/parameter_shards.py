@@ -13,7 +13,7 @@ from shardwright.backends.torch.machine.tensor_shards import piece_of, whole_of
 from shardwright.backends.torch.machine.watchdog import Watchdog
 from shardwright.backends.torch.state.ownership import Ownership, hollow_like, is_hollow
 from shardwright.core.errors import PlanError
-from shardwright.core.layout.placements import Placement, Split
+from shardwright.core.layout.placements import Placement, Replicate, Split
 
 BUCKET_ENTRIES = 1 << 22
 """The number of entries, about, of a message in which gradients of replicated parameters are summed."""
@@ -34,6 +34,7 @@ class Shards:
         self.places: dict[str, Split] = {}
         """First name → placement, of the parameters that are split."""
         self.summed: frozenset[str] = frozenset()
+        """The replicated parameters of whose gradients, in the step that runs, every rank has a term."""
         self._is_cut = False
 
     def keep(self, name: str, whole: torch.Tensor) -> torch.Tensor:
@@ -73,7 +74,7 @@ class Shards:
             tensor.data = self.whole(name, tensor)
             if gradient is not None:
                 tensor.grad = self.whole(name, gradient)
-        self.places, self._is_cut = {}, False
+        self.places, self._is_cut, self.summed = {}, False, frozenset()
 
     def cut(self, places: Mapping[str, Placement]) -> None:
         """Keep this rank's shards; all ranks of the axis start from the tensors of its first one. Raises PlanError when
@@ -84,7 +85,9 @@ class Shards:
             if different:
                 raise PlanError(
                     f"{different[0]} lies {self.places.get(different[0], 'whole')} already, and this step wants it "
-                    f"{wanted.get(different[0], 'whole')}: run the steps with the same layouts"
+                    f"{wanted.get(different[0], 'whole')}, as it calls the model's parts otherwise: run this step, or "
+                    f"one that calls the model as it does, before the others, whose parameters lie as the first step "
+                    f"has cut them"
                 )
             return
         self.watchdog.doing("cutting parameters for the tensor axis")
@@ -114,6 +117,10 @@ class Shards:
     def is_cut(self) -> bool:
         """Whether the parameters are sharded by now: the first step cuts them."""
         return self._is_cut
+
+    def place(self, name: str) -> Placement:
+        """The placement of a parameter, by its first name."""
+        return self.places.get(name, Replicate())
 
     def counts(self, name: str) -> bool:
         """Whether this rank's part of a parameter belongs in a sum over the axis: shards do, copies once."""

@@ -107,8 +107,12 @@ class Lowerer:
         self.model, self.plan, self.axis, self.device = model, plan, axis, device
         self.first_name, self.seed, self.prefix = first_name, seed, prefix
 
-    def lower(self, program: Program) -> ByCalls:
-        """The program with as many of its calls on shards as can be."""
+    def lower(self, program: Program, planned: Mapping[str, Placement]) -> ByCalls:
+        """The program with as many of its calls on shards as can be.
+
+        Args:
+            planned: first name → placement of each parameter whose readers all run on shards.
+        """
         whole: dict[str, str] = {}
         drafts: dict[int, _Draft] = {}
         for step in program.steps:
@@ -119,17 +123,11 @@ class Lowerer:
                     drafts[step.index] = self._draft(program, step, step.path)
                 except (CaptureError, PlanError) as reason:
                     whole.setdefault(step.path, _first_sentence(reason))
-        planned = placements(self.plan, self.first_name)
         calls: dict[int, CallOnPieces] = {}
         while True:
             kept_whole = {n for s in program.steps if s.index not in drafts for n in s.parameters}
             kept_whole |= {leaf.name for leaf in program.result.leaves if isinstance(leaf, ParameterRef)}
             places = {name: place for name, place in planned.items() if name not in kept_whole}
-            readers: dict[str, int] = {}
-            for step in program.steps:
-                for name in step.parameters:
-                    readers[name] = readers.get(name, 0) + 1
-            shared = {name for name, count in readers.items() if count > 1}
             failed = False
             for index, draft in tuple(drafts.items()):
                 known = calls.get(index)
@@ -138,14 +136,12 @@ class Lowerer:
                     continue
                 try:
                     calls[index] = self._lowered(program, draft, wanted)
-                    if terms := sorted(shared & {draft.names[n] for n in calls[index].replay.summed}):
-                        raise NotReplayableError(f"its gradient of {terms[0]}, which other units use, is a term")
                 except (CaptureError, PlanError) as reason:
                     whole.setdefault(draft.path, _first_sentence(reason))
                     calls.pop(index, None)
                     del drafts[index]
                     failed = True
-            if not failed:
+            if not failed and not self._without_mixed_terms(program, drafts, calls, whole):
                 break
         parameters: dict[str, Placement] = dict.fromkeys(planned, R)
         summed: set[str] = set()
@@ -156,6 +152,23 @@ class Lowerer:
         steps = tuple(calls[s.index].step if s.index in calls else s for s in program.steps)
         by_path = {str(call.step.path): call for call in calls.values()}
         return ByCalls(replace(program, steps=steps), by_path, whole, parameters, frozenset(summed))
+
+    def _without_mixed_terms(
+        self, program: Program, drafts: dict[int, _Draft], calls: dict[int, CallOnPieces], whole: dict[str, str]
+    ) -> bool:
+        """Let calls run whole that have a term of the gradient of a parameter where another reader has all of it, as
+        its gradient is summed over the axis or not. Returns whether there are such calls."""
+        terms = {
+            index: {drafts[index].names[name] for name in call.replay.summed} for index, call in calls.items()
+        }  # fmt: skip
+        readers = [(step.index, name) for step in program.steps for name in step.parameters]
+        has_all = {name for index, name in readers if name not in terms.get(index, ())}
+        mixed = {index: sorted(names & has_all) for index, names in terms.items() if names & has_all}
+        for index, names in mixed.items():
+            reason = f"its gradient of {names[0]} is a term, and other units that use it have all of theirs"
+            whole.setdefault(drafts[index].path, reason)
+            del calls[index], drafts[index]
+        return bool(mixed)
 
     def _draft(self, program: Program, step: Step, path: str) -> _Draft:
         module = self.model.get_submodule(path)

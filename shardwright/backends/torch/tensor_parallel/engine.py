@@ -3,6 +3,7 @@
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,14 +15,15 @@ from shardwright.backends.torch.program.program import Context, Leaf, Program
 from shardwright.backends.torch.program.randomness import Streams
 from shardwright.backends.torch.program.stage_map import policies_of
 from shardwright.backends.torch.state.parameter_shards import Shards
-from shardwright.backends.torch.tensor_parallel.by_module_calls import Lowerer, PartCall, autocast_of
+from shardwright.backends.torch.tensor_parallel.by_module_calls import Lowerer, PartCall, autocast_of, placements
 from shardwright.backends.torch.tensor_parallel.expanded_step import expand, find_call
 from shardwright.backends.torch.tensor_parallel.hooks import refuse_hooks
 from shardwright.backends.torch.tensor_parallel.lowered_model import Held, Replay, lower_all
 from shardwright.backends.torch.tensor_parallel.trace import NotReplayableError, trace
-from shardwright.backends.torch.tensor_parallel.unit_layouts import of_realised
+from shardwright.backends.torch.tensor_parallel.unit_layouts import UnitLayout, of_realised
 from shardwright.core.errors import PlanError
 from shardwright.core.layout.placements import Placement
+from shardwright.core.model.graph import Graph
 from shardwright.core.plan.plan import Plan
 from shardwright.core.plan.realised_layouts import digest, realise, require_own_version
 from shardwright.core.values.recompute_modes import Mode
@@ -89,7 +91,7 @@ class TensorParallel:
         self._calls: dict[str, nn.Module] = {}
         self._draws = Draws()
         self._recorded = 0
-        self._wanted: tuple[Mapping[str, Placement], frozenset[str]] = {}, frozenset()
+        self._wanted: Mapping[str, Placement] = {}
 
     def expand(
         self, program: Program, inputs: Sequence[torch.Tensor], device: torch.device, growth: Growth | None = None
@@ -112,6 +114,7 @@ class TensorParallel:
                 raise
             raise NotReplayableError(f"another kind of step was planned for: {error}") from error
         layouts = of_realised(traced.graph, realised)
+        self._require_as_they_lie(traced.graph, layouts)
         fp8 = self.plan.fp8_parameters("torch")
         replay = lower_all(traced, layouts, self.shards.axis, sample.batch, device, self._draws, prefix, fp8)
         expanded = expand(program, call, replay, given, self.shards.axis.size)
@@ -125,23 +128,31 @@ class TensorParallel:
         modes = zip(replay.units, self.plan.unit_modes, strict=True)
         self.policies.update({(unit.name, 0): mode for unit, mode in modes if mode != "none"})
         self.replays.append(replay)
-        self._wanted = replay.parameters, replay.summed
+        self._wanted = replay.parameters
         self.layouts_digest = digest(realised)
         self._recorded += 1
-        return expanded
+        return replace(expanded, summed=replay.summed)
+
+    def _require_as_they_lie(self, graph: Graph, layouts: Sequence[UnitLayout]) -> None:
+        """Raise NotReplayableError for layouts of parameters other than those in which another step has cut them."""
+        if not self.shards.is_cut:
+            return
+        name_of = {p.tensor: p.name for p in graph.parameters}
+        for tensor, place in ((t, p) for layout in layouts for t, p in layout.parameters.items()):
+            lies = self.shards.place(name_of[tensor])
+            if place != lies:
+                raise NotReplayableError(f"{name_of[tensor]} lies {lies} since another step, which called it otherwise")
 
     def how(self, by_calls: bool) -> str:
         """The way in which the last recorded step runs here, in words: the same on all ranks of the axis. ``by_calls``:
         not op by op."""
         if not by_calls:
-            return f"op by op, with {len(self._wanted[0])} tensors placed (layouts {self.layouts_digest})"
+            return f"op by op, with {len(self._wanted)} tensors placed (layouts {self.layouts_digest})"
         return f"module call by module call (whole: {', '.join(sorted(self.whole_units)) or 'none'})"
 
     def cut(self) -> None:
         """Cut the parameters as the last recorded step wants them. Every rank of the axis calls this."""
-        parameters, summed = self._wanted
-        self.shards.cut(parameters)
-        self.shards.summed |= summed
+        self.shards.cut(self._wanted)
 
     def take(self, streams: Streams) -> dict[str, nn.Module]:
         """The modules that run at the paths of units, which draw their random numbers from ``streams`` while these are
@@ -159,8 +170,11 @@ class TensorParallel:
         require_own_version(self.plan, what, "plan anew")
         prefix = f"step {self._recorded} "
         first_name = self.shards.ownership.first_name
+        planned = placements(self.plan, first_name)
+        if self.shards.is_cut:
+            planned = {name: self.shards.place(name) for name in planned}
         lowerer = Lowerer(self.model, self.plan, self.shards.axis, device, first_name, self._draws, prefix)
-        found = lowerer.lower(program)
+        found = lowerer.lower(program, planned)
         self._recorded += 1
         self.whole_units.update(found.whole)
         policies = policies_of(self.plan)
@@ -173,9 +187,9 @@ class TensorParallel:
             if call in policies:
                 self.policies[step.path, 0] = policies[call]
             self._calls[step.path] = PartCall(found.calls[step.path])
-        self._wanted = found.parameters, found.summed
+        self._wanted = found.parameters
         self._say_whole()
-        return found.program
+        return replace(found.program, summed=found.summed)
 
     def _say_whole(self) -> None:
         if self.shards.axis.coordinate or not self.whole_units:

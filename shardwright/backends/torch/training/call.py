@@ -41,11 +41,14 @@ class Trained:
         losses: those that were given to ``model.backward``; None unless the step returns all of them.
         flops: FLOPs of products in this replica's microbatches, by precision; None where they are not known.
         unknown_flops: the reason why not, in words.
+        divisor: what gradients are to be divided by as backward passes leave them: the sum of all weights that the step
+            gave, and the factor of losses for 16-bit gradients.
     """
 
     losses: Sequence[LossOfBatch] | None
     flops: Mapping[str, int] | None
     unknown_flops: str = ""
+    divisor: float = 1.0
 
 
 class Result(NamedTuple):

@@ -113,6 +113,8 @@ class PreparedRecordedStep:
         assert stage_map is not None
         split_model.synchronize()
         split_model.shard_state(pipeline.parameter_calls())
+        if split_model.parts.tensor is not None:
+            split_model.parts.tensor.summed = self._summed_over_tensor_axis()
         self._require_as_many_microbatches(stage_map)
         if split_model.statistics is not None:
             split_model.statistics.begin()
@@ -147,6 +149,7 @@ class PreparedRecordedStep:
             returned = share(
                 pipeline.divisions, values, stage_rank, split_model.bound, self.transport, shares, weights, self.losses
             )
+            divisor = split_model.loss_scale.scale * (1.0 if total is None else total)
             if training:
                 gradients.finish(total, split_model.loss_scale.scale)
             split_model.settle()
@@ -162,9 +165,9 @@ class PreparedRecordedStep:
                 split_model.sentinel.loss(text, loss)
             split_model.sentinel.finish(split_model.ownership.local_parameters())
         watchdog.doing("between steps")
-        return Result(self.result, returned, self._trained(returned, weights) if training else None)
+        return Result(self.result, returned, self._trained(returned, weights, divisor) if training else None)
 
-    def _trained(self, returned: Mapping[int, Returned], weights: torch.Tensor | None) -> Trained:
+    def _trained(self, returned: Mapping[int, Returned], weights: torch.Tensor | None, divisor: float) -> Trained:
         """What a training step did, from its results and the weights of its losses."""
         programs = [division.program for division in self.compiled.pipeline.divisions]
         first = programs[0]
@@ -172,8 +175,20 @@ class PreparedRecordedStep:
         losses = losses_of_batch([at.get(loss.value) for loss in first.losses], returned, self.losses, weights)
         unknown = next((program.unknown_flops for program in programs if program.flops is None), "")
         if unknown:
-            return Trained(losses, None, f"the FLOPs of {unknown} are not known")
-        return Trained(losses, _added(programs))
+            return Trained(losses, None, f"the FLOPs of {unknown} are not known", divisor)
+        return Trained(losses, _added(programs), divisor=divisor)
+
+    def _summed_over_tensor_axis(self) -> frozenset[str]:
+        """The parameters whose gradients are summed over the tensor axis: the same in every microbatch. Raises
+        ShardwrightError where they are not."""
+        found = [division.program.summed for division in self.compiled.pipeline.divisions]
+        if different := sorted(frozenset().union(*found) - found[0].intersection(*found)):
+            raise ShardwrightError(
+                f"microbatches of this step have different layouts on the tensor axis, under which the gradient of "
+                f"{different[0]} is a term of a sum in some and whole in others: give batches whose microbatches have "
+                f"the same size"
+            )
+        return found[0]
 
     def _require_as_many_microbatches(self, stage_map: StageMap) -> None:
         samples = self.call.shares.samples

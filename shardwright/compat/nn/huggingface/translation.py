@@ -37,7 +37,7 @@ class Translation:
 
         Raises ShardwrightError for a name that models of this family do not have.
         """
-        if self._is_smdistributed(state):
+        if self.has_smdistributed_names(state):
             return dict(state)
         return {new: value for name, tensor in state.items() for new, value in self._from_hugging_face(name, tensor)}
 
@@ -48,7 +48,7 @@ class Translation:
         Raises ShardwrightError for a name that models of this family do not have, and where a part of a fused weight is
         missing.
         """
-        if not self._is_smdistributed(state):
+        if not self.has_smdistributed_names(state):
             for name, tensor in state.items():
                 list(self._from_hugging_face(name, tensor))  # an unknown name is an error
             return dict(state)
@@ -105,7 +105,8 @@ class Translation:
             raise self._unknown(name)
         return f"{whole.get(path, path)}{kind}", left.pop(name)
 
-    def _is_smdistributed(self, state: Mapping[str, torch.Tensor]) -> bool:
+    def has_smdistributed_names(self, state: Mapping[str, torch.Tensor]) -> bool:
+        """Whether a state dict has the names of SageMaker's modules."""
         return any(name.startswith(own) for name in state for _, own in self.layers)
 
     def _unknown(self, name: str) -> ShardwrightError:

@@ -417,8 +417,9 @@ class _Waits:
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of a tensor of the batch for the body, which may write to it: the other ranks have the batch as it was."""
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+    """A copy of a tensor of the batch for the body, which may write to it: the other ranks have the batch as it was.
+    Its gradient goes to that tensor."""
+    return tensor.clone()
 
 
 def _group(bound: BoundMesh, timeout: timedelta) -> ProcessGroup | None:

@@ -185,7 +185,8 @@ class Outcome:
         at = {number: position for position, number in self.losses.items()}
         whole = loss_shares or (None if self.weights is not None else (1.0,),) * self.losses_given
         losses = losses_of_batch([at.get(n) for n in range(self.losses_given)], found, whole, self.weights)
-        return Result(tree, found, Trained(losses, None, "steps by messages are not recorded"))
+        divisor = 1.0 if self.total_weight is None else self.total_weight
+        return Result(tree, found, Trained(losses, None, "steps by messages are not recorded", divisor))
 
 
 @dataclass(frozen=True, slots=True)
