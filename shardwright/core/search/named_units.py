@@ -82,8 +82,8 @@ def by_module(graph: Graph, asked: Mapping[str, str]) -> dict[str, Any]:
         )
     options: dict[str, Any] = {"recompute": modes[0], "kept_units": kept or None, "offloaded_units": away or None}
     for other in modes[1:]:
-        units = tuple(unit for unit, policy in found.items() if policy == other and may[unit])
-        options |= {"other_recompute": other, "other_units": units}
+        own = tuple(unit for unit, policy in found.items() if policy == other and may[unit])
+        options |= {"other_recompute": other, "other_units": own}
     return options
 
 
