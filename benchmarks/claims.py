@@ -391,6 +391,14 @@ def accuracy(errors: Mapping[str, float]) -> Claims:
     return claims
 
 
+def horovod(off: Mapping[str, float]) -> Claims:
+    """By kind of scaling, weak and strong, the predicted efficiency less the published one: within 5 points."""
+    claims = Claims()
+    for scaling in ("weak", "strong"):
+        claims.at_most(f"{scaling} scaling: efficiency off by", abs(off.get(scaling, float("nan"))), 0.05)
+    return claims
+
+
 def sharding_levels(rows: Mapping[str, tuple[float, float]]) -> Claims:
     """By devices, link and level: the seconds that a port needs for the bytes over those of the step, and computing,
     exposed traffic and optimizer over the step, which they make up."""

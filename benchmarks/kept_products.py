@@ -11,8 +11,9 @@ given FLOPs for times, since these are judged. Ours are the modes that `plan(rec
 shrinks, run by the policy of our runtime. All are judged by the same two figures: what the process holds more after a
 forward than before it, and the FLOPs of products and attention that the backward runs again, as torch's
 `FlopCounterMode` counts them. Of every budget ours is the mode that recomputes least among those that hold no more than
-PyTorch's choice. The last column is what a mix of two modes, some blocks each, would come to; a plan has one for all
-blocks. Exit code 0: ours recompute no more at any budget.
+PyTorch's choice. The last column is what a mix of two modes, some blocks each, would come to. Plans mix modes too, but
+for the peak of a step, at which the last block may keep everything; here, where what a forward leaves is judged, only
+their first mode is taken, for all blocks. Exit code 0: ours recompute no more at any budget.
 """
 
 import argparse

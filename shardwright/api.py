@@ -103,7 +103,7 @@ def _spelled_out(asked: Mapping[str, Any], graph: Graph) -> dict[str, Any]:
         return {**asked, "recompute": of_maxtext(recompute)}
     if not isinstance(recompute, Mapping):
         return dict(asked)
-    for name in ("kept_units", "offloaded_units", "offload"):
+    for name in ("kept_units", "offloaded_units", "other_units", "other_recompute", "offload"):
         if asked.get(name):
             raise PlanError(f"recompute by module and {name}={asked[name]!r} both name units: leave out one of them")
     return {**asked, **by_module(graph, recompute)}

@@ -26,7 +26,7 @@ FOUND_ANEW: dict[str, set[str]] = {
     "pp": {"stage_starts"},
     "virtual_stages": {"stage_starts"},
     "tp": {"layouts", "sequence_parallel"},
-    "recompute": {"kept_units", "offloaded_units"},
+    "recompute": {"kept_units", "offloaded_units", "other_recompute", "other_units"},
     "shard": {"shard_group", "gathered_stages", "look_ahead", "reduce_after"},
 }
 """What follows from an edit, as `docs/plan-file.md` has it."""
@@ -98,7 +98,7 @@ def _planned(graph: sw.Graph, plan: Plan, decision: Decision, free: Collection[s
     options = {field.name for field in fields(Options)}
     pins = {f.name: getattr(decision, f.name) for f in fields(Decision) if f.name in options and f.name != "layouts"}
     pins["gathered_stages"] = decision.gathered_stages or 0
-    pins |= {name: list(pins[name]) or None for name in ("kept_units", "offloaded_units")}
+    pins |= {name: list(pins[name]) or None for name in ("kept_units", "offloaded_units", "other_units")}
     if decision.shard >= 2 and decision.reduce_after is None:
         pins["reduce_after"] = "each"  # what None means there, and says in a decision
     if decision.tp > 1 and "layouts" not in free:
@@ -242,7 +242,7 @@ OLD = ("before the edit", "before it was edited", "are old", "do not belong toge
 """The words by which a command says that figures are of another plan."""
 
 
-LISTS = ("stage_starts", "kept_units", "offloaded_units")
+LISTS = ("stage_starts", "kept_units", "offloaded_units", "other_units")
 """The parts of a decision that are lists of numbers."""
 
 

@@ -177,11 +177,14 @@ def _layout(rng: random.Random, original: Original) -> Edit:
 
 
 def _units(rng: random.Random, original: Original) -> Edit:
-    """Units that are kept, or offloaded, under full recompute."""
+    """Units that are kept, offloaded, or computed again in another mode."""
     units = len(original.plan.model.unit_classes)
     name = rng.choice(("kept_units", "kept_units", "offloaded_units"))
     some = rng.sample(range(units), rng.randrange(min(4, units)))
     some += rng.choice(([], [], [units + 3], some[:1]))
+    if rng.random() < 0.2:
+        modes = rng.choice((("full", "elementwise"), ("elementwise", "full"), ("full", "full"), ("full", None)))
+        return _decision(original, recompute=modes[0], other_recompute=modes[1], other_units=some)
     if rng.random() < 0.2:
         return _decision(original, recompute="full", activation_loading_horizon=2, **{name: some})
     if rng.random() < 0.7:

@@ -23,6 +23,7 @@ TORCH = Capabilities(
     fp8_by_module=True,
     # The products of attention cannot be told from the rest of a unit that is replayed.
     recomputes=("none", "elementwise", "alternate", "products", "full"),
+    mixes_recompute=True,
     offload=True,
     states_on_host=("optimizer", "parameters"),
     recomputes_in_halves=True,

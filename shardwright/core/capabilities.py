@@ -36,6 +36,8 @@ class Capabilities:
     """Whether the plan says when parameters are gathered and gradients summed: whole stages kept gathered while they
     run, small units all through a step, divided gradients summed once a step, buckets of a given size. Else a compiler
     does as it likes."""
+    mixes_recompute: bool = False
+    """Whether units can be computed again in two modes in one plan."""
     fp8: bool = False
     """Whether linear products can compute in fp8."""
     fp8_by_module: bool = False
@@ -71,6 +73,20 @@ class Capabilities:
         if shard and shard_group not in (None, dp) and not self.shard_groups:
             return f"shard_group={shard_group}"
         return None
+
+    def lack_of_modes(self, other_recompute: str | None) -> str | None:
+        """The second mode of recompute that the runtime lacks, as a user would pin it, or None."""
+        if other_recompute is None or (self.mixes_recompute and kind_of(other_recompute) in self.recomputes):
+            return None
+        return f"other_recompute={other_recompute!r}"
+
+    def require_modes(self, other_recompute: str | None) -> None:
+        """Raise MissingCapabilityError for a second mode of recompute that the runtime does not carry out."""
+        if (lack := self.lack_of_modes(other_recompute)) is not None:
+            raise MissingCapabilityError(
+                f"the plan has {lack}, and the {self.framework} runtime of this version computes units again in one "
+                f"mode: plan again without it"
+            )
 
     def goes_with(self, recompute: str, *, split: bool) -> bool:
         """Whether the runtime carries out a recompute policy under a schedule, whose backward may be ``split``."""

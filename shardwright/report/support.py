@@ -11,6 +11,7 @@ from shardwright.core.capabilities import Capabilities
 _ABILITIES: dict[str, Callable[[Capabilities], object]] = {
     "split backward passes": lambda has: has.split_backward,
     "recompute": lambda has: ", ".join(has.recomputes),
+    "two modes of recompute in one plan": lambda has: has.mixes_recompute,
     "recompute under split backward passes": lambda has: has.recomputes_in_halves,
     "`shard`": lambda has: ", ".join(map(str, has.shard_levels)),
     "shard groups": lambda has: has.shard_groups,

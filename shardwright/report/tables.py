@@ -110,6 +110,7 @@ def _heading(plan: Plan) -> Text:
         _precision_text(plan),
         d.optimizer,
         f"recompute {d.recompute}" + (f" but for {len(d.kept_units)} units" if d.kept_units else ""),
+        *([f"{d.other_recompute} of {len(d.other_units)} units"] if d.other_units else []),
         *([f"{len(d.offloaded_units)} units offloaded to the host"] if d.offloaded_units else []),
     ]
     policy += [f"placed {d.placement_order}"] if d.placement_order != "PDT" else []

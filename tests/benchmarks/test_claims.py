@@ -370,6 +370,15 @@ JUDGED: dict[str, tuple[Callable[[], Claims], list[Callable[[], Claims]]]] = {
             lambda: claims.host_states({}, {}),
         ],
     ),
+    "horovod": (
+        lambda: claims.horovod({"weak": 0.04, "strong": -0.05}),
+        [
+            lambda: claims.horovod({"weak": 0.06, "strong": 0.0}),
+            lambda: claims.horovod({"weak": 0.0, "strong": -0.06}),
+            lambda: claims.horovod({"weak": NAN, "strong": 0.0}),
+            lambda: claims.horovod({"weak": 0.0}),
+        ],
+    ),
     "out_of_core": (
         lambda: claims.out_of_core({"VGG": (0.99, 0.0), "ResNet": (1.0, 1e-7)}, 2, ("U-Net", 1e-6)),
         [

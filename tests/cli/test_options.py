@@ -31,6 +31,14 @@ OPTIONS: dict[str, tuple[tuple[object, ...], dict[str, Any]]] = {
         ("--recompute", "full", "--offloaded-units", "1"),
         {"recompute": "full", "offloaded_units": [1]},
     ),
+    "other_recompute": (
+        ("--recompute", "full", "--other-recompute", "elementwise", "--other-units", "1"),
+        {"recompute": "full", "other_recompute": "elementwise", "other_units": [1]},
+    ),
+    "other_units": (
+        ("--recompute", "elementwise", "--other-recompute", "full", "--other-units", "1,2"),
+        {"recompute": "elementwise", "other_recompute": "full", "other_units": [1, 2]},
+    ),
     "activation_loading_horizon": (
         ("--recompute", "full", "--offloaded-units", "1", "--activation-loading-horizon", 2),
         {"recompute": "full", "offloaded_units": [1], "activation_loading_horizon": 2},

@@ -189,6 +189,20 @@ def test_units_keep_what_enters_them_unless_the_plan_keeps_all_of_them(name: str
     assert full + 2 * inside <= one < none - 2 * inside
 
 
+def test_units_are_kept_beside_products_too() -> None:
+    case = CASES["function"]
+    graph = case.graph()
+    expected = reference(case.alone, case.params, optax.sgd(1e-2), batches(), MICROBATCH)
+    products = recomputing(graph, 2, "elementwise")
+    again = [unit for unit, mode in enumerate(products.unit_modes) if mode == "elementwise"]
+    some = replace(products, decision=replace(products.decision, kept_units=tuple(again[1:])))
+    every, fewer = (kept_bytes(trained(case, plan, expected)) for plan in (products, some))
+    assert every < fewer
+    two = replace(products, decision=replace(products.decision, other_recompute="full", other_units=tuple(again[1:])))
+    with pytest.raises(sw.ShardwrightError, match=r"other_recompute='full', and the jax runtime .* in one mode"):
+        trained(case, two, expected)
+
+
 @pytest.mark.parametrize("name", [pytest.param("linen", marks=pytest.mark.slow), "function", "scan"])
 def test_one_stage_of_no_modules_keeps_what_enters_its_units_too(name: str) -> None:
     case = CASES[name]

@@ -52,7 +52,7 @@ def planned(graph: Any, slices: Sequence[int], pp: int = 2, dp: int = 1, **pins:
     given: dict[str, Any] = {"precision": "fp32", "recompute": "none", "shard": 0, "schedule": "1f1b", "tp": 1} | pins
     cluster = sw.Cluster("cpu", nodes=1, devices_per_node=pp * dp * given["tp"])
     plan = sw.plan(graph, cluster, batch=BATCH, microbatch=MICROBATCH, pp=pp, dp=dp, **given)
-    return replace(plan, decision=replace(plan.decision, slices=tuple(slices)))
+    return replace(plan, decision=replace(plan.decision, slice_lengths=tuple(slices)))
 
 
 def trained(plan: sw.Plan, create: Callable[[], Any], loss: Callable[..., Any] = next_loss) -> Any:

@@ -17,6 +17,7 @@ SLOW = (
     "zb-h1:1:full:3",
     "zb-h1:1:offloaded:2",
     "zb-h1:1:elementwise:2",
+    "zb-h1:1:two:2",
     "interleaved-1f1b:2:full:1",
     "dualpipev:2:mixed:1",
 )
@@ -48,9 +49,10 @@ def require_same(result: dict[str, Any], case: str) -> None:
     assert result["shard"] == int(shard)
     if schedule == "zb-h1":  # the four products of each of two blocks, in columns and in rows
         assert result["put off"] >= 8
-    asked = {"mixed": {"full", "offload"}, "offloaded": {"offload"}}.get(policy, {policy})
+    of_policies = {"mixed": {"full", "offload"}, "offloaded": {"offload"}, "two": {"full", "elementwise"}}
+    asked = of_policies.get(policy, {policy})
     assert asked <= {mode for modes in result["modes"] for mode in modes}
-    if policy == "mixed" and virtual == "1":
+    if policy in ("mixed", "two") and virtual == "1":
         assert all(asked <= set(modes) for modes in result["modes"]), "each stage has both"
 
 

@@ -145,6 +145,16 @@ def test_patterns_name_units() -> None:
     asked = {"blocks.[01]": "full", "blocks.3": "offload", "blocks": "none"}
     assert plan_of(Rows(), recompute=asked).unit_modes == ("none", "full", "full", "none", "offload", "none")
     assert plan_of(Rows(), recompute={"*": "none"}).decision.recompute == "none"
+    asked = {"blocks.[01]": "full", "blocks.2": "elementwise"}
+    assert plan_of(Rows(), recompute=asked).unit_modes == ("none", "full", "full", "elementwise", "none", "none")
+    asked = {"blocks.1": "offload", "blocks": "elementwise"}
+    assert plan_of(Rows(), recompute=asked).unit_modes == (
+        "none",
+        "elementwise",
+        "offload",
+        *["elementwise"] * 2,
+        "none",
+    )
 
 
 @pytest.mark.parametrize(
@@ -152,7 +162,13 @@ def test_patterns_name_units() -> None:
     [
         ({"block.1": "full"}, r"matches no module of Rows: did you mean 'blocks\.1'\?"),
         ({"blocks.1.up": "full"}, r"blocks\.1\.up is a part of the unit blocks\.1, .* name 'blocks\.1'"),
-        ({"blocks": "elementwise"}, "by module there is 'none', 'full' or 'offload'; policies by op"),
+        ({"blocks": "selective"}, "by module there is 'none', 'offload', 'elementwise', 'alternate', 'full' or 'prod"),
+        (
+            {"blocks.0": "full", "blocks.1": "elementwise", "blocks": "alternate"},
+            "in two modes at most, .* given 'full",
+        ),
+        ({"blocks.0": "offload", "blocks.1": "elementwise", "blocks": "alternate"}, "'full' one of them where others"),
+        ({"blocks.0": "full", "blocks": "products:uq"}, "'uq' is no module of a unit that makes a product"),
         ({}, "expected a policy for each pattern"),
         ({"blocks": "none", "blocks.3": "offload"}, "'blocks.3': 'offload'} decides nothing: patterns before it"),
     ],

@@ -21,7 +21,7 @@ from shardwright.core.schedule.simulate import Costs
 from shardwright.core.tables.memory import Precision, SumPrecision
 from shardwright.core.tables.optimizers import OPTIMIZERS
 from shardwright.core.values.fields import Amount, Choices, Count, Words, require_fields
-from shardwright.core.values.recompute_modes import Recompute
+from shardwright.core.values.recompute_modes import Recompute, is_computed_again
 
 LossScope = Literal["replica", "global"]
 ShardLevel = Annotated[int, Choices((0, 1, 2, 3))]
@@ -75,9 +75,13 @@ class Decision:
     placement_order: str = "PDT"
     """The order of the axes over the ranks; neighbours on the last letter's axis are neighbouring ranks."""
     kept_units: tuple[Amount, ...] = ()
-    """The units that keep their activations although recompute is "full", because memory has room for them."""
+    """The units that keep their activations where others are computed again, because memory has room for them."""
     offloaded_units: tuple[Amount, ...] = ()
     """The units whose activations go to the host's memory and come back, instead of being recomputed."""
+    other_recompute: Recompute | None = None
+    """What is computed again of the units in ``other_units``; None: there are none such."""
+    other_units: tuple[Amount, ...] = ()
+    """The units that are computed again in another mode than ``recompute``."""
     activation_loading_horizon: Count = 1
     """The number of offloaded units whose activations are brought back ahead of the one whose backward runs, where
     copies run beside computing."""
@@ -117,14 +121,17 @@ class Decision:
             raise PlanError(f"stage_starts rise from 0: given {self.stage_starts}")
         if not isinstance(self.placement_order, str) or sorted(self.placement_order) != ["D", "P", "T"]:
             raise PlanError(f"placement_order={self.placement_order!r}: expected an order of the letters D, P and T")
-        for name in ("kept_units", "offloaded_units"):
+        for name in ("kept_units", "offloaded_units", "other_units"):
             units = getattr(self, name)
             if len(set(units)) != len(units):
                 raise PlanError(f"{name}={list(units)}: expected each unit once")
-        if self.kept_units and self.recompute != "full":
+        require_two_modes(self.recompute, self.other_recompute, self.other_units)
+        if both := set(self.other_units) & {*self.kept_units, *self.offloaded_units}:
+            raise PlanError(f"other_units={list(self.other_units)}: {min(both)} is kept or offloaded as well")
+        if self.kept_units and not is_computed_again(self.recompute):
             raise PlanError(
                 f"kept_units={list(self.kept_units)} with recompute={self.recompute!r}: they are units that keep their "
-                f'activations where others do not, under recompute="full"'
+                f"activations where others are computed again, in full or but for products"
             )
         if self.offloaded_units and (self.recompute != "full" or set(self.offloaded_units) & set(self.kept_units)):
             raise PlanError(
@@ -349,6 +356,24 @@ def placement_of(schedule: str, ranks: int, virtual_stages: int) -> tuple[int, .
     return family.placement(ranks, virtual_stages)
 
 
+def require_two_modes(recompute: str, other: str | None, units: Sequence[int]) -> None:
+    """Raise PlanError for a second mode of recompute without units, for units without it, or for modes in which a unit
+    is not computed again."""
+    said = f"recompute={recompute!r}, other_recompute={other!r} and other_units={list(units)}"
+    if bool(units) != (other is not None):
+        raise PlanError(f"{said}: the second mode and its units go together; give both or neither")
+    if other is None:
+        return
+    if other == recompute:
+        raise PlanError(f"{said}: the modes are the same; leave the second one out")
+    for mode in (recompute, other):
+        if not is_computed_again(mode):
+            raise PlanError(
+                f"{said}: units of both modes are computed again, in full or but for products: take 'full', "
+                f"'elementwise', 'alternate' or 'products:…' for {mode!r}"
+            )
+
+
 @lru_cache(maxsize=1)
 def _usual() -> dict[str, Any]:
     """The fields of a decision that have usual values."""
@@ -380,6 +405,8 @@ def summarize(decision: Decision) -> str:
         parts.append(f"{decision.virtual_stages} virtual stages")
     kept = f" but for {len(decision.kept_units)} units" if decision.kept_units else ""
     parts.append(f"recompute {decision.recompute}{kept}")
+    if decision.other_units:
+        parts.append(f"{decision.other_recompute} of {len(decision.other_units)} units")
     if decision.offloaded_units:
         parts.append(f"{len(decision.offloaded_units)} units offloaded")
     if decision.offload_states != "none":

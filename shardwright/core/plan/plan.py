@@ -28,7 +28,7 @@ from shardwright.core.plan.throughput import Throughput, throughput
 from shardwright.core.plan.training_run import Training
 from shardwright.core.schedule import Schedule, StageCosts
 from shardwright.core.schedule.simulate import Costs as PassCosts
-from shardwright.core.tables.memory import modes_of, recomputable_units
+from shardwright.core.tables.memory import modes_of, recomputable_units, require_recomputable
 from shardwright.core.values.amounts import bytes_text, seconds_text
 from shardwright.core.values.recompute_modes import Mode
 from shardwright.core.values.text_files import path_of, read_text
@@ -52,10 +52,11 @@ class Plan(PlanRecord):
         units = len(self.model.unit_classes)
         if self.decision.stage_starts[-1] >= units:
             raise PlanError(f"stage_starts {self.decision.stage_starts} name units that the model's {units} lack")
-        for name in ("kept_units", "offloaded_units"):
+        for name in ("kept_units", "offloaded_units", "other_units"):
             named = getattr(self.decision, name)
             if any(not 0 <= unit < units for unit in named):
                 raise PlanError(f"{name} {named} name units that the model's {units} lack")
+        require_recomputable(self.decision.other_units, recomputable_units(self.model.unit_classes))
         shapes = self.model.slot_shapes
         for slot, layout in self.decision.layouts:
             if slot not in shapes:
@@ -116,7 +117,9 @@ class Plan(PlanRecord):
     def unit_modes(self) -> tuple[Mode, ...]:
         """The treatment of each unit's activations."""
         decision, recomputable = self.decision, recomputable_units(self.model.unit_classes)
-        return tuple(modes_of(decision.recompute, recomputable, decision.kept_units, decision.offloaded_units))
+        other = decision.other_recompute, decision.other_units
+        kept, away = decision.kept_units, decision.offloaded_units
+        return tuple(modes_of(decision.recompute, recomputable, kept, away, other))
 
     @property
     def recomputed_units(self) -> tuple[int, ...]:

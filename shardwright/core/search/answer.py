@@ -146,11 +146,22 @@ def place_of(scorer: Scorer, best: Scored, pp: int) -> Place:
 
 
 def _variants(scorer: Scorer, best: Scored) -> tuple[int, ...]:
-    """The index of each unit's cost. The costs of kept units follow those of all classes, and those of offloaded units
-    follow these."""
-    variants, decision = scorer.tables.variants(best.decision.tp), best.decision
-    kept, away, classes = set(decision.kept_units), set(decision.offloaded_units), max(variants) + 1
-    return tuple(v + classes * (2 if unit in away else unit in kept) for unit, v in enumerate(variants))
+    """The index of each unit's cost. The costs of units that differ from the rest follow those of all classes."""
+    variants = scorer.tables.variants(best.decision.tp)
+    apart = {unit: at for at, (_, units) in enumerate(_apart(best.decision), 1) for unit in units}
+    return tuple(v + (max(variants) + 1) * apart.get(unit, 0) for unit, v in enumerate(variants))
+
+
+def _apart(decision: Decision) -> list[tuple[Mode, tuple[int, ...]]]:
+    """The modes of the units that differ from the rest, with these units."""
+    found: list[tuple[Mode, tuple[int, ...]]] = []
+    if decision.kept_units or decision.offloaded_units:
+        found.append(("none", decision.kept_units))
+    if decision.offloaded_units:
+        found.append(("offload", decision.offloaded_units))
+    if decision.other_recompute is not None:
+        found.append((decision.other_recompute, decision.other_units))
+    return found
 
 
 def _costs_at(scorer: Scorer, best: Scored, place: Place) -> tuple[ClassCost, ...]:
@@ -159,10 +170,7 @@ def _costs_at(scorer: Scorer, best: Scored, place: Place) -> tuple[ClassCost, ..
     variants = tables.variants(decision.tp)
     again = [tables.recomputable[variants.index(variant)] for variant in range(len(costs))]
     modes: list[list[Mode]] = [[unit_recompute(decision.recompute, may) for may in again]]
-    if decision.kept_units or decision.offloaded_units:
-        modes.append(["none"] * len(costs))
-    if decision.offloaded_units:
-        modes.append(["offload"] * len(costs))
+    modes += [[mode] * len(costs) for mode, _ in _apart(decision)]
     rate = place.device.host_link_bandwidth_bytes_per_s
     return tuple(_class_cost(cost, mode, rate) for of in modes for cost, mode in zip(costs, of, strict=True))
 
@@ -197,6 +205,7 @@ def not_carried_out(decision: Decision, runtimes: Sequence[Capabilities]) -> str
     d = decision
     lacks = {
         runtime.framework: runtime.lack(recompute=d.recompute, shard=d.shard, shard_group=d.shard_group, dp=d.dp)
+        or runtime.lack_of_modes(d.other_recompute)
         or runtime.lack_of_residency(d.shard, d.gathered_stages, d.reduce_after)
         or runtime.lack_of_host(d.offloaded_units, d.offload_states)
         for runtime in runtimes

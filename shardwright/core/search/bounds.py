@@ -1,5 +1,6 @@
 """Bounds of choices, each computed in microseconds: the time that no step gets below, known before there is a cut."""
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from shardwright.core.search.predict import LeastEnds, StepModel, largest_unit
 from shardwright.core.search.request import VIRTUAL_STAGES, Request
 from shardwright.core.search.space import Pipelining, Policy, Shape
 from shardwright.core.tables.cost_tables import CostTables, Place, is_one_stage
+from shardwright.core.tables.memory import require_recomputable
 from shardwright.core.tables.memory_request import MemoryRequest
 from shardwright.core.tables.mesh_links import Links
 from shardwright.core.tables.rank_tables import RankTables
@@ -67,16 +69,25 @@ class Bounds:
                 alone = tuple(map(id, unlinked)), limits, "unlinked"
                 of_bytes = self._alike.setdefault(alone, RankTables(unlinked, limits))
                 ranked = replace(ranked, unlinked=of_bytes)
-            if recompute == "full" and self.request.names_units:
-                kept, away = self.request.kept_units or (), self.request.offloaded_units or ()
-                if max((*kept, *away)) >= ranked.units:
-                    raise PlanError(
-                        f"kept_units={list(kept)} and offloaded_units={list(away)} name units that the model's "
-                        f"{ranked.units} lack"
-                    )
-                ranked = ranked.keeping(kept, away)
+            if recompute == self.request.recompute and self.request.names_units:
+                ranked = self._as_named(ranked)
             self._ranked[key] = self._alike.setdefault((tuple(map(id, found)), limits, lent), ranked)
         return self._ranked[key]
+
+    def _as_named(self, ranked: RankTables) -> RankTables:
+        """The tables with the units that are named by number. Raises PlanError for units that the model lacks."""
+        names = "kept_units", "offloaded_units", "other_units"
+        named: dict[str, tuple[int, ...]] = {name: tuple(getattr(self.request, name) or ()) for name in names}
+        if max(itertools.chain(*named.values())) >= ranked.units:
+            said = " and ".join(f"{name}={list(units)}" for name, units in named.items() if units)
+            raise PlanError(f"{said} name units that the model's {ranked.units} lack")
+        kept, away, other = named.values()
+        if kept or away:
+            ranked = ranked.keeping(kept, away)
+        if self.request.other_recompute is not None:
+            require_recomputable(other, ranked.tables[0].recomputable)
+            ranked = ranked.mixing(self.request.other_recompute, other)
+        return ranked
 
     def _limit_bytes(self, memory_bytes: int) -> int:
         """What a plan may use of a device's memory."""
@@ -258,7 +269,7 @@ class Bounds:
         """
         recompute = policies[0].recompute
         few = self.request.recomputes_what_memory_asks_for(recompute)
-        if few or (recompute == "full" and self.request.names_units):
+        if few or (recompute == self.request.recompute and self.request.names_units):
             recompute = "none"  # any number of units may be kept
         fit = [policy for policy in policies if self.may_fit(shape, policy)]
         if not fit:
@@ -333,7 +344,8 @@ class Bounds:
     def may_fit(self, shape: Shape, policy: Policy) -> bool:
         """Whether all ranks together have room for the parameters and one microbatch's activations."""
         pp = shape.mesh.axis_size("pp")
-        table = self._first(shape, policy.recompute)
+        # Units in another mode may keep less than the others.
+        table = self._first(shape, "full" if self.request.other_units else policy.recompute)
         each, trained = self.least_state(shape, policy, self.request.stages_per_rank or max(VIRTUAL_STAGES))
         held = each * float(table.range_elements[0, -1]) + trained * float(table.range_trained[0, -1])
         if not self.request.offload:  # else they may be on the host

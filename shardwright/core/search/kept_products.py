@@ -27,23 +27,29 @@ def recompute_choices(tables: CostTables, request: Request) -> tuple[Recompute, 
     asked = request.recompute
     if asked == "auto":
         return SEARCHED
-    if kind_of(asked) != NAMED:
+    if request.other_recompute is not None:
+        _require_products(tables, "other_recompute", request.other_recompute)
+    _require_products(tables, "recompute", asked)
+    if asked != NAMED:
         return (asked,)
+    return ("none", *(keeping_products_of(modules) for modules in reversed(_front(tables))), "full")
+
+
+def _require_products(tables: CostTables, name: str, mode: str) -> None:
+    """Raise PlanError for a mode that names, or is to name, modules that make no product where units are recomputed."""
+    if kind_of(mode) != NAMED:
+        return
     made = {each.module for unit in _recomputed(tables) for each in unit.results}
     if not made:
         raise PlanError(
-            f"recompute={asked!r}: no unit of {tables.graph.model_name} that would be recomputed makes a product: take "
+            f"{name}={mode!r}: no unit of {tables.graph.model_name} that would be recomputed makes a product: take "
             f"'none' or 'full'"
         )
-    if asked != NAMED:
-        unknown = sorted(kept_modules(asked) - made)
-        if unknown:
-            raise PlanError(
-                f"recompute={asked!r}: {unknown[0]!r} is no module of a unit that makes a product: "
-                f"{nearest(unknown[0], made)}"
-            )
-        return (asked,)
-    return ("none", *(keeping_products_of(modules) for modules in reversed(_front(tables))), "full")
+    unknown = sorted(kept_modules(mode) - made) if mode != NAMED else []
+    if unknown:
+        raise PlanError(
+            f"{name}={mode!r}: {unknown[0]!r} is no module of a unit that makes a product: {nearest(unknown[0], made)}"
+        )
 
 
 def _recomputed(tables: CostTables) -> list[UnitWork]:

@@ -11,8 +11,10 @@ from shardwright.core.model.graph import Call, Graph
 from shardwright.core.model.own_checkpoints import is_checkpointed
 from shardwright.core.search.request import Options
 from shardwright.core.tables.memory import recomputable_units
+from shardwright.core.values.recompute_modes import PREFIX, WHOLE, is_computed_again, names_products
 
-POLICIES = ("none", "full", "offload")
+POLICIES = ("none", "offload", *(mode for mode in WHOLE if is_computed_again(mode)))
+"""What may become of the units of a pattern, beside "products:…"."""
 MAXTEXT: dict[str, str | None] = {
     "minimal": "selective",
     "save_dot_except_mlp": None,
@@ -30,20 +32,20 @@ None where there is none, as these go by names that its layers give to values.""
 
 def by_module(graph: Graph, asked: Mapping[str, str]) -> dict[str, Any]:
     """The options of `plan()` for policies by module: for each pattern of module paths (``transformer.h.[0-5]``, or a
-    module with all below it) "none", "full" or "offload". The first pattern that matches a unit counts; units that
-    none matches keep their activations.
+    module with all below it) "none", "offload" or a mode in which it is computed again, of which there may be two. The
+    first pattern that matches a unit counts; units that none matches keep their activations.
 
     Raises:
-        PlanError: a pattern that matches no unit, or only parts of units (the nearest paths are named), or a policy
-            that is not of units.
+        PlanError: a pattern that matches no unit, or only parts of units (the nearest paths are named), a policy that
+            is not of units, or more modes than a plan has.
     """
     if not asked:
         raise PlanError("recompute={}: expected a policy for each pattern of module paths")
     for pattern, policy in asked.items():
-        if policy not in POLICIES:
+        if policy not in POLICIES and not names_products(policy):
             raise PlanError(
-                f"recompute={{{pattern!r}: {policy!r}}}: by module there is 'none', 'full' or 'offload'; policies by "
-                f"op, as 'elementwise', are of the whole model"
+                f"recompute={{{pattern!r}: {policy!r}}}: by module there is {', '.join(map(repr, POLICIES))} or "
+                f"'{PREFIX}MODULE,…'"
             )
     folded = fold(graph)
     units, found, decided = folded.units, dict[int, str](), dict[str, list[int]]()
@@ -62,16 +64,27 @@ def by_module(graph: Graph, asked: Mapping[str, str]) -> dict[str, Any]:
                 f"recompute={{{pattern!r}: {policy!r}}} decides nothing: patterns before it match all its units, and "
                 f"the first that matches counts; put it before them"
             )
-        if policy == "full" and not any(may[unit] for unit in decided[pattern]):
+        if policy not in ("none", "offload") and not any(may[unit] for unit in decided[pattern]):
             raise PlanError(
-                f"recompute={{{pattern!r}: 'full'}}: units that have no others like them, as embeddings and heads, are "
-                f"kept, or offloaded, where most units of a model are alike"
+                f"recompute={{{pattern!r}: {policy!r}}}: units that have no others like them, as embeddings and heads, "
+                f"are kept, or offloaded, where most units of a model are alike"
             )
     kept = tuple(unit.index for unit in units if found.get(unit.index, "none") == "none")
     away = tuple(unit for unit, policy in found.items() if policy == "offload")
     if len(kept) == len(units):
         return {"recompute": "none"}
-    return {"recompute": "full", "kept_units": kept or None, "offloaded_units": away or None}
+    again = list(dict.fromkeys(policy for policy in found.values() if policy not in ("none", "offload")))
+    modes = ["full", *(mode for mode in again if mode != "full")] if away else again
+    if len(modes) > 2:
+        raise PlanError(
+            f"recompute={dict(asked)!r}: a plan computes units again in two modes at most, 'full' one of them where "
+            f"others are offloaded; given {', '.join(map(repr, modes))}"
+        )
+    options: dict[str, Any] = {"recompute": modes[0], "kept_units": kept or None, "offloaded_units": away or None}
+    for other in modes[1:]:
+        own = tuple(unit for unit, policy in found.items() if policy == other and may[unit])
+        options |= {"other_recompute": other, "other_units": own}
+    return options
 
 
 def of_maxtext(name: str) -> str:

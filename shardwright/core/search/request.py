@@ -25,6 +25,7 @@ from shardwright.core.plan.decision import (
     require_shard_group,
     require_slices,
     require_states_level,
+    require_two_modes,
     training_family,
 )
 from shardwright.core.plan.training_run import Dollars, TrainingRun, duration_s
@@ -34,7 +35,7 @@ from shardwright.core.schedule.family import Family, Sizes
 from shardwright.core.schedule.passes.sharding import ReduceAfter
 from shardwright.core.tables.memory import Precision, SumPrecision
 from shardwright.core.values.fields import Amount, Count, Option, Share, Words, fields_of, require_fields
-from shardwright.core.values.recompute_modes import NAMED, Recompute
+from shardwright.core.values.recompute_modes import NAMED, Recompute, is_computed_again
 
 VIRTUAL_STAGES = (1, 2, 3, 4, 6, 8)
 """Stages per pipeline rank that a search tries."""
@@ -96,7 +97,10 @@ class Options:
     ] = "auto"
     kept_units: Annotated[
         Sequence[Annotated[int, Ge(0)]] | None,
-        Option('units that keep their activations under recompute="full"', 'under "auto" searched, under "full" none'),
+        Option(
+            'units that keep their activations where recompute, "full" or by op, has others computed again',
+            'under "auto" and "products" searched, else none',
+        ),
     ] = None
     offloaded_units: Annotated[
         Sequence[Annotated[int, Ge(0)]] | None,
@@ -104,6 +108,17 @@ class Options:
             'units whose activations go to the host\'s memory and come back under recompute="full"',
             'under "auto" searched where ``offload`` says so, under "full" none',
         ),
+    ] = None
+    other_recompute: Annotated[
+        Recompute | None,
+        Option(
+            "the mode of recompute of the units in ``other_units``, beside that of the others",
+            'searched under recompute="products" where all runtimes mix modes, else none',
+        ),
+    ] = None
+    other_units: Annotated[
+        Sequence[Annotated[int, Ge(0)]] | None,
+        Option("units that are computed again in the mode ``other_recompute``", "as ``other_recompute``"),
     ] = None
     activation_loading_horizon: Annotated[
         Count | None,
@@ -292,17 +307,24 @@ class Options:
 
     def __post_init__(self) -> None:
         require_fields(self, PlanError)
-        for name in ("stage_starts", "kept_units", "offloaded_units", "slice_lengths"):
+        for name in ("stage_starts", "kept_units", "offloaded_units", "other_units", "slice_lengths"):
             if (units := getattr(self, name)) is not None:
                 object.__setattr__(self, name, tuple(units))
         if self.stage_starts == ():
             raise PlanError("stage_starts=[]: expected the first unit of every stage, as [0, 5, 9]")
-        if self.names_units and self.recompute != "full":
-            name = "kept_units" if self.kept_units else "offloaded_units"
+        if self.other_units and self.searches_recompute:
             raise PlanError(
-                f"{name}={list(getattr(self, name))} with recompute={self.recompute!r}: they are named among those "
-                f"that are recomputed; pin recompute='full' as well"
+                f"other_units={list(self.other_units)} with recompute={self.recompute!r}: the modes are searched "
+                f"together; pin recompute as well"
             )
+        require_two_modes(self.recompute, self.other_recompute, self.other_units or ())
+        is_again = is_computed_again(self.recompute) and self.recompute != NAMED
+        for name, may in (("kept_units", is_again), ("offloaded_units", self.recompute == "full")):
+            if getattr(self, name) and not may:
+                raise PlanError(
+                    f"{name}={list(getattr(self, name))} with recompute={self.recompute!r}: they are named among those "
+                    f"that are recomputed; pin recompute='full' as well"
+                )
         self._require_devices()
         self._require_slices()
         if self.offload and self.recompute != "auto":
@@ -342,8 +364,8 @@ class Options:
 
     @property
     def names_units(self) -> bool:
-        """Whether some units are kept or offloaded by number."""
-        return bool(self.kept_units or self.offloaded_units)
+        """Whether some units are kept, offloaded or computed again in a mode of their own, by number."""
+        return bool(self.kept_units or self.offloaded_units or self.other_units)
 
     @property
     def searches_recompute(self) -> bool:

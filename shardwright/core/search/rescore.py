@@ -32,6 +32,8 @@ FOLLOWS: dict[str, tuple[str, ...]] = {
     "sequence_parallel": ("tp",),
     "kept_units": ("recompute",),
     "offloaded_units": ("recompute",),
+    "other_recompute": ("recompute",),
+    "other_units": ("recompute",),
     "shard_group": ("shard",),
     "gathered_stages": ("shard",),
     "look_ahead": ("shard",),
@@ -39,6 +41,8 @@ FOLLOWS: dict[str, tuple[str, ...]] = {
 }
 """The parts of a decision that are found anew where one of these others is edited, unless they are edited too: they
 were chosen for the value before."""
+NAMED_UNITS = ("kept_units", "offloaded_units", "other_units")
+"""The parts of a decision that are sets of units, in any order."""
 DERIVED = ("hierarchical_gathers", "whole_below_bytes")
 """The options that a plan derives from the rest of its decision, unless they are given."""
 EDIT = "an edit of the plan"
@@ -163,7 +167,7 @@ def _request(given: PlanInput, decided: Mapping[str, Any]) -> Request:
     # What a request says with another value than a decision, in which None means what is usual.
     if "gathered_stages" in pins:
         pins["gathered_stages"] = pins["gathered_stages"] or 0
-    for name in ("kept_units", "offloaded_units"):
+    for name in NAMED_UNITS:
         pins[name] = pins.get(name) or None
     beside = dict(given.options)
     if "stage_starts" in pins:  # the cut is given, and there is none to find
@@ -227,7 +231,7 @@ def _require_kept(plan: Plan, found: Plan, wanted: Mapping[str, Any]) -> None:
         own = getattr(found.decision, name)
         if name == "layouts":
             _require_layouts(plan, found, dict(value))
-        elif own != value and not (name in ("kept_units", "offloaded_units") and sorted(own) == sorted(value)):
+        elif own != value and not (name in NAMED_UNITS and sorted(own) == sorted(value)):
             raise PlanError(
                 f"{name}={_shown(value)}: with the rest of the decision as it is, a plan has {name}={_shown(own)} "
                 f"and no other: leave {name} out of the edit, or edit what it follows from"

@@ -15,7 +15,8 @@ from shardwright.core.schedule.costs import StageCosts
 from shardwright.core.schedule.messages_under_way import UnderWay, messages_under_way, usual_messages_under_way
 from shardwright.core.schedule.peak_memory import peak_live
 from shardwright.core.search.bounds import SAFE, Bounds
-from shardwright.core.search.labelled_units import labelled
+from shardwright.core.search.labelled_units import SAME, labelled
+from shardwright.core.search.mixed_modes import as_many_in_another_mode
 from shardwright.core.search.partition_input import partition_input
 from shardwright.core.search.predict import LONGEST_SIMULATED, Pipeline, least_makespan_s
 from shardwright.core.search.rank_peaks import by_stage, less_apart, with_activations
@@ -26,6 +27,7 @@ from shardwright.core.tables.cost_tables import CostTables
 from shardwright.core.tables.memory import STAYING, MemoryUse, live_microbatches
 from shardwright.core.tables.memory_request import MemoryRequest
 from shardwright.core.tables.rank_tables import RankTables
+from shardwright.core.values.recompute_modes import Recompute
 
 REMEMBERED_PIPELINES = 512
 """The number of simulated pipelines that are remembered: policies that wait alike share one."""
@@ -337,10 +339,13 @@ class Scorer:
         return Timed(decision, ranked, self.step.predicted(decision, ranked, memory, placement, pipeline))
 
     def _decided(self, draft: Draft, policy: Policy) -> Decision:
+        table = draft.tables.tables[0]
         return replace(
             self.bounds.decision(draft.shape, policy, draft.pipelining, draft.starts),
             kept_units=draft.kept_units,
-            offloaded_units=tuple(sorted(draft.tables.tables[0].offloaded)),
+            offloaded_units=tuple(sorted(table.offloaded)),
+            other_recompute=table.other_recompute,
+            other_units=tuple(sorted(table.others)),
         )
 
     def finished(self, timed: Timed) -> Scored:
@@ -353,6 +358,25 @@ class Scorer:
         """A cut under its only policy; None where it does not fit, or needs no recomputing after all."""
         draft = self.draft(cut)
         return None if draft is None else self.finished(self.timed(draft))
+
+    def mixed(self, choice: Scored, mode: Recompute, other: Recompute, kept: tuple[int, ...]) -> Scored | None:
+        """A choice with all units computed again in a ``mode``, but for those that are ``kept`` and as many in another
+        mode as have room. None where that does not fit, or takes no less time."""
+        cut = self.as_cut(choice)
+        shape, pipelining, starts = cut.shape, cut.pipelining, cut.starts
+        policy = replace(cut.policies[0], recompute=mode)
+        ranked = self.bounds.ranked(shape, mode)
+        ranked = ranked.keeping(kept) if kept else ranked
+        decision = self.bounds.decision(shape, policy, pipelining, starts)
+        live = live_microbatches(pipelining.schedule, ranked.ranks, shape.microbatches, pipelining.virtual_stages)
+        below_s = choice.tables.slowest_s(starts, decision.stage_ranks) * (1 - SAME)
+        found = as_many_in_another_mode(decision, ranked, live, self._memory, other, below_s)
+        if found is None:
+            return None
+        tables, memory = found
+        units = tuple(sorted(tables.tables[0].kept))
+        made = self.finished(self.timed(Draft(shape, pipelining, starts, ((policy, memory),), 0.0, tables, units)))
+        return made if made.predicted.step_time_s < choice.predicted.step_time_s * (1 - SAME) else None
 
     def as_cut(self, choice: Cut | Draft | Timed | Scored) -> Cut:
         """What a choice is of, with its cut, before there is a bound of its time."""

@@ -19,6 +19,8 @@ from shardwright.core.search.answer import as_plan, not_carried_out
 from shardwright.core.search.best_first import REPORTED, Found, Search, preference
 from shardwright.core.search.defaults import defaults
 from shardwright.core.search.devices_in_use import Part, parts
+from shardwright.core.search.kept_products import recompute_choices
+from shardwright.core.search.mixed_modes import with_two_modes
 from shardwright.core.search.refusal import refusal
 from shardwright.core.search.request import Progress, Request
 from shardwright.core.search.scoring import Scored, Scorer
@@ -27,6 +29,7 @@ from shardwright.core.search.space import GENERATED_ACTIONS
 from shardwright.core.search.step_work import step_tokens
 from shardwright.core.search.time_limits import out_of_time, require_price
 from shardwright.core.tables.cost_tables import CostTables
+from shardwright.core.values.recompute_modes import NAMED
 
 GENERATED = 3
 """The number of choices for which a schedule is generated, where one is asked for."""
@@ -64,6 +67,10 @@ def make_plan(graph: Graph, cluster: Cluster, request: Request) -> Plan:
     if request.schedule == AUTO:
         best, *others = generated(scorer, [best, *others])
         fastest = best
+    elif request.recompute == NAMED:
+        best = _with_two_modes(chosen.search, best)
+        if fastest is not None and best.predicted.step_time_s <= fastest.predicted.step_time_s:
+            fastest = best
     if request.tp is not None:  # a pinned degree is used, with a warning where it does not pay
         slow = scorer.tables.slow_tensor_axis(best.decision.tp, best.decision.microbatch)
         if slow is not None:
@@ -79,6 +86,20 @@ def make_plan(graph: Graph, cluster: Cluster, request: Request) -> Plan:
         found = replace(found, costs=replace(found.costs, slices=tuple(map(as_recorded, slice_costs))))
     given = PlanInput.of(graph, used, request.beside_decision, request.pins, request.runtimes)
     return replace(found, counted_for="", input=given)
+
+
+def _with_two_modes(search: Search, best: Scored) -> Scored:
+    """The best choice with the modes of recompute of two sets of units, where that is faster."""
+    scorer, starts = search.scorer, best.decision.stage_starts
+    if best.decision.recompute == "none":
+        return best
+    # The last units of stages have room when their backward begins, which follows their forward at once.
+    last = tuple(sorted(best.tables.again_in_turns(starts)[: best.decision.stages]))
+    modes = recompute_choices(scorer.tables, search.request)
+    runtimes = search.request.runtimes or (scorer.tables.graph.capabilities,)
+    return with_two_modes(
+        best, modes, scorer.mixed, lambda choice: tuple(dict.fromkeys([(), last, choice.decision.kept_units])), runtimes
+    )
 
 
 def with_headroom(graph: Graph, request: Request) -> Request:

@@ -50,7 +50,8 @@ def _recomputed(tables: CostTables, decision: Decision) -> Collection[int]:
     found = list[int]()
     for unit, may in zip(tables.folded.units, tables.recomputable, strict=True):
         if may and unit.index not in left and decision.recompute != "none":
-            found += _recomputed_in(tables, unit, decision.recompute)
+            other = decision.other_recompute if unit.index in decision.other_units else None
+            found += _recomputed_in(tables, unit, other or decision.recompute)
         else:
             found += own.intersection(range(unit.first_op, unit.end_op))
     return found

@@ -8,6 +8,7 @@ from typing import Literal
 
 from shardwright.core.cost.unit_seconds import UnitCost
 from shardwright.core.cost.unit_work import PRECISION_BYTES
+from shardwright.core.errors import PlanError
 from shardwright.core.schedule.named_schedule import named_schedule
 from shardwright.core.schedule.peak_memory import peak_live
 from shardwright.core.tables.optimizers import optimizer_of
@@ -135,15 +136,32 @@ def unit_recompute(recompute: Recompute, recomputable: bool) -> Recompute:
     return "none" if (recompute == "full" or goes_by_op(recompute)) and not recomputable else recompute
 
 
+def require_recomputable(units: Sequence[int], recomputable: Sequence[bool]) -> None:
+    """Raise PlanError for the first of some units, which another mode of recompute is for, that is not recomputed."""
+    for unit in units:
+        if not recomputable[unit]:
+            raise PlanError(
+                f"other_units={list(units)}: unit {unit} has no others like it, as embeddings and heads have not, and "
+                f"is kept: leave it out"
+            )
+
+
 def modes_of(
-    recompute: Recompute, recomputable: Sequence[bool], kept: Collection[int], offloaded: Collection[int]
+    recompute: Recompute,
+    recomputable: Sequence[bool],
+    kept: Collection[int],
+    offloaded: Collection[int],
+    other: tuple[Recompute | None, Collection[int]] = (None, ()),
 ) -> list[Mode]:
     """The treatment of each unit's activations under the policy of the whole, with the units that differ from it.
-    ``recomputable``: as in `recomputable_units`."""
+    ``recomputable``: as in `recomputable_units`; ``other``: a second mode of recompute, and its units."""
+    mode, others = other
     return [
-        "offload" if unit in offloaded else "none" if unit in kept else unit_recompute(recompute, again)
+        "offload" if unit in offloaded
+        else "none" if unit in kept
+        else unit_recompute(mode if mode and unit in others else recompute, again)
         for unit, again in enumerate(recomputable)
-    ]
+    ]  # fmt: skip
 
 
 def kept_bytes(unit: UnitCost, recompute: Mode, *, beside_recomputed: bool = True) -> int:

@@ -24,6 +24,7 @@ from shardwright.core.tables.memory import MemoryUse, collectives_s
 from shardwright.core.tables.memory_request import MemoryRequest
 from shardwright.core.tables.unit_table import UnitTable
 from shardwright.core.values.found_once import found_once
+from shardwright.core.values.recompute_modes import Recompute, is_computed_again
 
 UNCOUNTED_BYTES = 16 * 1024
 """The bytes that no graph shows: losses and their seeds, an optimizer's count of its steps for each parameter, rows of
@@ -396,6 +397,20 @@ class RankTables:
         made = {id(table): table.keeping(kept, away) for table in self.tables}
         return replace(self, tables=tuple(made[id(table)] for table in self.tables), unlinked=None)
 
+    def mixing(self, mode: Recompute, units: Collection[int]) -> "RankTables":
+        """The same tables where ``units`` are computed again in another mode."""
+        some = frozenset(units)
+        made = {id(table): table.mixing(mode, some) for table in self.tables}
+        return replace(self, tables=tuple(made[id(table)] for table in self.tables), unlinked=None)
+
+    def again_in_turns(self, starts: Sequence[int]) -> list[int]:
+        """The units that are computed again, the last one of every stage first, then the last but one of each."""
+        modes = self.tables[0].modes
+        turns = zip_longest(
+            *([u for u in reversed(range(a, b)) if is_computed_again(modes[u])] for a, b in self.ends(starts))
+        )
+        return [unit for turn in turns for unit in turn if unit is not None]
+
     def kept_units(
         self, starts: Sequence[int], placement: Sequence[int], live: Sequence[int], request: MemoryRequest
     ) -> tuple[int, ...]:
@@ -521,6 +536,10 @@ class RankTables:
                 before.updated_elements + float(table.range_trained[a, b]) * _update_share(units),
             )
         return found
+
+    def slowest_s(self, starts: Sequence[int], placement: Sequence[int]) -> float:
+        """Seconds of one microbatch on the slowest rank of a cut."""
+        return max(work.seconds for work in self.work(starts, placement))
 
     def tied(self, starts: Sequence[int], placement: Sequence[int]) -> list[tuple[tuple[int, ...], int]]:
         """The (pipeline ranks, entries) of every trained parameter that several ranks hold."""

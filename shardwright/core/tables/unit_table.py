@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -71,6 +72,10 @@ class UnitTable:
     """The units that keep their activations although they could be recomputed."""
     offloaded: frozenset[int] = frozenset()
     """The units whose activations are on the host between forward and backward."""
+    other_recompute: Recompute | None = None
+    """The mode of the units in ``others``."""
+    others: frozenset[int] = frozenset()
+    """The units that are computed again in another mode than the rest."""
     host_bytes_per_s: float = math.inf
     """The bandwidth of the link to the host, in one direction."""
     host_memory_bytes: float = math.inf
@@ -138,7 +143,8 @@ class UnitTable:
     @cached_property
     def modes(self) -> list[Mode]:
         """The treatment of each unit's activations under the policy of the whole."""
-        return modes_of(self.recompute, self.recomputable, self.kept, self.offloaded)
+        other = self.other_recompute, self.others
+        return modes_of(self.recompute, self.recomputable, self.kept, self.offloaded, other)
 
     @cached_property
     def idle_lent(self) -> float:
@@ -287,7 +293,14 @@ class UnitTable:
 
     def keeping(self, units: frozenset[int], offloaded: frozenset[int]) -> "UnitTable":
         """The same table where ``units`` are kept and not recomputed, and ``offloaded`` ones are offloaded."""
-        made = replace(self, kept=units, offloaded=offloaded, unlinked=None)
+        return self._with_modes(kept=units, offloaded=offloaded)
+
+    def mixing(self, mode: Recompute, units: frozenset[int]) -> "UnitTable":
+        """The same table where ``units`` are computed again in another mode."""
+        return self._with_modes(other_recompute=mode if units else None, others=units)
+
+    def _with_modes(self, **changes: Any) -> "UnitTable":
+        made = replace(self, **changes, unlinked=None)
         unchanged = "call_kinds", "passes_by_content", "content_numbers", "range_elements", "range_trained"
         vars(made).update((name, getattr(self, name)) for name in unchanged)
         return made

@@ -40,6 +40,12 @@ def kind_of(mode: str) -> str:
     return NAMED if mode.startswith(PREFIX) else mode
 
 
+def is_computed_again(mode: str) -> bool:
+    """Whether a unit of a mode is computed again, in full or but for results of products; "selective" is of parts of
+    attention alone."""
+    return mode == "full" or goes_by_op(mode)
+
+
 def goes_by_op(mode: str) -> bool:
     """Whether results of products are kept op by op."""
     return kind_of(mode) in BY_OP

@@ -20,7 +20,8 @@ RESULTS = {"in": 2, "gate": 4, "up": 4, "out": 1}
 """The module of each product of a block, in order, and its result in widths."""
 
 
-def graph() -> Graph:
+def graph(pointwise: int = 1) -> Graph:
+    """``pointwise``: as many ops without a product follow each other, whose results are all kept where all is."""
     b = Builder()
     x = b.input("x", -1, SEQUENCE, WIDTH, dtype="float32")
     for block in range(BLOCKS):
@@ -36,7 +37,9 @@ def graph() -> Graph:
 
         y = linear(b.norm(x, f"{path}.norm", WIDTH), "in", 2 * WIDTH)
         gate, up = (linear(b.elementwise("relu", y), name, 4 * WIDTH) for name in ("gate", "up"))
-        x = b.elementwise("add", x, linear(b.elementwise("mul", b.elementwise("silu", gate), up), "out", WIDTH))
+        for _ in range(pointwise):
+            gate = b.elementwise("silu", gate)
+        x = b.elementwise("add", x, linear(b.elementwise("mul", gate, up), "out", WIDTH))
         b.leave(outer)
     return replace(b.build(x), capabilities=ABLE)
 

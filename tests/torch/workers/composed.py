@@ -34,6 +34,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "full": {"recompute": "full"},
     "offloaded": {"recompute": {"transformer.h.*": "offload"}},
     "elementwise": {"recompute": "elementwise"},
+    "two": {"recompute": {"transformer.h.[02]": "full", "transformer.h.[13]": "elementwise"}},
 }
 
 

@@ -129,6 +129,11 @@ def products_that_are_kept_are_not_computed_again() -> None:
         for recompute in ("elementwise", "alternate", MODULES[name]):
             found = trained(name, 0.1, **pins, recompute=recompute)
             require_same(f"{name}, {pins}, {recompute}", found, kept)
+        again = [unit for unit, mode in enumerate(found["plan"].unit_modes) if mode != "none"]
+        mixed = {"recompute": MODULES[name], "other_recompute": "elementwise", "other_units": again[1::2]}
+        found = trained(name, 0.1, **pins, **mixed, kept_units=again[2::4] or None)
+        assert {MODULES[name], "elementwise"} <= set(found["plan"].unit_modes)
+        require_same(f"{name}, {pins}, {mixed}", found, kept)
 
 
 def policies_go_with_shards_and_tensor_axes() -> None:
@@ -180,6 +185,8 @@ def memory_is_as_predicted() -> None:
             "products": {"recompute": "elementwise"},
             "alternate": {"recompute": "alternate"},
             "named": {"recompute": MODULES[name]},
+            "mixed": {"recompute": "full", "other_recompute": "elementwise", "other_units": blocks[1:]},
+            "some kept": {"recompute": MODULES[name], "kept_units": blocks[1:]},
             "full": {"recompute": "full"},
         }.items():
             found = trained(name, 0.0, True, dp=2, **policy)
@@ -189,6 +196,8 @@ def memory_is_as_predicted() -> None:
             )
         assert peaks["full"] < peaks["alternate"] < peaks["products"] < peaks["kept"], peaks
         assert peaks["full"] < peaks["named"] < peaks["products"], peaks
+        assert peaks["full"] < peaks["mixed"] < peaks["products"], peaks
+        assert peaks["named"] < peaks["some kept"] < peaks["kept"], peaks
         assert peaks["offloaded"] < peaks["full"] * 1.1, peaks
 
 

@@ -158,7 +158,7 @@ def _sequences(plan: Plan, microbatches: Microbatches, batch: Sequence[int], spl
     for leaf, dim in zip(split, microbatches.dims, strict=True):
         inner = leaf.shape if dim is None else leaf.shape[2:]  # without microbatches and replicas
         shapes.append((tuple(inner), jnp.issubdtype(leaf.dtype, jnp.integer), None if dim is None else 0))
-    dims = sequence_dims(shapes, plan.decision.slices, microbatches.loss.name)
+    dims = sequence_dims(shapes, plan.decision.slice_lengths, microbatches.loss.name)
     return {batch[number]: dim + 1 for number, dim in dims.items()}
 
 

@@ -30,7 +30,7 @@ def in_slices(
 
     Raises CaptureError for a program that cannot run in slices: it says what forbids it.
     """
-    lengths, tokens = plan.decision.slices, sum(plan.decision.slices)
+    lengths, tokens = plan.decision.slice_lengths, sum(plan.decision.slice_lengths)
     reading = Reading(flat, tokens)
     reading.read(batch, weights)
     units = _Units(flat, plan, weights, calls)

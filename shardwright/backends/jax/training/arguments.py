@@ -24,6 +24,7 @@ def require_supported(plan: Plan) -> None:
     decision = plan.decision
     CAPABILITIES.require_axes({"pp": decision.pp})
     CAPABILITIES.require_on_device(decision.offloaded_units)
+    CAPABILITIES.require_modes(decision.other_recompute)
     CAPABILITIES.require_states(decision.offload_states)
     if decision.activation_loading_horizon > 1:
         raise MissingCapabilityError(

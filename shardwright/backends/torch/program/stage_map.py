@@ -93,6 +93,7 @@ class StageMap:
 def _require_policies(plan: Plan) -> None:
     decision = plan.decision
     CAPABILITIES.require_on_device(decision.offloaded_units)
+    CAPABILITIES.require_modes(decision.other_recompute)
     CAPABILITIES.require_states(decision.offload_states)
     CAPABILITIES.require_residency(decision.shard, decision.gathered_stages, decision.reduce_after)
     if decision.recompute == "selective":
