@@ -133,7 +133,8 @@ class Plan(PlanRecord):
 
     def build_schedule(self) -> Schedule:
         """The table of actions. Raises ScheduleError when the schedule does not admit the sizes."""
-        return self.decision.build_schedule(self.pass_costs())
+        knows = len(self.costs.slices) == self.decision.slice_count
+        return self.decision.build_schedule(self.pass_costs() if knows else self.stage_costs())
 
     def pass_costs(self) -> PassCosts:
         """The seconds and bytes of every stage for one microbatch; where its sequences run in slices, of each slice."""

@@ -55,19 +55,6 @@ def require_trains(schedule: Schedule) -> None:
         )
 
 
-def require_without_slices(schedule: Schedule, runtime: str) -> None:
-    """Check that a schedule runs microbatches whole, as a runtime asks of it that carries no state between slices.
-
-    Raises:
-        ScheduleError: it runs slices of sequences.
-    """
-    if schedule.slices > 1:
-        raise ScheduleError(
-            f"{schedule.name} runs each microbatch in {schedule.slices} slices of its sequence, and {runtime} runs "
-            f"microbatches whole: build the schedule with slices=1"
-        )
-
-
 def check_sharding(schedule: Schedule) -> None:
     """Check the gathers and frees of parameters: each stage is gathered when a forward or an input gradient of it runs,
     and freed at the end, not twice; and every gradient is reduced after it was added to. A rank that gathers nothing

@@ -10,7 +10,7 @@ from shardwright import Schedule, StageCosts, simulate
 from shardwright.core.errors import ScheduleError
 from shardwright.core.schedule.actions import Action, B, F, I, W
 from shardwright.core.schedule.catalogue import FAMILIES
-from shardwright.core.schedule.checks import check, require_without_slices
+from shardwright.core.schedule.checks import check
 from shardwright.core.schedule.files import from_csv, to_csv
 from shardwright.core.schedule.measured_costs import measured_costs
 from shardwright.core.schedule.passes import insert_transfers, merge_backward, split_backward
@@ -154,10 +154,7 @@ def test_schedules_of_whole_microbatches_say_so(name: str) -> None:
         Schedule.build(name, ranks=2, microbatches=4, slices=2)
 
 
-def test_runtimes_of_whole_microbatches_refuse_slices() -> None:
-    schedule = Schedule.build("1f1b", ranks=2, microbatches=2, slices=3)
-    with pytest.raises(ScheduleError, match="in 3 slices of its sequence, and the PyTorch runtime runs microbatches"):
-        require_without_slices(schedule, "the PyTorch runtime")
+def test_numbers_of_slices_that_cannot_be() -> None:
     for slices in (0, True, 1.5):
         with pytest.raises(ScheduleError, match=r"slices=.* is not possible"):
             Schedule.build("1f1b", ranks=2, microbatches=2, slices=slices)  # type: ignore[arg-type]
