@@ -1,34 +1,37 @@
 """AWS's public training scripts for SageMaker's model-parallel library, run as they are, on CPUs and small.
 
     git clone https://github.com/aws/amazon-sagemaker-examples
-    pip install h5py einops humanize        # which the scripts import
-    python benchmarks/sagemaker_scripts.py amazon-sagemaker-examples [--only gpt-neox] [--out results.md]
+    pip install h5py einops humanize requests        # which the scripts import
+    python benchmarks/sagemaker_scripts.py amazon-sagemaker-examples [--only gpt-neox] [--split "pp 2"] [--out FILE.md]
 
 No line of a script is changed: it is started by ``python -m shardwright.compat``, with small sizes by its own arguments
-and a few hundred lines of Python's own documentation as data. Each runs on one process, and under splits on 2 and 4
-processes with Gloo; a split passes where every loss that the script logs, in training and validation, is the one
-process's within 1e-4 (scripts print float32), in 16 bits within 2e-2. Where one stops, the table has the line of the
-script and the error.
-
-Of ``flash_attn``, which needs a GPU, there is a stand-in that raises where it is used.
+and with small data; `sagemaker_stand_ins` has what stands in for packages that need a GPU or a cloud. Each runs on one
+process, and under splits on 2 and 4 processes with Gloo; a split passes where every loss that the script logs, in
+training and validation, is the one process's within 1e-4 (scripts print float32), in 16 bits within 2e-2. Where one
+stops, the table has the line of the script and the error. The scripts for MNIST and BERT, of the repository's history,
+are told that CUDA is available, and take their configuration from the environment, as the launcher gave it.
 """
 
 import argparse
 import contextlib
-import gzip
 import json
+import math
 import os
-import pydoc_data.topics
-import random
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+
+from benchmarks import sagemaker_stand_ins  # noqa: E402
 
 _SIZES = (
     "--max_steps 4 --train_batch_size 4 --val_batch_size 4 --max_context_width 32 --vocab_size 100 --hidden_width 32 "
@@ -44,12 +47,11 @@ OF_SCRIPT = {
     "falcon": ["--num_heads_kv", "2", "--flash_attention", "0", "--hidden_width", "256"],  # heads of 64
 }
 """Arguments of scripts for other models, by a part of their folder's name."""
-HUB, COMMIT = "tiiuae/falcon-7b", "0" * 40
-"""The model of Hugging Face's hub whose configuration the script for Falcon loads, and a commit of it."""
 FORM = {number: ["--use_distributed_transformer", str(int(number))] for number in (False, True)}
 MICROBATCHES = ("--microbatches", "2")
 """Dropout, which the script for T5 has whatever its arguments, draws for each microbatch: one process has as many."""
-LOSS = re.compile(r"Batch (\d+) (Validation loss|Loss): ([-\d.einfa]+)")
+KINDS = ("Loss", "Validation loss", "Average loss")
+LOSS = re.compile(rf"(?:Batch (\d+) )?({'|'.join(KINDS[::-1])}): ([-\d.einfa]+)")
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,10 @@ class Split:
     near: float = 1e-4
     distributed: bool = False
     """Whether the script asks for SageMaker's distributed transformer."""
+    keys: dict[str, Any] | None = None
+    """The configuration that the launcher gives, for scripts that call ``smp.init()`` without one."""
+    copies: int = 1
+    """The replicas, each of which is given the same data."""
 
 
 SPLITS = (
@@ -81,76 +87,78 @@ SPLITS = (
 )  # fmt: skip
 RESUMED = Split("tp 2, resumed from pp 2's checkpoint", 2, ("--tensor_parallel_degree", "2", *MICROBATCHES))
 
+CONTINUED = Split(
+    "pp 4, resumed from pp 2's checkpoint", 4,
+    ("--resume_from_checkpoint", "1", "--resume_step", "2", "--steps_this_run", "-96", "--s3_checkpoint_uri", "s3://b/c"),
+    keys={"partitions": 4},
+)  # fmt: skip
+"""The script for BERT adds 100 to the steps of a run that resumes. One process resumes the same checkpoint."""
+_BERT = (
+    "--input_dir {where}/bert --config_file {where}/bert/config.json --output_dir {folder} --max_predictions_per_seq 5 "
+    "--train_batch_size 4 --learning_rate 1e-3 --max_steps 4 --steps_this_run 4 --do_train 1 --smp 1 "
+    "--disable_progress_bar 1 --num_microbatches 2"
+)
+BY_ENVIRONMENT: dict[str, tuple[tuple[str, ...], tuple[Split, ...]]] = {
+    "pt_mnist.py": ((), (
+        Split("pp 2", 2, (), keys={"partitions": 2}),
+        Split("pp 2 × dp 2", 4, (), keys={"partitions": 2, "ddp": True}, copies=2),
+        Split("tp 2", 2, (), keys={"partitions": 1, "tensor_parallel_degree": 2, "ddp": True}, copies=2),
+    )),
+    "sagemaker_smp_pretrain.py": (tuple(_BERT.split()), (
+        Split("pp 2", 2, (), keys={"partitions": 2}),
+        Split("pp 4", 4, (), keys={"partitions": 4}),
+        Split("pp 2, recompute", 2, ("--checkpoint_activations", "1"), keys={"partitions": 2}),
+        Split("pp 2, layers in a row", 2, ("--use_sequential", "1"), keys={"partitions": 2}),
+        CONTINUED,
+    )),
+}  # fmt: skip
+"""Of scripts that take their configuration from the environment, by name: arguments, and splits."""
+
 
 @dataclass(frozen=True)
 class Outcome:
-    losses: dict[tuple[str, str], float]
+    losses: dict[tuple[int, str], float]
+    """By the batch that the script names, or else their number among those of a kind, and the kind."""
     stopped: str
     """The line of the script that stopped it, and the error; nothing where it came to its end."""
 
 
-def data(folder: Path) -> None:
-    """Files of tokens as the scripts read them."""
-    text = " ".join(pydoc_data.topics.topics.values()).encode()
-    for name in ("train", "test"):
-        (folder / name).mkdir()
-        for part in range(2):
-            with gzip.open(folder / name / f"part{part}.json.gz", "wt") as out:
-                for line in range(64):
-                    at = random.Random(f"{name}{part}{line}").randrange(len(text) - 40)
-                    tokens = [byte % 97 for byte in text[at : at + 32]]
-                    out.write(json.dumps({"input_ids": tokens, "attention_mask": [1] * 32}) + "\n")
-
-
-def hub(folder: Path, script: Path) -> None:
-    """A cache of Hugging Face's hub with a small configuration of Falcon, of the class beside the script."""
-    cached = folder / "hub" / "hub" / f"models--{HUB.replace('/', '--')}"
-    source = script.parent / "configuration_RW.py"
-    if cached.exists() or not source.exists():
-        return
-    snapshot = cached / "snapshots" / COMMIT
-    snapshot.mkdir(parents=True)
-    (cached / "refs").mkdir()
-    (cached / "refs" / "main").write_text(COMMIT)
-    (snapshot / source.name).write_text(source.read_text(encoding="utf-8"), encoding="utf-8")
-    (snapshot / "config.json").write_text(json.dumps({
-        "model_type": "RefinedWeb", "auto_map": {"AutoConfig": "configuration_RW.RWConfig"}, "vocab_size": 100,
-        "parallel_attn": True, "bias": False, "new_decoder_architecture": True,
-    }))  # fmt: skip
+Row = tuple[str, Outcome, float | None, float]
+"""A split, what came of it, the largest distance of a loss from that on one process, and what is allowed."""
 
 
 def scripts(folder: Path) -> list[Path]:
     """The training scripts for the library's first version, in any folder below, one of those with the same text."""
     found: dict[str, Path] = {}
-    for path in sorted(folder.rglob("train*.py")):
+    for path in sorted(path for name in ("train*.py", *BY_ENVIRONMENT) for path in folder.rglob(name)):
         text = path.read_text(encoding="utf-8", errors="replace")
         if "import smdistributed.modelparallel.torch" in text:
             found.setdefault(text, path)
     return list(found.values())
 
 
-def run(script: Path, processes: int, arguments: list[str], where: Path) -> Outcome:
-    stand_in = where / "packages" / "flash_attn"
-    if not stand_in.exists():
-        stand_in.mkdir(parents=True)
-        (stand_in / "__init__.py").touch()
-        (stand_in / "flash_attention.py").write_text(
-            "class FlashAttention:\n    def __init__(self, *_, **__):\n        raise RuntimeError('it needs a GPU')\n"
-        )
-    hub(where, script)
+def run(script: Path, processes: int, arguments: list[str], where: Path, keys: dict[str, Any] | None = None) -> Outcome:
+    packages, commands = sagemaker_stand_ins.packages(where)
+    sagemaker_stand_ins.hub(where, script)
     environment = os.environ | {
         "HF_HOME": str(where / "hub"), "HF_HUB_OFFLINE": "1",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(where / "packages"), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(packages), os.environ.get("PYTHONPATH", "")]),
+        "PATH": os.pathsep.join([str(commands), os.environ.get("PATH", "")]),
         "OMP_NUM_THREADS": "1", "SM_NUM_GPUS": str(processes), "SM_OUTPUT_DATA_DIR": str(where),
         "SM_MODEL_DIR": str(where), "SM_CHANNEL_TRAIN": str(where / "train"), "SM_CHANNEL_TEST": str(where / "test"),
+        "SM_MODULE_DIR": "s3://bucket/job/source", "SM_CURRENT_HOST": "algo-1",
     }  # fmt: skip
+    begin, at, told = script.name, script.parent, []
+    if keys is not None:
+        environment["SM_HP_MP_PARAMETERS"] = json.dumps(keys)
+        begin, at, told = str(script), where / "run", ["--cuda-is-available"]
+        at.mkdir(exist_ok=True)
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "-m",
-        "shardwright.compat", script.name, *arguments,
+        "shardwright.compat", *told, begin, *arguments,
     ]  # fmt: skip
     process = subprocess.Popen(
-        command, cwd=script.parent, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        errors="replace",
+        command, cwd=at, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, errors="replace",
     )  # fmt: skip
     try:
         text, _ = process.communicate(timeout=900)
@@ -159,7 +167,11 @@ def run(script: Path, processes: int, arguments: list[str], where: Path) -> Outc
         with contextlib.suppress(Exception):
             process.communicate(timeout=10)
         return Outcome({}, "it ran longer than 15 minutes")
-    losses = {(step, kind): float(value) for step, kind, value in LOSS.findall(text)}
+    count: Counter[str] = Counter()
+    losses: dict[tuple[int, str], float] = {}
+    for batch, kind, value in LOSS.findall(text):
+        losses[int(batch or count[kind]), kind] = float(value)
+        count[kind] += 1
     return Outcome(losses, "" if process.returncode == 0 and losses else stop_of(text, script))
 
 
@@ -177,19 +189,23 @@ def stop_of(text: str, script: Path) -> str:
     return own or "it ended without a loss"
 
 
-def cases(script: Path, where: Path) -> list[tuple[str, Outcome, float | None, float]]:
-    """Of each split: what came of it, the largest distance of a loss from that on one process, and what is allowed."""
+def cases(script: Path, where: Path, splits: set[str]) -> Iterator[Row]:
+    """The rows of a script that takes its configuration as arguments."""
     own = next((more for part, more in OF_SCRIPT.items() if part in script.parent.name), [])
-    alone = {
-        (distributed, microbatches): run(
-            script, 1, [*SMALL, *own, *FORM[distributed], *microbatches, "--checkpoint-dir", str(where / "none")], where
-        )
-        for distributed, microbatches in ((False, ()), (False, MICROBATCHES), (True, ()))
-    }
-    found: list[tuple[str, Outcome, float | None, float]] = [("one process", alone[False, ()], None, 0.0)]
-    found.append(("one process, distributed transformer", alone[True, ()], None, 0.0))
+    alone: dict[tuple[bool, tuple[str, ...]], Outcome] = {}
+
+    def on_one_process(distributed: bool, microbatches: tuple[str, ...]) -> Outcome:
+        if (distributed, microbatches) not in alone:
+            given = [*SMALL, *own, *FORM[distributed], *microbatches, "--checkpoint-dir", str(where / "none")]
+            alone[distributed, microbatches] = run(script, 1, given, where)
+        return alone[distributed, microbatches]
+
+    yield "one process", on_one_process(False, ()), None, 0.0
+    yield "one process, distributed transformer", on_one_process(True, ()), None, 0.0
     for split in (*SPLITS, RESUMED):
-        plain = alone[split.distributed, MICROBATCHES if "--microbatches" in split.arguments else ()]
+        if split.name not in splits:
+            continue
+        plain = on_one_process(split.distributed, MICROBATCHES if "--microbatches" in split.arguments else ())
         if plain.stopped:
             continue
         folder = where / re.sub(r"\W+", "_", f"{script.parent.name} {split.name}")
@@ -200,33 +216,73 @@ def cases(script: Path, where: Path) -> list[tuple[str, Outcome, float | None, f
             outcome = first if first.stopped else run(script, 2, [*arguments, "--load_partial", "1"], where)
         else:
             outcome = run(script, split.processes, arguments, where)
-        far = None if outcome.stopped else distance(outcome, plain, sharded="--train_batch_size" in split.arguments)
-        found.append((split.name, outcome, far, split.near))
-    return found
+        # Replicas log the loss of their own samples: there that of the validation, which is of all, is compared.
+        kinds = ("Validation loss",) if "--train_batch_size" in split.arguments else KINDS
+        yield split.name, outcome, None if outcome.stopped else distance(outcome, plain, kinds), split.near
 
 
-def distance(found: Outcome, wanted: Outcome, *, sharded: bool) -> float:
-    """The largest relative distance of a loss from the plain run's. Replicas log the loss of their own samples: there
-    that of the validation, which is of all, is compared."""
-    kinds = ("Validation loss",) if sharded else ("Loss", "Validation loss")
-    pairs = [(value, wanted.losses[key]) for key, value in found.losses.items() if key[1] in kinds]
-    return max(abs(one - other) / abs(other) for one, other in pairs)
+def by_environment(script: Path, where: Path, splits: set[str]) -> Iterator[Row]:
+    """The rows of a script whose configuration is that of the environment."""
+    arguments, known = BY_ENVIRONMENT[script.name]
+
+    def outcome(split: Split, *more: str, folder: str = "") -> Outcome:
+        shutil.rmtree(where / "data", ignore_errors=True)
+        sagemaker_stand_ins.images(where / "data", split.copies)
+        folder = str(where / re.sub(r"\W+", "_", folder or split.name))
+        given = [part.format(where=where, folder=folder) for part in (*arguments, *split.arguments, *more)]
+        return run(script, split.processes, given, where, {"microbatches": 2, **(split.keys or {})})
+
+    def row(split: Split, found: Outcome, plain: Outcome) -> Row:
+        far = None if found.stopped else distance(found, plain, copies=split.copies)
+        return split.name, found, far, split.near
+
+    alone = Split("one process", 1, (), keys={"partitions": 1})
+    plain = outcome(alone)
+    yield alone.name, plain, None, 0.0
+    for split in known:
+        if split.name not in splits or plain.stopped:
+            continue
+        if split is not CONTINUED:
+            yield row(split, outcome(split), plain)
+            continue
+        begun = outcome(known[0], "--steps_this_run", "2", folder=split.name)
+        again = begun if begun.stopped else outcome(alone, *split.arguments, folder=split.name)
+        yield row(split, again if again.stopped else outcome(split), again)
+
+
+def distance(found: Outcome, wanted: Outcome, kinds: tuple[str, ...] = KINDS, copies: int = 1) -> float:
+    """The largest relative distance of a loss of these kinds from the plain run's. Each of ``copies`` replicas logs the
+    average loss over the test set."""
+    pairs = [
+        (value, wanted.losses[number // copies if kind == "Average loss" else number, kind])
+        for (number, kind), value in found.losses.items()
+        if kind in kinds
+    ]
+    return max(abs(one - other) / abs(other) if math.isfinite(one) else math.inf for one, other in pairs)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="a clone of aws/amazon-sagemaker-examples, or folders of it")
     parser.add_argument("--only", default="", help="scripts whose path has this")
+    parser.add_argument("--split", action="append", help="this split alone (several may be given)")
     parser.add_argument("--out", type=Path, default=None, help="a file for the table")
     args = parser.parse_args()
+    known = {one.name: one for _, splits in BY_ENVIRONMENT.values() for one in splits}
+    known |= {one.name: one for one in (*SPLITS, RESUMED)}
+    if unknown := set(args.split or ()) - set(known):
+        parser.error(f"there is no split {sorted(unknown)}; there are {list(known)}")
+    splits = set(args.split or known)
     lines = ["| script | split | losses | |", "|---|---|---|---|"]
     passed = total = 0
     for script in scripts(args.folder.resolve()):
         if args.only not in str(script):
             continue
         with tempfile.TemporaryDirectory() as folder:
-            data(Path(folder))
-            for name, outcome, far, near in cases(script, Path(folder)):
+            sagemaker_stand_ins.tokens(Path(folder))
+            sagemaker_stand_ins.pretraining(Path(folder))
+            rows = by_environment if script.name in BY_ENVIRONMENT else cases
+            for name, outcome, far, near in rows(script, Path(folder), splits):
                 is_well = not outcome.stopped and (far is None or far <= near)
                 total, passed = total + 1, passed + is_well
                 said = outcome.stopped or ("" if far is None else f"{far:.1e} from one process")

@@ -26,6 +26,8 @@ VARIABLE = "SHARDWRIGHT_COMPAT"
 MODULES = {
     f"{ROOT}.modelparallel.torch": "shardwright.compat.modelparallel",
     f"{ROOT}.modelparallel.torch.optimizers": "shardwright.compat.optimizers",
+    f"{ROOT}.modelparallel.torch.utils": "shardwright.compat.undocumented",
+    f"{ROOT}.modelparallel.test.torch.utils": "shardwright.compat.undocumented",
     f"{ROOT}.dataparallel.torch.torch_smddp": "shardwright.compat.torch_smddp",
 }
 """The modules of SageMaker's that there are, and what is in their place."""

@@ -14,25 +14,33 @@
 The rest of a script stays as it is: loaders, accumulation, clipping, metrics and schedulers.
 """
 
+import json
+import random
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 
 from shardwright.backends.torch.compat import pytree
+from shardwright.compat.plain_checkpoints import is_first_of_batch, load_weights, numbered, split_optimizer
 from shardwright.compat.whole_batches import batches, group_of_batches, place_of_batch
-from shardwright.core.errors import MissingCapabilityError, MissingFrameworkError, ShardwrightError
+from shardwright.core.errors import CheckpointError, MissingCapabilityError, MissingFrameworkError, ShardwrightError
 from shardwright.torch import groups
 from shardwright.torch.model import DistributedModel
 from shardwright.torch.optimizer import DistributedOptimizer
+from shardwright.torch.output import StepOutput
 from shardwright.torch.session import init, is_initialized
 
 try:
     import accelerate
+    from accelerate import checkpointing
     from accelerate.optimizer import AcceleratedOptimizer
     from accelerate.scheduler import AcceleratedScheduler
     from accelerate.state import PartialState
+    from accelerate.utils import load
 except ImportError as failed:
     raise MissingFrameworkError(
         f"shardwright.compat.accelerate needs Hugging Face Accelerate: pip install accelerate ({failed})"
@@ -184,7 +192,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     # Between ranks ---------------------------------------------------------------------------------------------------
 
     def gather(self, tensor: Any) -> Any:
-        """The tensors of the ranks that take different batches, joined along axis 0; every rank calls this."""
+        """The tensors of the ranks that take different batches, joined along axis 0; of what a step returned, those of
+        all microbatches. Every rank calls this."""
+        tensor = pytree.tree_map(_joined, tensor)
         return pytree.tree_map(lambda leaf: torch.cat([_at_least_1d(one) for one in _of_all(leaf)]), tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
@@ -192,6 +202,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
         Raises MissingCapabilityError for other things than tensors.
         """
+        input_data = pytree.tree_map(_joined, input_data)
         leaves = pytree.tree_leaves(input_data)
         if use_gather_object or not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
             raise MissingCapabilityError(
@@ -201,13 +212,23 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return super().gather_for_metrics(input_data)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """The sum or the mean over the ranks that take different batches; every rank calls this."""
+        """The sum or the mean over the ranks that take different batches; every rank calls this. Of what a step
+        returned, the mean over microbatches is taken first.
+
+        Raises ShardwrightError for another reduction, and for other than the mean of what a step returned.
+        """
         if reduction not in ("sum", "mean", "none"):
             raise ShardwrightError(f"reduction={reduction!r}: expected 'sum', 'mean' or 'none'")
+        if reduction != "mean" and any(isinstance(leaf, StepOutput) for leaf in pytree.tree_leaves(tensor)):
+            raise ShardwrightError(
+                f"reduction={reduction!r} of what a step returned: it has a value for each microbatch; take its "
+                f"reduce_mean() or concat() first"
+            )
         if reduction == "none":
             return tensor
 
-        def reduced(leaf: torch.Tensor) -> torch.Tensor:
+        def reduced(leaf: Any) -> torch.Tensor:
+            leaf = leaf.reduce_mean() if isinstance(leaf, StepOutput) else leaf
             total = torch.stack(_of_all(leaf)).sum(0) * scale
             return total / batches() if reduction == "mean" else total
 
@@ -239,24 +260,115 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """The whole state dict, by original names; every rank calls this."""
         return model.state_dict()
 
-    def save_state(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused. Raises MissingCapabilityError."""
-        raise MissingCapabilityError(
-            "accelerator.save_state saves what one process has: take sw.save_checkpoint(folder, tag), which every rank "
-            "calls"
-        )
+    def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
+        """Write the state of training to a folder, as Accelerate in one process has it: that resumes it, and so does
+        any split. Every rank calls this, with the same folder on a file system that all share.
 
-    def load_state(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused. Raises MissingCapabilityError."""
-        raise MissingCapabilityError(
-            "accelerator.load_state loads what one process had: take sw.resume_from_checkpoint(folder), which every "
-            "rank calls"
-        )
+        Raises MissingCapabilityError without a folder, or with an option for another library's model.
+        """
+        if output_dir is None or kwargs:
+            raise MissingCapabilityError(
+                f"accelerator.save_state({', '.join(kwargs) or 'output_dir=None'}): give the folder alone; folders are "
+                f"not numbered"
+            )
+        folder = Path(output_dir).expanduser()
+        model = self._model()
+        weights = [self.get_state_dict(model)]
+        states = [_Held(numbered(split_optimizer(one).state_dict())) for one in self._optimizers]
+        folder.mkdir(parents=True, exist_ok=True)
+        for hook in self._save_model_state_pre_hook.values():
+            hook(self._models, weights, str(folder))
+        if is_first_of_batch():
+            checkpointing.save_accelerator_state(
+                str(folder), weights, states, self._schedulers, self._dataloaders, place_of_batch(), self.step,
+                safe_serialization=safe_serialization,
+            )  # fmt: skip
+        if groups.rank() == 0:
+            for number, one in enumerate(self._custom_objects):
+                checkpointing.save_custom_state(one, str(folder), number)
+            (folder / _STEPS).write_text(json.dumps(model.runtime.split_model.steps_run), encoding="ascii")
+        groups.barrier()
+        return folder
+
+    def load_state(self, input_dir: Any = None, load_kwargs: Any = None, **kwargs: Any) -> None:
+        """Load what `save_state` wrote, under another split too, or ``accelerate.Accelerator`` in one process. Every
+        rank calls this. Ranks beyond those that wrote take the random states of the first.
+
+        Raises:
+            MissingCapabilityError: there is no folder, or an option.
+            CheckpointError: the folder lacks a file, or is of another model; schedulers that step once for each batch
+                go on over another number of batches.
+        """
+        if input_dir is None or load_kwargs or kwargs:
+            raise MissingCapabilityError(
+                f"accelerator.load_state({', '.join([*(load_kwargs or ()), *kwargs]) or 'input_dir=None'}): give the "
+                f"folder alone; folders are not numbered"
+            )
+        folder = Path(input_dir).expanduser()
+        model = self._model()
+        _require_schedulers_go_on(self, len([*folder.glob("random_states_*.pkl")]))
+        own = folder / f"random_states_{place_of_batch()}.pkl"
+        random_states = _loaded(own if own.is_file() else folder / "random_states_0.pkl")
+        optimizers = [_loaded(folder / _named("optimizer", number)) for number in range(len(self._optimizers))]
+        schedulers = [_loaded(folder / _named("scheduler", number)) for number in range(len(self._schedulers))]
+        custom = [_loaded(folder / f"custom_checkpoint_{number}.pkl") for number in range(len(self._custom_objects))]
+        for hook in self._load_model_state_pre_hook.values():
+            hook(self._models, str(folder))
+        load_weights(model, folder)
+        for optimizer, state in zip(self._optimizers, optimizers, strict=True):
+            split_optimizer(optimizer).load_state_dict(state)
+        for one, state in zip([*self._schedulers, *self._custom_objects], [*schedulers, *custom], strict=True):
+            one.load_state_dict(state)
+        self.step = random_states["step"]
+        random.setstate(random_states["random_state"])
+        np.random.set_state(random_states["numpy_random_seed"])
+        torch.set_rng_state(random_states["torch_manual_seed"])
+        if "torch_cuda_manual_seed" in random_states and torch.cuda.is_available():
+            torch.cuda.set_rng_state_all(random_states["torch_cuda_manual_seed"])
+        if (folder / _STEPS).is_file():  # dropout goes on where it was
+            model.runtime.split_model.steps_run = int((folder / _STEPS).read_text(encoding="ascii"))
 
     def _model(self) -> DistributedModel:
         if self._split_model is None:
             raise ShardwrightError("no model was prepared: call accelerator.prepare(model, optimizer, …) first")
         return self._split_model
+
+
+_STEPS = "shardwright_steps.json"
+"""The file with the number of steps that have run."""
+
+
+class _Held:
+    """A state that is there already, as what has one."""
+
+    def __init__(self, state: Any) -> None:
+        self._state = state
+
+    def state_dict(self) -> Any:
+        return self._state
+
+
+def _require_schedulers_go_on(accelerator: Accelerator, before: int) -> None:
+    """Schedulers that step once for each of ``before`` batches have counted these."""
+    counts = accelerator.step_scheduler_with_optimizer and not accelerator.split_batches
+    if accelerator._schedulers and counts and before not in (0, batches()):
+        raise CheckpointError(
+            f"the state was saved where {before} ranks took different batches, and here {batches()} do: schedulers "
+            f"step once for each of them. Give Accelerator(step_scheduler_with_optimizer=False) and step them with "
+            f"each update, or go on with {before}"
+        )
+
+
+def _named(kind: str, number: int) -> str:
+    """Accelerate's name of the file of a state."""
+    return f"{kind}.bin" if number == 0 else f"{kind}_{number}.bin"
+
+
+def _loaded(path: Path) -> Any:
+    """What a file holds, of tensors, numbers, texts and their containers."""
+    if not path.is_file():
+        raise CheckpointError(f"{path.parent} is no state of this run: it lacks {path.name}")
+    return load(path, map_location="cpu", weights_only=True)
 
 
 class SplitScheduler(AcceleratedScheduler):  # type: ignore[misc]
@@ -294,6 +406,11 @@ def _require_possible(options: Mapping[str, Any]) -> None:
             raise MissingCapabilityError(
                 f"Accelerator({name}=…): how the model is split is a matter of its configuration; leave {name} out"
             )
+
+
+def _joined(leaf: Any) -> Any:
+    """What a step returned, of all microbatches; anything else as it is."""
+    return leaf.concat() if isinstance(leaf, StepOutput) else leaf
 
 
 def _of_all(leaf: torch.Tensor) -> list[torch.Tensor]:

@@ -1,7 +1,7 @@
 """Answers to calls of ``torch.cuda`` on a machine without CUDA, for scripts that take a GPU for granted.
 
 Opt-in: ``python -m shardwright.compat`` and `install` alone. ``torch.cuda.is_available()`` stays False, so that code
-that asks is told the truth.
+that asks is told the truth; under ``--cuda-is-available`` files of the script's folder, and they alone, are told True.
 
 - ``set_device``, ``synchronize``, ``empty_cache``, ``ipc_collect`` and the resets of peaks do nothing;
 - ``current_device`` is 0;
@@ -31,9 +31,9 @@ _PEAK = ("max_memory_allocated", "max_memory_reserved", "max_memory_cached")
 _installed = False
 
 
-def install() -> bool:
+def install(told_available: Path | None = None) -> bool:
     """Answer these calls from now on; nothing where there is a CUDA device. Whether they are answered. A second call
-    changes nothing."""
+    changes nothing. Code in files of the folder ``told_available`` is told that CUDA is available."""
     global _installed
     if torch.cuda.is_available():
         return False
@@ -48,6 +48,8 @@ def install() -> bool:
     for name in _PEAK:
         setattr(cuda, name, _giving(name, _peak_bytes))
     cuda.current_device = _giving("current_device", lambda: 0)
+    if told_available is not None:
+        cuda.is_available = _available_to(told_available.resolve(), torch.cuda.is_available)
     for kind in (torch.Tensor, nn.Module):
         patched: Any = kind
         patched.cuda = lambda self, *args, **kwargs: self
@@ -66,6 +68,20 @@ def _giving(name: str, answer: Callable[[], Any]) -> Callable[..., Any]:
         return answer()
 
     answered.__name__ = answered.__qualname__ = name
+    return answered
+
+
+def _available_to(folder: Path, is_available: Callable[[], bool]) -> Callable[[], bool]:
+    """``is_available``, True where a file directly in ``folder`` calls it."""
+
+    @functools.cache
+    def is_inside(name: str) -> bool:
+        return Path(name).resolve().parent == folder
+
+    @functools.wraps(is_available)
+    def answered() -> bool:
+        return is_inside(sys._getframe(1).f_code.co_filename) or is_available()
+
     return answered
 
 

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from shardwright.backends.torch.compat import pytree
-from shardwright.compat.whole_batches import batches, group_of_batches, numbered, place_of_batch, samples, whole
+from shardwright.compat.plain_checkpoints import numbered
+from shardwright.compat.whole_batches import batches, group_of_batches, place_of_batch, samples, whole
 from shardwright.core.errors import MissingCapabilityError, MissingFrameworkError, ShardwrightError
 from shardwright.torch import groups
 from shardwright.torch.model import DistributedModel

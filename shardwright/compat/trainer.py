@@ -18,9 +18,8 @@ import torch
 
 import shardwright.compat
 from shardwright.backends.torch.compat import pytree
-from shardwright.backends.torch.state.weight_files import opened
 from shardwright.backends.torch.training.call import LossOfBatch
-from shardwright.core.errors import CheckpointError, MissingCapabilityError, MissingFrameworkError, ShardwrightError
+from shardwright.core.errors import MissingCapabilityError, MissingFrameworkError, ShardwrightError
 from shardwright.torch import groups
 from shardwright.torch.config import ENVIRONMENT
 from shardwright.torch.model import DistributedModel
@@ -43,7 +42,8 @@ except ImportError as failed:
 
 from shardwright.compat import modelparallel as smp  # noqa: E402
 from shardwright.compat.accelerate import Accelerator  # noqa: E402
-from shardwright.compat.whole_batches import batches, numbered, samples, whole  # noqa: E402
+from shardwright.compat.plain_checkpoints import is_first_of_batch, load_weights, numbered, split_optimizer  # noqa: E402
+from shardwright.compat.whole_batches import batches, samples, whole  # noqa: E402
 
 OPTIMIZER, SCHEDULER = "optimizer.pt", "scheduler.pt"
 """The files of the optimizer and of the scheduler in a checkpoint of `Trainer`."""
@@ -254,7 +254,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             vars(config).update(before)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        state = _split_optimizer(self.optimizer).state_dict(rank0_only=True)
+        state = split_optimizer(self.optimizer).state_dict(rank0_only=True)
         if groups.rank() == 0:
             Path(output_dir).mkdir(parents=True, exist_ok=True)
             torch.save(numbered(state), os.path.join(output_dir, OPTIMIZER))
@@ -268,27 +268,18 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         if not all(path.is_file() for path in paths):
             return  # as of save_only_model
         optimizer, scheduler = (torch.load(path, map_location="cpu", weights_only=True) for path in paths)
-        _split_optimizer(self.optimizer).load_state_dict(optimizer)
+        split_optimizer(self.optimizer).load_state_dict(optimizer)
         self.lr_scheduler.load_state_dict(scheduler)
         split_model = self._wrap_model(self.model).runtime.split_model  # dropout goes on where it was
         split_model.steps_run = self.state.global_step * self.args.gradient_accumulation_steps
 
     def _save_rng_state(self, output_dir: str) -> None:
-        if groups.pp_rank() == 0 and (groups.tp_rank() == 0 or not current().config.prescaled_batch):
+        if is_first_of_batch():
             super()._save_rng_state(output_dir)  # the others would write files of the same names
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        wrapped, weights = self._wrap_model(self.model), opened(resume_from_checkpoint)
-        first = wrapped.runtime.ownership.first_name
-        loaded = {first.get(name, name) for name in weights}  # of tied parameters one is in the file
-        left_out = self.model._keys_to_ignore_on_save or () if hasattr(self.model, "_keys_to_ignore_on_save") else ()
-        with wrapped.as_held():
-            known = list(self.model.state_dict())
-        lacks = [name for name in known if first.get(name, name) not in loaded and name not in left_out]
-        if lacks or (more := sorted(loaded - {first.get(name, name) for name in known})):
-            said = f"lacks {lacks[0]!r}" if lacks else f"has {more[0]!r}, which the model lacks"
-            raise CheckpointError(f"{resume_from_checkpoint} is a checkpoint of another model: it {said}")
-        wrapped.load_state_dict(weights, strict=False)
+        left_out = getattr(self.model, "_keys_to_ignore_on_save", None) or ()
+        load_weights(self._wrap_model(self.model), resume_from_checkpoint, left_out)
 
     def _load_best_model(self) -> None:
         self._load_from_checkpoint(self.state.best_model_checkpoint)
@@ -335,9 +326,3 @@ def _is_split(optimizer: Any) -> bool:
     return isinstance(optimizer, DistributedOptimizer) or isinstance(
         getattr(optimizer, "optimizer", None), DistributedOptimizer
     )
-
-
-def _split_optimizer(optimizer: Any) -> DistributedOptimizer:
-    found = optimizer if isinstance(optimizer, DistributedOptimizer) else optimizer.optimizer
-    assert isinstance(found, DistributedOptimizer)
-    return found

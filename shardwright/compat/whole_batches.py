@@ -1,5 +1,5 @@
-"""What training loops of other libraries need of a split model: which ranks take different batches, batches that run as
-one microbatch, and states of optimizers by number."""
+"""What training loops of other libraries need of a split model: ranks with batches of their own, and batches that run
+as one microbatch."""
 
 from typing import Any
 
@@ -36,11 +36,3 @@ def samples(leaf: Any) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return leaf
     return leaf.flatten(0, 1) if leaf.dim() > 1 else leaf[0]
-
-
-def numbered(state: dict[str, Any]) -> dict[str, Any]:
-    """The state dict of a split model's optimizer as torch's own has it, with numbers in place of names."""
-    names = [name for group in state["param_groups"] for name in group["params"]]
-    number = {name: position for position, name in enumerate(names)}
-    options = [group | {"params": [number[name] for name in group["params"]]} for group in state["param_groups"]]
-    return {"state": {number[name]: held for name, held in state["state"].items()}, "param_groups": options}

@@ -162,6 +162,10 @@ def test_modules_are_found_as_others_are() -> None:
     assert sys.modules["smdistributed"].modelparallel.torch is modelparallel
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("smdistributed.modelparallel.tensorflow")
+    for name, module in (("rmsg", "torch"), ("dump_model", "test.torch"), ("verify", "test.torch")):
+        undescribed = getattr(importlib.import_module(f"smdistributed.modelparallel.{module}.utils"), name)
+        with pytest.raises(MissingCapabilityError, match=f"{name} is described nowhere"):
+            undescribed("text")
     assert importlib.import_module("shardwright.compat.modelparallel") is modelparallel
 
 
@@ -182,7 +186,8 @@ torch.cuda.set_device(0)
 torch.cuda.synchronize()
 torch.cuda.empty_cache()
 assert torch.cuda.current_device() == 0
-assert not torch.cuda.is_available()
+assert torch.cuda.is_available() is ("told" in sys.argv)
+assert not torch.cuda.amp.autocast()._enabled  # torch's own files are told the truth
 assert 0 < torch.cuda.memory_allocated() <= torch.cuda.max_memory_allocated()
 device = torch.device("cuda")
 model = torch.nn.Linear(2, 1).to(device).cuda()
@@ -198,10 +203,11 @@ except (AssertionError, RuntimeError) as error:
 """,
         encoding="utf-8",
     )
-    outcome = run([sys.executable, "-m", "shardwright.compat", str(script)], 60)
-    assert outcome.code == 0, outcome.text[-4000:]
-    assert "calls of torch.cuda are answered by a stand-in" in outcome.text
-    assert "torch's own error" in outcome.text
+    for arguments in ([str(script)], ["--cuda-is-available", str(script), "told"]):
+        outcome = run([sys.executable, "-m", "shardwright.compat", *arguments], 60)
+        assert outcome.code == 0, outcome.text[-4000:]
+        assert "calls of torch.cuda are answered by a stand-in" in outcome.text
+        assert "torch's own error" in outcome.text
 
 
 @modelparallel.step
@@ -332,7 +338,10 @@ def test_the_command_says_what_is_wrong(tmp_path: Path) -> None:
         )  # fmt: skip
         return done.returncode, done.stderr
 
-    assert said() == (2, "usage: python -m shardwright.compat SCRIPT [ARGUMENT …]\n")
+    usage = "usage: python -m shardwright.compat [--cuda-is-available] SCRIPT [ARGUMENT …]"
+    for arguments in ((), ("--cuda-is-available",)):
+        code, text = said(*arguments)
+        assert (code, text.splitlines()[0]) == (2, usage)
     assert said("nothing.py") == (2, "nothing.py: there is no such script\n")
     script = tmp_path / "script.py"
     script.write_text(

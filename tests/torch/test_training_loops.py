@@ -81,6 +81,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Any:
         pytest.param("gpt2", 2, TENSOR, 4, id="gpt2-tp2"),
         pytest.param("bert", 2, SHARDED, 4, marks=pytest.mark.slow, id="bert-sharded2"),
         pytest.param("gpt2", 4, REPLICAS, 4, marks=pytest.mark.slow, id="gpt2-pp2-dp2"),
+        pytest.param("bert", 4, TENSOR | {"partitions": 2}, 4, marks=pytest.mark.slow, id="bert-pp2-tp2"),
     ],
 )
 def test_trainer_trains_as_in_one_process(
@@ -152,12 +153,20 @@ def test_lightning_trains_and_resumes_as_in_one_process(
 )
 def test_accelerate_trains_as_in_one_process(kind: str, keys: dict[str, Any], batch: int, tmp_path: Path) -> None:
     script = str(WORKERS / "loop_accelerate.py")
-    plain, split = tmp_path / "plain", tmp_path / "split"
+    plain, split, back = tmp_path / "plain", tmp_path / "split", tmp_path / "back"
     expected = results(run([sys.executable, script, kind, str(plain), "8", "-"], 90), plain)
-    found = results(run([*torchrun(2), script, kind, str(split), str(batch), json.dumps(keys)], 90), split)
+    command = [*torchrun(2), script, kind, str(split), str(batch), json.dumps(keys)]
+    if "ddp" in keys:  # of two replicas, where schedulers have counted twice as often
+        outcome = run([*command, str(plain / "state")], 90)
+        assert "saved where 1 ranks took different batches, and here 2 do" in outcome.text
+        found = results(run(command, 90), split)
+    else:
+        found = results(run([*command, str(plain / "state")], 90), split)
+        of_split = results(run([sys.executable, script, kind, str(back), "8", "-", str(split / "state")], 90), back)
+        Comparison("back in one process").losses(of_split["losses after"], expected["losses after"]).require()
     assert len(found["losses"]) == 20
     assert len(found["predicted"]) == 18
-    for key in ("losses", "norms", "predicted", "rate"):
+    for key in ("losses", "norms", "predicted", "rate", "losses after", "norms after", "rate after"):
         Comparison(key).losses(found[key], expected[key]).require()
     assert found["state"] == pytest.approx(expected["state"], rel=0, abs=1e-5)  # some gradients are 0 but for rounding
 
@@ -205,6 +214,7 @@ from shardwright.compat.accelerate import Accelerator
 from shardwright.compat.lightning import _require_possible
 from lightning.pytorch.plugins.precision import Precision, DoublePrecision
 from shardwright.core.errors import ShardwrightError
+from shardwright.torch.output import StepOutput
 class Manual(pl.LightningModule):
     def __init__(self):
         super().__init__()
@@ -223,7 +233,10 @@ cases = [
     ("DoublePrecision", lambda: _require_possible(Fine(), DoublePrecision())),
     ("mixed_precision", lambda: Accelerator(mixed_precision="bf16")),
     ("no model was prepared", lambda: Accelerator().backward(torch.ones(()))),
-    ("save_state", lambda: Accelerator().save_state("out")),
+    ("output_dir", lambda: Accelerator().save_state()),
+    ("map_location", lambda: prepared().load_state("out", map_location="cpu")),
+    ("lacks random_states_0.pkl", lambda: prepared().load_state("out")),
+    ("reduce_mean", lambda: Accelerator().reduce(StepOutput([torch.ones(())]), "sum")),
     ("0 of the model's 2 parameters", lambda: prepared().clip_grad_norm_(model.parameters(), 1.0)),
     ("takes tensors", lambda: Accelerator().gather_for_metrics(["text"])),
 ]

@@ -1,5 +1,7 @@
-"""A script for Accelerate: KIND FOLDER BATCH CONFIG; CONFIG is ``-`` in one process."""
+"""A script for Accelerate: KIND FOLDER BATCH CONFIG [STATE]; CONFIG is ``-`` in one process. It saves its state, loads
+that in the folder STATE, which another run with the same losses has saved, and trains on."""
 
+import itertools
 import json
 import sys
 from typing import Any
@@ -8,7 +10,7 @@ import loop_models
 import torch
 from torch.utils.data import DataLoader
 
-kind, folder, batch, config = sys.argv[1:]
+kind, folder, batch, config, *other = sys.argv[1:]
 if config == "-":
     from accelerate import Accelerator
 
@@ -40,25 +42,41 @@ def predict(model: Any, given: dict[str, torch.Tensor]) -> Any:
 if config != "-":
     train_step, predict = sw.step(train_step), sw.step(predict)
 losses, norms, predicted = [], [], []
-for given in training:
-    with accelerator.accumulate(model):
-        loss = train_step(model, given)
-        losses.append(float(loss if config == "-" else loss.all_reduce_mean()))
-        if accelerator.sync_gradients:
-            norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.5)))
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
+
+
+def train(batches: Any) -> None:
+    for given in batches:
+        with accelerator.accumulate(model):
+            loss = train_step(model, given)
+            losses.append(float(accelerator.reduce(loss.detach() if config == "-" else loss, "mean")))
+            if accelerator.sync_gradients:
+                norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.5)))
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+
+
+train(training)
 model.eval()
 for given in validation:
     with torch.no_grad():
         found = predict(model, given)
-    logits, labels = accelerator.gather_for_metrics((found if config == "-" else found.concat(), given["labels"]))
+    logits, labels = accelerator.gather_for_metrics((found, given["labels"]))
     predicted += [float(one.abs().mean()) for one in logits]
     assert len(labels) == len(logits)
 state = accelerator.get_state_dict(model)
 found = {"losses": losses, "norms": norms, "predicted": predicted, "rate": scheduler.get_last_lr()}
 found["state"] = [float(state[name].abs().mean()) for name in sorted(state)]
+accelerator.save_state(f"{folder}/state")
+if other:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    accelerator.load_state(other[0])
+model.train()
+losses, norms = [], []
+train(itertools.islice(training, 4))
+found |= {"losses after": losses, "norms after": norms, "rate after": scheduler.get_last_lr()}
 if accelerator.is_main_process:
     with open(f"{folder}.json", "w") as file:
         json.dump(found, file)
