@@ -117,6 +117,7 @@ def one_node_lines(runs: Sequence[Run], predicted: np.ndarray) -> tuple[list[str
             cells.append(f"{np.mean(predicted[chosen] / measured[chosen] - 1):+.1%}" if chosen.any() else "")
         lines.append(f"| {tp} | {' | '.join(cells)} |")
     straight = _straightness(runs)
+    lines += [*regret_lines(runs, predicted, measured)]
     lines += [
         "",
         f"A property of the file: among runs that differ in the number of microbatches alone, the step is a straight "
@@ -126,6 +127,73 @@ def one_node_lines(runs: Sequence[Run], predicted: np.ndarray) -> tuple[list[str
     ]
     error = np.abs(predicted / measured - 1)
     return lines, {"all": float(error.mean()), "held out": float(error[held].mean())}
+
+
+def regret_lines(runs: Sequence[Run], predicted: np.ndarray, measured: np.ndarray) -> list[str]:
+    """Where regret at equal batch and devices comes from: what was ranked first, and what is the fastest."""
+    groups: dict[object, list[int]] = defaultdict(list)
+    for index, run in enumerate(runs):
+        groups[same_work(run)].append(index)
+    found: dict[tuple[str, str, str], list[tuple[float, int, int]]] = defaultdict(list)
+    for members in groups.values():
+        picked, fastest = (min(members, key=lambda i: seconds[i]) for seconds in (predicted, measured))
+        if picked != fastest:
+            key = runs[picked].model.split()[0], _said(runs[picked]), _said(runs[fastest])
+            found[key].append((measured[picked] / measured[fastest] - 1, picked, fastest))
+    whole = sum(each for row in found.values() for each, _, _ in row)
+    wrong = sum(map(len, found.values()))
+    lines = [
+        "",
+        f"Where regret at equal batch and devices comes from, {wrong} of {len(groups)} choices:",
+        "",
+        "| width | ranked first | fastest | choices | share of all regret | regret, mean | error of the first "
+        "| of the fastest | measured s of its microbatch over those of half of it |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    halves, quicker = _over_half(runs), 0.0
+    for key, row in sorted(found.items(), key=lambda item: -sum(each for each, _, _ in item[1])):
+        first, second = (
+            np.mean([predicted[i] / measured[i] - 1 for i in indices])
+            for indices in ([i for _, i, _ in row], [i for _, _, i in row])
+        )
+        over = [halves[i] for _, _, i in row if i in halves]
+        quicker += sum(each for each, _, i in row if halves.get(i, 1.0) < 1.0)
+        cells = [str(len(row)), f"{sum(e for e, _, _ in row) / whole:.0%}", f"{np.mean([e for e, _, _ in row]):.1%}"]
+        cells += [f"{first:+.1%}", f"{second:+.1%}", f"{np.mean(over):.2f}" if over else "–"]
+        lines.append(f"| {' | '.join((*key, *cells))} |")
+    return [
+        *lines,
+        "",
+        f"{quicker / whole:.0%} of the regret is of choices whose fastest has microbatches that were measured to take "
+        f"less time than those of half as many samples on the same ranks, which no count of work gives.",
+    ]
+
+
+def _said(run: Run) -> str:
+    return f"tp {run.tp}, microbatch {run.microbatch}"
+
+
+def _over_half(runs: Sequence[Run]) -> dict[int, float]:
+    """Run → the measured seconds of one of its microbatches over those of one of half as many samples. Steps are
+    straight lines in the number of microbatches, of one slope for every data degree."""
+    steps: dict[tuple[object, int], dict[int, float]] = defaultdict(dict)
+
+    def key(run: Run, microbatch: int) -> object:
+        return run.model, run.pp, run.tp, microbatch
+
+    for run in runs:
+        steps[key(run, run.microbatch), run.dp][run.batch // (run.dp * run.microbatch)] = run.measured_s
+    slopes = {
+        which: (line[max(line)] - line[min(line)]) / (max(line) - min(line))
+        for (which, _), line in steps.items()
+        if len(line) > 1
+    }
+    found = {}
+    for index, run in enumerate(runs):
+        own, half = (slopes.get(key(run, size)) for size in (run.microbatch, run.microbatch // 2))
+        if own is not None and half is not None:
+            found[index] = own / half
+    return found
 
 
 def _row(name: str, runs: Sequence[Run], predicted: np.ndarray, measured: np.ndarray, chosen: np.ndarray) -> str:

@@ -53,7 +53,8 @@ def sagemaker_lines() -> list[str]:
     lines += [
         "",
         "Batches and degrees are not published for all of these; those in the table are ours. The number of devices of "
-        "the 10B figure is assumed. TFLOP/s are those of the model, without what is computed again.",
+        "the 10B figure is assumed, so that its error is that of this number too. TFLOP/s are those of the model, "
+        "without what is computed again.",
         "",
         "Why 175B differs: 32 samples/s are 73 TFLOP/s on each A100, 23% of its peak. That library pipelines whole "
         "backwards and gathers and scatters the samples of a tensor group around every distributed module; the batch, "

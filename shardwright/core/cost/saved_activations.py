@@ -4,7 +4,7 @@ import math
 from collections.abc import Collection, Iterable
 
 from shardwright.core.model.graph import Graph, Op
-from shardwright.core.model.op_memory import OpBytes
+from shardwright.core.model.op_memory import OpBytes, at
 
 LINEAR_NAMES = frozenset(
     {"add", "sub", "rsub", "neg", "cast", "convert_element_type", "clone", "copy", "_to_copy", "to"}
@@ -18,6 +18,13 @@ FLOAT32_BYTES = 4
 
 WITH_DROPOUT = "/dropout"
 """The end of the name of an attention that drops entries of its scores."""
+
+
+def _kept_by_call(op: Op) -> list[int]:
+    """The operands and results that the backward of a call reads, as its framework says."""
+    assert op.memory is not None
+    operands = (*op.inputs, *op.outputs)
+    return [operands[place] for place in op.memory.keeps]
 
 
 def aliases(graph: Graph) -> dict[int, int]:
@@ -65,9 +72,8 @@ class Kept:
         """All tensors that the backward of the op reads, parameters and the batch among them."""
         if not any(t in self._needs_gradient for t in op.inputs):
             return []
-        if op.memory is not None:
-            operands = (*op.inputs, *op.outputs)
-            return [operands[place] for place in op.memory.keeps]
+        if op.memory is not None and op.kind != "attention":
+            return _kept_by_call(op)
         trained = [place for place, t in enumerate(op.inputs) if t in self._needs_gradient]
         # Each operand of a product is read for the gradient of the others.
         factors = [t for place, t in enumerate(op.inputs) if any(other != place for other in trained)]
@@ -101,8 +107,9 @@ class Kept:
         return [t for t in roots if t not in self._parameters and self.graph.tensors[t].role == "activation"]
 
     def seen(self, op: Op, precision: str) -> OpBytes | None:
-        """The bytes of an op that is trained through, where the framework says them."""
-        if op.memory is None or not any(t in self._needs_gradient for t in op.inputs):
+        """The bytes of an op that is trained through, where the framework says them. Those of an attention are those
+        of a kernel of its own, but for devices without one (`unfused`)."""
+        if op.memory is None or op.kind == "attention" or not any(t in self._needs_gradient for t in op.inputs):
             return None
         return op.memory.bytes_of(precision)
 
@@ -133,11 +140,14 @@ class Kept:
         dropping = op.kind == "attention" and op.name.endswith(WITH_DROPOUT)
         return dropping and any(t in self._needs_gradient for t in op.inputs)
 
-    def unfused_bytes(self, op: Op, batch: int, width: int) -> int:
-        """Bytes that an attention with dropout keeps where it is no kernel of its own, in fp32 at least: copies of
-        query, key and value, the softmax, the mask, and the product of the two."""
+    def unfused(self, op: Op, batch: int, precision: str, width: int) -> tuple[int, list[int]]:
+        """What an attention with dropout keeps where it is no kernel of its own: bytes, and the activations among its
+        operands. Where the framework does not say it, in fp32 at least: copies of query, key and value, the softmax,
+        the mask, and the product of the two."""
+        if op.memory is not None:
+            return at(op.memory.bytes_of(precision).kept, batch), self._activations(_kept_by_call(op))
         operands = sum(self.graph.tensors[t].elements(batch) for t in op.inputs[:3])
-        return (operands + 3 * self._scores_of(op, batch)) * max(width, FLOAT32_BYTES)
+        return (operands + 3 * self._scores_of(op, batch)) * max(width, FLOAT32_BYTES), []
 
     def unfused_scores_bytes(self, op: Op, batch: int, width: int) -> int:
         """Bytes of the product of queries and keys in such an attention."""

@@ -314,6 +314,8 @@ class _UnitCount:
         self.mask_bytes: dict[int, int] = {}
         self.attended: dict[int, int] = {}
         """What attention with dropout keeps where it is one kernel."""
+        self.kept_unfused: dict[int, int] = {}
+        """What it keeps where it is none, beside `unfused`."""
         self.scores = self.unfused = self.statistics = self.unfused_scores = 0
 
     def size_bytes(self, tensor: int) -> int:
@@ -418,20 +420,24 @@ class _UnitCount:
                 forward = backward = sum(self.held(index, n) for n in range(len(op.inputs) + len(op.outputs)))
             self.mask_bytes[index] = kept
             self.statistics += kept
-            self.working[index] = forward, backward
+            casts = self.working.get(index, (0, 0))  # of a product in fp8
+            self.working[index] = forward + casts[0], backward + casts[1]
             self._add_kept(index, saved.by(op), self.kept)
             return
         scores = saved.score_bytes(op, batch, width)
         self.scores += scores // share
         of_op = saved.statistics(op, batch) // (share if not any(cut.combined(index, op)) else 1)
         self.statistics += of_op
-        self.statistics += sum(self.held(index, i) * width for i in saved.widened(op))
+        widened = sum(self.held(index, i) * width for i in saved.widened(op))
+        self.statistics += widened
         if op.kind == "gather" and any(op.role(label) == "index" for label in cut.of_labels(index, op)):
             # For rows that lie on other ranks: places in the own shard, and which are there.
             self.statistics += sum((8 + 1) * counter.graph.tensors[t].elements(batch) for t in op.inputs[1:])
         drops = saved.drops_scores(op)
         if drops:
-            self.unfused += (saved.unfused_bytes(op, batch, width) - scores) // share - of_op
+            whole, roots = saved.unfused(op, batch, self.precision, width)
+            self.unfused += (whole - scores) // share - of_op - (widened if op.memory is not None else 0)
+            self._note_kept(index, roots, self.kept_unfused)
             self.unfused_scores += saved.unfused_scores_bytes(op, batch, width) // share
         self._add_kept(index, saved.by(op), self.attended if drops else self.kept)
         for mask in saved.masks(op):
@@ -456,12 +462,20 @@ class _UnitCount:
         """Add the memory that an op keeps to what was found."""
         if roots:
             self.kept_by[index] = roots
-            found.update((root, max(found.get(root, 0), self._kept_bytes(index, root))) for root in roots)
+            self._note_kept(index, roots, found)
+
+    def _note_kept(self, index: int, roots: list[int], found: dict[int, int]) -> None:
+        found.update((root, max(found.get(root, 0), self._kept_bytes(index, root))) for root in roots)
 
     def work(self, moved: tuple[tuple[Collective, ...], ...]) -> UnitWork:
         """The work of all ops that were added; ``moved`` are the collectives between them."""
         counter, is_score = self.counter, self.counter.kept.is_attention_score
-        unfused = self.unfused - sum(size for key, size in self.attended.items() if key not in self.kept)
+        unfused = self.unfused + sum(
+            sign * size
+            for sign, found in ((1, self.kept_unfused), (-1, self.attended))
+            for key, size in found.items()
+            if key not in self.kept
+        )
         kept = self.kept | self.attended
         masks = {key: size * (counter.width(-1 - key, self.precision) - 1) for key, size in kept.items() if key < 0}
         entering = {

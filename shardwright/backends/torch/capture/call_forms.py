@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from shardwright.backends.torch.compat import FakeTensor
+from shardwright.core.cost.saved_activations import WITH_DROPOUT
 
 SMALL_ENTRIES = 2**16
 """The most entries of a tensor of integers whose values are part of a call."""
@@ -17,6 +18,7 @@ SEEN_KINDS = frozenset({
 })  # fmt: skip
 """The kinds of op whose memory is what autograd holds for the call itself. Of the others it follows from the kind."""
 FREE_KINDS = frozenset({"view", "slice", "create"})
+ATTENTION = "aten.scaled_dot_product_attention"
 RECURRENT = frozenset({"aten.lstm", "aten.gru", "aten.rnn_tanh", "aten.rnn_relu"})
 
 
@@ -58,6 +60,11 @@ class CallForm:
     inputs: tuple[int, ...]
     outer: int
     flowing: frozenset[int]
+
+    @property
+    def is_product(self) -> bool:
+        """Whether it is one of the products that `keeps_copies` names."""
+        return self.func._schema.name in ("aten::linear", ATTENTION.replace(".", "::"))
 
     @property
     def head(self) -> int:
@@ -120,6 +127,20 @@ def typed_as(call: CallForm, other: CallForm) -> CallForm:
 def is_seen_whole(name: str, kinds: Collection[str]) -> bool:
     """Whether the memory of a composite op, made of ops of these kinds, is that of the whole call."""
     return name in RECURRENT or (not SEEN_KINDS.isdisjoint(kinds) and SEEN_KINDS.union(FREE_KINDS).issuperset(kinds))
+
+
+def keeps_copies(name: str, suffix: str, inputs: Sequence[torch.Tensor]) -> bool:
+    """Whether a product may keep other tensors than its operands and results, so that its call is seen: a linear layer
+    of what it has to copy into a matrix, and an attention with dropout, which not every device has a kernel for."""
+    return (name == "aten.linear" and not _is_matrix(inputs[0])) or (name == ATTENTION and suffix == WITH_DROPOUT)
+
+
+def _is_matrix(tensor: torch.Tensor) -> bool:
+    """Whether the leading dims of a tensor lie as one, so that it is a matrix of rows without being copied."""
+    if tensor.layout is not torch.strided:
+        return True
+    dims = [(size, stride) for size, stride in zip(tensor.shape[:-1], tensor.stride(), strict=False) if size != 1]
+    return all(outer[1] == inner[0] * inner[1] for outer, inner in itertools.pairwise(dims))
 
 
 def pieces_of(

@@ -4,7 +4,7 @@ Calls are seen with the sizes of both runs of a capture, so that bytes are linea
 bits. A call that fails, or whose bytes are no line in the batch, is counted from above.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from shardwright.backends.torch.capture.call_forms import CallForm, typed_as
 from shardwright.backends.torch.capture.call_trials import Seen, seen_of
@@ -45,6 +45,8 @@ class OpMemories:
         keeps = set(frozenset.union(*(seen.keeps for seen in runs)))
         handed_on = frozenset.intersection(*(seen.handed_on for seen in runs))
         weightless = frozenset.intersection(*(seen.weightless for seen in runs))
+        if small.is_product:
+            return tuple(self._of_product(small, *wide, *narrow))
         found, head = [], small.head
         for piece, (slots, inputs) in enumerate(zip(small.pieces, small.inputs, strict=True)):
             kept = [place for place, slot in enumerate(slots) if slot in keeps]
@@ -60,6 +62,20 @@ class OpMemories:
                 )
             )
         return tuple(found)
+
+    def _of_product(self, call: CallForm, *runs: Seen | None) -> Iterator[OpMemory]:
+        """The memory of the pieces of a product: what it keeps is seen, the rest follows from its kind."""
+        small, large, small_narrow, large_narrow = (seen for seen in runs if seen is not None)
+        keeps = small.keeps | large.keeps | small_narrow.keeps | large_narrow.keeps
+        kept = OpBytes(self._line(small.kept, large.kept)), OpBytes(self._line(small_narrow.kept, large_narrow.kept))
+        for piece, (slots, inputs) in enumerate(zip(call.pieces, call.inputs, strict=True)):
+            yield OpMemory(
+                tuple(place for place, slot in enumerate(slots) if slot in keeps and piece == call.head),
+                tuple(n for n in range(inputs) if slots[n] >= call.outer),
+                (),
+                (),
+                *(kept if piece == call.head else (OpBytes(), OpBytes())),
+            )
 
     def _runs(
         self, small: CallForm, large: CallForm

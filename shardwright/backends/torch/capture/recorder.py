@@ -17,6 +17,7 @@ from shardwright.backends.torch.capture.call_forms import (
     CallForm,
     form_of,
     is_seen_whole,
+    keeps_copies,
     pieces_of,
     tensors_in,
 )
@@ -368,7 +369,10 @@ class Recorder(TorchDispatchMode):
         refs = refs or [ref_of(i, t) for i, t in enumerate(inputs)]
         template = self._template(cache_key, known, args, kwargs, refs, outputs, shares)
         made = self._emit(template, known.name, numbers, self._stack[-1])
-        if all(piece.kind in SEEN_KINDS for piece in template.pieces):
+        first_piece = template.pieces[0] if template.pieces else None
+        if all(piece.kind in SEEN_KINDS for piece in template.pieces) or (
+            first_piece is not None and keeps_copies(known.name, first_piece.suffix, inputs)
+        ):
             flows = tuple(map(self._reaches, inputs))
             if any(flows):
                 form_key = cache_key, flows, tuple([numbers.index(n) for n in numbers]), tuple(map(_strides, inputs))

@@ -123,7 +123,10 @@ class Alignment:
             found = self.memories.of(x.whole, None if y is None else y.whole)[x.part]
             if found.is_known:
                 return found
-        return None if x.form is None else self.memories.of(x.form, None if y is None else y.form)[x.piece]
+        if x.form is None:
+            return None
+        found = self.memories.of(x.form, None if y is None else y.form)[x.piece]
+        return found if found.is_known or not x.form.is_product else None
 
     # -- ops -----------------------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ there is then little Python left, which shows where actions take a millisecond.
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -102,6 +102,13 @@ class Replay:
         """The edges over which gradients come in, in the order in which `backward` takes them."""
         self._scales: dict[tuple[float, torch.dtype], torch.Tensor] = {}
 
+    def _take(self, arrived: Sequence[list[torch.Tensor]]) -> Iterator[torch.Tensor]:
+        """The tensors that came in, as they lie where they were made. Those laid out anew are let go of at once."""
+        strides = iter([strides for _, _, strides, _, _ in self._received])
+        for tensors in arrived:
+            while tensors:
+                yield _laid_out(tensors.pop(0), next(strides))
+
     def forward(
         self,
         mb: int,
@@ -125,9 +132,7 @@ class Replay:
         env, kept = _Env(numbers, is_followed_by_backward=is_followed_by_backward), Kept()
         self._lay_out()
         values = env.values
-        given = iter([tensor for tensors in arrived for tensor in tensors])
-        for (edge, value, strides, has_gradient, is_copied), came in zip(self._received, given, strict=True):
-            tensor = came if came.stride() == strides else _laid_out(came, strides)
+        for (edge, value, _, has_gradient, is_copied), tensor in zip(self._received, self._take(arrived), strict=True):
             if grad and has_gradient:
                 tensor.requires_grad_()
                 kept.received[edge.index, value] = tensor
@@ -455,7 +460,7 @@ def _flat_form(spec: pytree.TreeSpec) -> tuple[int, tuple[str, ...]] | None:
 
 def _laid_out(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
     """A tensor in the memory order that it has where it was made, if that is dense: messages carry all in one order."""
-    if len(strides) != tensor.dim() or not _are_dense(tensor.shape, strides):
+    if tensor.stride() == strides or len(strides) != tensor.dim() or not _are_dense(tensor.shape, strides):
         return tensor
     return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
