@@ -296,11 +296,11 @@ class DistributedModel(SageMakerModel):
             if stage_map is None:
                 raise ShardwrightError("the model is not split yet: run a step first")
             if costs is None and plan is not None:
-                costs = plan.stage_costs()
+                costs = plan.pass_costs()
             before = stage_map.schedule
             schedule = Schedule.build(
                 schedule, ranks=before.ranks, microbatches=before.microbatches, virtual_stages=before.virtual_stages,
-                costs=costs,
+                slices=before.slices, costs=costs,
             )  # fmt: skip
         self.runtime.use_schedule(schedule)
 

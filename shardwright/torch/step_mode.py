@@ -80,6 +80,7 @@ class ConfiguredMode:
             or (decision is not None and decision.loss_scope == "global"),
             "compile": bool(config.compile),
             "debug='numerics'": config.debug is not None,
+            "slices of sequences": decision is not None and decision.slice_count > 1,
             "sharded state": config.shard_level > 0 or (decision is not None and decision.shard > 0),
         }
         refused = [name for name, is_asked in asked.items() if is_asked]

@@ -27,6 +27,11 @@ class Compiler:
     def require(self, stage_map: StageMap, divisions: Sequence[Division]) -> None:
         """Raise MissingCapabilityError for settings that need code between the ops of units, which compiled units do
         not run."""
+        if stage_map.schedule.slices > 1:
+            raise MissingCapabilityError(
+                f"the plan has {stage_map.schedule.slices} slices of each sequence, whose units run op by op: leave out "
+                f"compile, or plan with slices=1"
+            )
         if stage_map.schedule.splits_backward:
             raise MissingCapabilityError(
                 f"{stage_map.schedule.name} runs weight gradients apart, and a compiled unit makes them with those of "
