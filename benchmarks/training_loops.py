@@ -46,10 +46,7 @@ SPLITS = (
     Split("sharded 4", 4, 4, {"sharded_data_parallel_degree": 4, "microbatches": 2}),
 )
 CHANGES = {
-    "trainer": (
-        ("from transformers import Trainer, TrainingArguments",
-         "from shardwright.compat.trainer import Trainer, TrainingArguments"),
-    ),
+    "trainer": (),  # SageMaker's names and configuration are given by the command that starts it
     "accelerate": (
         ("from accelerate import Accelerator",
          "import shardwright.torch as sw\nfrom shardwright.compat.accelerate import Accelerator"),

@@ -18,6 +18,7 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
+from shardwright.compat import hugging_face
 from shardwright.core.errors import ShardwrightError
 
 ROOT = "smdistributed"
@@ -88,3 +89,4 @@ def install() -> None:
                 f"first import of it"
             )
     sys.meta_path.insert(0, _FINDER)
+    hugging_face.install()

@@ -31,8 +31,9 @@ FRAMEWORK = "SM_FRAMEWORK_PARAMS"
 
 shardwright.compat.install()
 try:
-    import transformers
     import transformers.trainer as _trainer
+    from transformers.trainer import Trainer as _Trainer
+    from transformers.training_args import TrainingArguments as _TrainingArguments
     from transformers.utils.import_utils import is_sagemaker_mp_enabled
 except ImportError as failed:
     raise MissingFrameworkError(
@@ -57,7 +58,7 @@ def _require_enabled() -> None:
         )
 
 
-class TrainingArguments(transformers.TrainingArguments):  # type: ignore[misc]
+class TrainingArguments(_TrainingArguments):  # type: ignore[misc]
     """``transformers.TrainingArguments`` of a rank of this run: its device is that of the run, a CPU too."""
 
     @functools.cached_property
@@ -105,7 +106,7 @@ def _require_possible(args: Any) -> None:
         )
 
 
-class Trainer(transformers.Trainer):  # type: ignore[misc]
+class Trainer(_Trainer):  # type: ignore[misc]
     """``transformers.Trainer`` of a model that is split over the ranks of this run.
 
     Losses, gradients and their norm are those of a run in one process on the batch of all replicas. Label smoothing,
@@ -125,7 +126,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         _require_enabled()
         self._steps = _StepFunctions(self)
         super().__init__(*args, **kwargs)
-        own = getattr(type(self), "compute_loss", None) is not transformers.Trainer.compute_loss
+        own = getattr(type(self), "compute_loss", None) is not _Trainer.compute_loss
         if own and batches() > 1:
             raise MissingCapabilityError(
                 f"{type(self).__name__}.compute_loss over {batches()} replicas: whether it is scaled for all of them "

@@ -200,6 +200,8 @@ def test_its_modules_are_found_by_its_own_name(monkeypatch: pytest.MonkeyPatch) 
     assert importlib.import_module("torch.sagemaker") is tsm
     assert importlib.import_module("torch.sagemaker.nn.attn").FlashSelfAttention is FlashSelfAttention
     assert functools.reduce(getattr, ("sagemaker", "nn", "attn"), torch).FlashSelfAttention is FlashSelfAttention
+    monkeypatch.delattr(tsm, "grad_norm", raising=False)
+    assert tsm.grad_norm is importlib.import_module("torch.sagemaker.grad_norm"), "without an import of its own"
     with pytest.raises(AttributeError, match=r"torch\.sagemaker\.transfrm: did you mean 'transform'"):
         _ = tsm.transfrm
     with pytest.raises(AttributeError, match=r"torch\.sagemaker\.state\.tp_rnk: did you mean 'state.tp_rank'"):

@@ -9,6 +9,8 @@ Its models train in FSDP as the script wraps them. Here that stays so where no k
 already, and trains in a step.
 """
 
+import importlib
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -39,4 +41,10 @@ def init(config: str | Mapping[str, Any] | None = None) -> None:
 
 
 def __getattr__(name: str) -> Any:
-    raise names.refused(name)
+    """A package of this one by its attribute, without an import of its own: ``tsm.distributed.checkpoint``."""
+    inside = {one.name.rpartition(".")[0] for one in names.NAMES if one.name.startswith(f"{name}.")}
+    if not inside:
+        raise names.refused(name)
+    for module in sorted(inside):
+        importlib.import_module(f"{__name__}.{module}")
+    return sys.modules[f"{__name__}.{name}"]

@@ -1,4 +1,5 @@
-"""A script for Hugging Face's `Trainer`: KIND FOLDER BATCH [RESUME]. One import is another one where it is split."""
+"""A script for Hugging Face's `Trainer`: KIND FOLDER BATCH [RESUME]. Resuming, one import is another one where it is
+split."""
 
 import json
 import os
@@ -6,7 +7,7 @@ import sys
 
 import loop_models
 
-if os.environ.get("SM_HP_MP_PARAMETERS"):
+if os.environ.get("SM_HP_MP_PARAMETERS") and len(sys.argv) > 4:
     from shardwright.compat.trainer import Trainer, TrainingArguments
 else:
     from transformers import Trainer, TrainingArguments
