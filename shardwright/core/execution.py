@@ -53,6 +53,9 @@ class Execution:
     (`core.cost.handwritten_kernels`)."""
     stops_early: bool = False
     """Whether a recomputed unit runs again as far as its backward reads what that makes; else all of its forward."""
+    keeps_gathered: bool = False
+    """Whether what is gathered of divided sequences for a product is kept for its backward; else the backward gathers
+    it once more, as Megatron-LM's (arXiv 2205.05198, section 4.2.2)."""
     bandwidth_share: Annotated[float, Gt(0), Le(1)] = 1.0
     """The share of a data group's bandwidth that gathers and scatters of sharded parameters reach."""
 
@@ -75,7 +78,16 @@ SYSTEMS: dict[str, Execution] = {
         # Buckets leave while the backward goes on, and a unit is gathered ahead; each op is a kernel of its own.
         # torch's checkpoint without re-entry stops early (its `early_stop`), and `jax.checkpoint` drops what nothing
         # reads; the checkpoints of Megatron-LM and DeepSpeed enter the forward again, all of it.
-        Execution("torch", "1", kernels="eager", gradients=True, prefetched_units=1, tensor_chunks=1, stops_early=True),
+        Execution(
+            "torch",
+            "1",
+            kernels="eager",
+            gradients=True,
+            prefetched_units=1,
+            tensor_chunks=1,
+            stops_early=True,
+            keeps_gathered=True,
+        ),
         Execution(
             "torch-compiled",
             "1",
@@ -84,6 +96,7 @@ SYSTEMS: dict[str, Execution] = {
             prefetched_units=1,
             tensor_chunks=1,
             stops_early=True,
+            keeps_gathered=True,
         ),
         # XLA gathers sharded parameters ahead where it schedules for latency; gradients are summed when all are there.
         Execution("jax", "1", kernels="compiled", prefetched_units=1, tensor_chunks=1, stops_early=True),

@@ -254,7 +254,9 @@ class CostTables(LayoutTables):
 
     def _gathered_stays(self, tp: int) -> bool:
         """Whether a value that is gathered for an op and read by its backward is kept as it was gathered."""
-        return tp > 1 and not self.sequence_parallel(tp) and not self.graph.footprints
+        if tp == 1 or self.graph.footprints:
+            return False
+        return self.execution.keeps_gathered or not self.sequence_parallel(tp)
 
     def _shared(self, tp: int) -> tuple[tuple[SharedValue, int], ...]:
         """The values that several units share in one memory, each with its number of shards."""
@@ -262,7 +264,7 @@ class CostTables(LayoutTables):
             return tuple((value, 1) for value in self._read.shared)
         chosen, stays = self.chosen(tp), self._gathered_stays(tp)
         return self._read.remembered(
-            ("shared", *self._layout_terms(tp)),
+            ("shared", stays, *self._layout_terms(tp)),
             lambda: as_they_lie(
                 self.counter, self.folded.units, self._read.shared, chosen.realised, gathered_stays=stays
             ),
