@@ -299,7 +299,8 @@ def token_slices(ratios: Mapping[str, float]) -> Claims:
     claims.at_least("175B: whole over sliced", ratios.get("175B", float("nan")), 4.0)
     claims.at_most("175B: whole over sliced", ratios.get("175B", float("nan")), 6.0)
     claims.holds("13B: slices are chosen", ratios.get("13B", 1.0) > 1.0)
-    claims.holds("1B: slices are declined", ratios.get("1B") == 1.0)
+    for name in ("1B", "1B, 8 replicas"):
+        claims.holds(f"{name}: slices are declined", ratios.get(name) == 1.0)
     return claims
 
 

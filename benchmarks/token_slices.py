@@ -48,7 +48,8 @@ class Setting:
 SETTINGS = (
     Setting("175B", 96, 12288, 96, 2, 1, 48, 8, 5.822, 1.160),
     Setting("13B", 40, 5120, 40, 32, 1, 40, 8, 1.863, 1.328),
-    Setting("1B", 24, 2048, 16, 128, 8, 24, 1, None, None),
+    Setting("1B", 24, 2048, 16, 72, 1, 24, 8, None, None),
+    Setting("1B, 8 replicas", 24, 2048, 16, 128, 8, 24, 1, None, None),
 )
 
 

@@ -295,12 +295,11 @@ class DistributedModel(SageMakerModel):
         if isinstance(schedule, str):
             if stage_map is None:
                 raise ShardwrightError("the model is not split yet: run a step first")
-            if costs is None and plan is not None:
-                costs = plan.pass_costs()
+            planned = None if plan is None else plan.pass_costs()
             before = stage_map.schedule
             schedule = Schedule.build(
                 schedule, ranks=before.ranks, microbatches=before.microbatches, virtual_stages=before.virtual_stages,
-                slices=before.slices, costs=costs,
+                slices=before.slices, costs=planned if costs is None else costs,
             )  # fmt: skip
         self.runtime.use_schedule(schedule)
 

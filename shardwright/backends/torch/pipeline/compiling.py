@@ -29,8 +29,8 @@ class Compiler:
         not run."""
         if stage_map.schedule.slices > 1:
             raise MissingCapabilityError(
-                f"the plan has {stage_map.schedule.slices} slices of each sequence, whose units run op by op: leave out "
-                f"compile, or plan with slices=1"
+                f"the plan has {stage_map.schedule.slices} slices of each sequence, whose units run op by op: leave "
+                f"out compile, or plan with slices=1"
             )
         if stage_map.schedule.splits_backward:
             raise MissingCapabilityError(

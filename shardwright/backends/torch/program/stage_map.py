@@ -95,8 +95,8 @@ def _require_policies(plan: Plan) -> None:
     for asked, name in ((decision.tp > 1, f"tp={decision.tp}"), (decision.precision == "fp8", "precision='fp8'")):
         if decision.slice_count > 1 and asked:
             raise MissingCapabilityError(
-                f"the plan has {name} and {decision.slice_count} slices of each sequence, and the torch runtime of this "
-                f"version carries out one of them: plan again without {name.partition('=')[0]}, or with slices=1"
+                f"the plan has {name} and {decision.slice_count} slices of each sequence, and the torch runtime of "
+                f"this version carries out one of them: plan again without {name.partition('=')[0]}, or with slices=1"
             )
     CAPABILITIES.require_on_device(decision.offloaded_units)
     CAPABILITIES.require_modes(decision.other_recompute)
