@@ -84,7 +84,7 @@ class Options:
     ] = None
     slice_lengths: Annotated[
         Sequence[Annotated[int, Ge(1)]] | None,
-        Option("the lengths of these slices in tokens, first tokens first", "found for ``slices``"),
+        Option("the lengths of these slices in tokens, first tokens first", "found for ``slices``; an empty list: whole sequences"),
     ] = None
     recompute: Annotated[
         Recompute | Literal["auto", "products"],
@@ -350,7 +350,7 @@ class Options:
     @property
     def asks_for_slices(self) -> bool:
         """Whether sequences are to go through the pipeline in slices, or may."""
-        return self.slices not in (None, 1) or self.slice_lengths is not None
+        return self.slices not in (None, 1) or bool(self.slice_lengths)
 
     @property
     def training_run(self) -> TrainingRun:
@@ -393,9 +393,7 @@ class Options:
     def _require_slices(self) -> None:
         """Raise PlanError for slices under a schedule that runs sequences whole."""
         lengths = self.slice_lengths
-        if lengths == ():
-            raise PlanError("slice_lengths=[]: expected tokens, as [512, 256, 256], or slices= for their number")
-        if lengths is not None and self.slices not in (None, len(lengths)):
+        if lengths and self.slices not in (None, len(lengths)):
             raise PlanError(
                 f"slices={self.slices!r} and slice_lengths={list(lengths)}, which are {len(lengths)}: leave out slices"
             )

@@ -300,7 +300,7 @@ def in_slices(
 
 def _in_slices(step: SlicedStep, request: Request) -> tuple[Scored, tuple[StageCosts, ...]]:
     """A choice in the slices that are asked for, or in the best ones."""
-    if request.slice_lengths is not None:
+    if request.slice_lengths:
         require_lengths(request.slice_lengths, step.tokens)
         if len(request.slice_lengths) == 1:
             return step.scored, ()
