@@ -84,7 +84,10 @@ class Options:
     ] = None
     slice_lengths: Annotated[
         Sequence[Annotated[int, Ge(1)]] | None,
-        Option("the lengths of these slices in tokens, first tokens first", "found for ``slices``; an empty list: whole sequences"),
+        Option(
+            "the lengths of these slices in tokens, first tokens first",
+            "found for ``slices``; an empty list: whole sequences",
+        ),
     ] = None
     recompute: Annotated[
         Recompute | Literal["auto", "products"],

@@ -230,11 +230,39 @@ class SlicedStep:
     # -- which slices ---------------------------------------------------------------------------------------------
 
     def best_lengths(self, slices: int | None) -> tuple[int, ...]:
-        """The lengths that are fastest by TeraPipe's rule for equal stages, of so many slices or of any number."""
-        cost, decision = self.fitted, self.decision
+        """The lengths whose step is the shortest, of so many slices or of any number: among those by TeraPipe's rule,
+        for which stages are equal and messages take no time, and equal ones, by a simulation of stages and messages."""
+        counts = [slices] if slices else [None, *(1 << power for power in range(1, 8) if self.tokens >> power >= LEAST)]
         step = max(1, -(-self.tokens // PLACES))
-        found = best_lengths(cost, self.tokens, decision.stages, slices, step, microbatches=decision.microbatches)
-        return found.lengths
+        found: dict[tuple[int, ...], float] = {}
+        for count in counts:
+            made = best_lengths(
+                self.fitted, self.tokens, self.decision.stages, count, step, microbatches=self.decision.microbatches
+            )
+            number = len(made.lengths)
+            equal = tuple(self.tokens * (n + 1) // number - self.tokens * n // number for n in range(number))
+            for lengths in (made.lengths, equal):
+                found[lengths] = found[lengths] if lengths in found else self._about_s(lengths)
+        return min(found, key=lambda lengths: (found[lengths], len(lengths)))
+
+    def _about_s(self, lengths: Sequence[int]) -> float:
+        """The seconds of the pipeline in these slices, where all stages' seconds grow as the slowest one's."""
+        whole, all_s, start, costs = self.whole, self.fitted(self.tokens, 0), 0, []
+        for length in lengths:
+            share = self.fitted(length, start) / all_s if all_s else length / self.tokens
+            passes = (whole.forward_s, whole.input_grad_s, whole.weight_grad_s)
+            times = [tuple(seconds * share for seconds in of_stages) for of_stages in passes]
+            costs.append(
+                replace(
+                    whole, forward_s=times[0], input_grad_s=times[1], weight_grad_s=times[2],
+                    transfer_s=self._transfers(length / self.tokens),
+                )
+            )  # fmt: skip
+            start += length
+        decision = replace(self.decision, slice_lengths=tuple(lengths))
+        if decision.pp == 1:
+            return sum(sum(c.forward_s) + sum(c.backward_s) for c in costs)
+        return simulated_pipeline(decision, costs).makespan_s
 
     @cached_property
     def fitted(self) -> FittedCost:
