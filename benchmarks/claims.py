@@ -304,6 +304,17 @@ def token_slices(ratios: Mapping[str, float]) -> Claims:
     return claims
 
 
+def sliced_steps(times: Mapping[str, float]) -> Claims:
+    """Seconds of steps of one sequence on two ranks: in the planner's slices at least 1.3 times as fast as whole, and
+    at most 3% slower than the best other slices."""
+    claims = Claims()
+    planned, nothing = times.get("the planner's", float("nan")), float("nan")
+    others = [taken for name, taken in times.items() if "+" in name]
+    claims.at_least("whole over the planner's slices", times.get("whole", nothing) / planned, 1.3)
+    claims.at_most("the planner's slices over the best others", planned / min(others, default=nothing), 1.03)
+    return claims
+
+
 def sliced_zoo(rows: Mapping[str, Mapping[str, Any]], least: float) -> Claims:
     """No class is said to run in slices whose outputs depend on later tokens; of the causal ones a share does."""
     claims = Claims()

@@ -66,6 +66,14 @@ JUDGED: dict[str, tuple[Callable[[], Claims], list[Callable[[], Claims]]]] = {
             lambda: claims.token_slices({"175B": 5.0, "13B": 1.4, "1B": 1.1, "1B, 8 replicas": 1.0}),
         ),
     ),
+    "sliced_steps": (
+        lambda: claims.sliced_steps({"whole": 1.4, "the planner's": 1.0, "1 + 1": 0.99}),
+        (
+            lambda: claims.sliced_steps({"whole": 1.2, "the planner's": 1.0, "1 + 1": 1.0}),
+            lambda: claims.sliced_steps({"whole": 1.4, "the planner's": 1.0, "1 + 1": 0.9}),
+            lambda: claims.sliced_steps({}),
+        ),
+    ),
     "sliced_zoo": (
         lambda: claims.sliced_zoo({"a": {"sliced": True, "causal": True}}, 0.5),
         [
