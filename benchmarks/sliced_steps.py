@@ -3,7 +3,7 @@
     python benchmarks/sliced_steps.py [--rounds 9] [--write benchmarks/results/token_slices.md]
 
 A causal transformer of 8 layers, width 384, on two stages; one sequence of 1,024 tokens, so one microbatch. In one run,
-a round of one step of each after the other: whole sequences; the lengths that the planner chooses; ten other ways to cut
+a round of one step of each after the other: whole sequences; the planner's lengths; ten other ways to cut
 it; torch's own pipeline with the one microbatch that it can have. Figures are medians of rounds, a step ends when the
 slower rank ends, and the first gradients of every form are held against those of whole sequences.
 """
