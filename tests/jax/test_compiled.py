@@ -44,8 +44,7 @@ def test_a_jax_that_keeps_programs_otherwise_is_named(monkeypatch: pytest.Monkey
     devices = jax.devices()[:2]
     message = rf"JAX {jax.__version__} .*_JaxPjrtUnpickler.*one by one.*[Uu]se jax 0\.10"
     with Compiler() as compiler, pytest.warns(UserWarning, match=message):  # a thread may warn as soon as it starts
-        waiting = [compiler.start(partial(lowered, device), (device,)) for device in devices]
-        runs = [wait() for wait in waiting]
+        runs = [wait() for wait in [compiler.start(partial(lowered, device), (device,)) for device in devices]]
     assert (compiler.done.programs, compiler.done.compiled) == (2, 2)
     (found,) = runs[1](*jax.device_put([jnp.eye(4), jnp.eye(4)], devices[1]))
     assert found.devices() == {devices[1]}

@@ -26,6 +26,7 @@ REFUSED = {
     "a schedule": "schedule='zbv' and slices: it runs microbatches whole; take one of gpipe, 1f1b",
     "too many": "slices=13 of 12 tokens in steps of 1: expected at most 12",
     "another length": "the plan's slices 5 + 4 + 3 have 12 tokens in all, and the model is given 10",
+    "a number of its length": "computes with numbers that follow from the length of the sequence",
     "padded on the left": "pad sequences on the right",
 }
 

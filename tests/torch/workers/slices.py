@@ -99,6 +99,49 @@ def run(case: str, references: dict[str, Reference]) -> dict[str, object]:
     return {"case": case, "same": every}
 
 
+class OfItsLength(nn.Module):
+    """A model that computes with the number of its tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.first, self.last = nn.Embedding(16, 8), nn.Linear(8, 8), nn.Linear(8, 16)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.first(self.table(input_ids)) / input_ids.shape[1]
+        return nn.functional.cross_entropy(self.last(x).flatten(0, 1), labels.flatten())
+
+
+def of_its_length() -> dict[str, str]:
+    tokens = torch.arange(96).reshape(8, 12) % 16
+    graph = core.capture(OfItsLength(), (tokens[:2], tokens[:2]))
+    pins = {
+        "pp": dist.get_world_size(),
+        "tp": 1,
+        "dp": 1,
+        "schedule": "gpipe",
+        "recompute": "none",
+        "precision": "fp32",
+    }
+    cluster = core.Cluster("cpu", devices_per_node=dist.get_world_size())
+    sw.init(plan=core.plan(graph, cluster, batch=8, microbatch=2, slice_lengths=[6, 6], **pins))
+    model = sw.DistributedModel(OfItsLength())
+
+    @sw.step
+    def train_step(model, tokens):
+        loss = model(tokens, tokens)
+        model.backward(loss, reduction="mean")
+        return loss
+
+    said = {}
+    try:
+        train_step(model, tokens)
+    except ShardwrightError as error:
+        said["a number of its length"] = str(error)
+    sw.shutdown()
+    return said
+
+
 def misuse() -> dict[str, object]:
     """The messages of what is refused."""
     said: dict[str, str] = {}
@@ -112,6 +155,7 @@ def misuse() -> dict[str, object]:
     refused("a sum", "gpt2", slice_lengths=[5, 4])
     refused("a schedule", "gpt2", slices=2, schedule="zbv")
     refused("too many", "gpt2", slices=13)
+    said |= of_its_length()
     plan = plan_of(build("gpt2"), "gpt2", dist.get_world_size(), 1, "1f1b", "none", slice_lengths=[5, 4, 3])
     shorter = {key: tensor[:, :10] for key, tensor in batch("gpt2", 0).items()}
     left = dict(batch("gpt2", 0)) | {"attention_mask": torch.ones(8, 12).cumsum(1).gt(3).long()}

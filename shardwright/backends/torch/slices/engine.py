@@ -12,7 +12,7 @@ from shardwright.backends.torch.machine.tensor_axis import Axis
 from shardwright.backends.torch.program.program import Leaf, Program
 from shardwright.backends.torch.program.randomness import Streams
 from shardwright.backends.torch.slices.expanded_step import SlicedCall, expand
-from shardwright.backends.torch.slices.lowering import Builder, Part, Traces, alike
+from shardwright.backends.torch.slices.lowering import Builder, Part, Traces, alike, require_same_numbers
 from shardwright.backends.torch.tensor_parallel.by_module_calls import autocast_of
 from shardwright.backends.torch.tensor_parallel.engine import Draws, UnitCall
 from shardwright.backends.torch.tensor_parallel.expanded_step import find_call
@@ -119,13 +119,15 @@ class TokenSlices:
                 sliced[length] = whole
                 continue
             args, kwargs, _ = sample.arguments(shorter, sample.batch)
-            part = Sample(kwargs or args, growth=_shorter(growth, length, sum(lengths)))
+            part = Sample(kwargs or args, growth=growth)
             try:
                 sliced[length] = alike(whole, trace(self.model, part, asked=asked), length)
             except NotReplayableError as reason:
                 raise NotReplayableError(f"at {length} tokens, {reason}") from reason
         sites = [[op for op in site.ops if op is not None] for site in whole.sites]
         ops = keep_together(whole.graph, sequence_ops(whole.graph, dims), sites)
+        for length, traced in sliced.items():
+            require_same_numbers(whole, traced, ops, length)
         return Traces(lengths, whole, sliced, ops, sample.batch)
 
     def _take(self, traced: Traced, parts: Sequence[Part]) -> None:
@@ -163,11 +165,6 @@ def _whole_layout(graph: Graph, unit: Any) -> UnitLayout:
         ops.append(OpLayout(Signature(inputs, outputs), (idle,) * len(inputs)))
     parameters: dict[int, Placement] = {p.tensor: R for p in graph.parameters}
     return UnitLayout(unit, tuple(ops), parameters, {}, {}, {})
-
-
-def _shorter(growth: Growth | None, length: int, tokens: int) -> Growth | None:
-    """The growth of the arguments with fewer tokens. Raises NotReplayableError where other arguments change with it."""
-    return growth
 
 
 def _shown(numbers: Any) -> str:

@@ -376,3 +376,24 @@ def alike(whole: Traced, other: Traced, length: int) -> Traced:
             f"slices run the same ops at every length; take other lengths, or leave out slices"
         )
     return replace(other, constants=whole.constants)
+
+
+SIZED = frozenset({"view", "copy"})
+"""The kinds of ops whose arguments are sizes of what they are given."""
+
+
+def require_same_numbers(whole: Traced, other: Traced, ops: SequenceOps, length: int) -> None:
+    """Raise CaptureError where an op of slices computes with a number that follows from the length, as a product with
+    one over it: in slices it would be another number."""
+    for one, two in zip(whole.sites, other.sites, strict=True):
+        present = [op for op in one.ops if op is not None]
+        if not any(ops.needs[op] == "local" for op in present):  # attention has the numbers of the whole sequence
+            continue
+        may_differ = all(whole.graph.ops[op].kind in SIZED for op in present)
+        given = (one.arguments, one.keywords), (two.arguments, two.keywords)
+        if not may_differ and given[0] != given[1]:
+            where = one.context[0] or whole.graph.model_name
+            raise CaptureError(
+                f"{one.name} in {where} computes with numbers that follow from the length of the sequence (other ones "
+                f"at {length} tokens): slices would compute something else; leave out slices, or give the model the number"
+            )
