@@ -395,5 +395,5 @@ def require_same_numbers(whole: Traced, other: Traced, ops: SequenceOps, length:
             where = one.context[0] or whole.graph.model_name
             raise CaptureError(
                 f"{one.name} in {where} computes with numbers that follow from the length of the sequence (other ones "
-                f"at {length} tokens): slices would compute something else; leave out slices, or give the model the number"
+                f"at {length} tokens): slices would compute something else; leave out slices, or give it the number"
             )
