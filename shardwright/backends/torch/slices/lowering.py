@@ -124,17 +124,7 @@ class Builder:
         leaves = [t for t in made if t in self._read_elsewhere(parts.before)]
         if not leaves:
             return None
-        lowering = self._lowering(number, self.traces.whole, f"unit {number} before slices")
-        entering = [Piece(t) for t in self._read(parts.before) if self._enters(t)]
-        inputs = {piece: lowering.source.input() for piece in entering}
-        held = self._held(lowering, parts.before)
-        for piece, var in inputs.items():
-            lowering.made(piece.tensor, var, self._enters_as(number, piece.tensor))
-        self._lower(lowering, parts.before)
-        self._require_causal(lowering, {t: lowering.at[t] for t in leaves})
-        return self._part(
-            lowering, number, 0, "before", entering, held, [(Piece(t), self._leaving(lowering, t)) for t in leaves]
-        )
+        return self._whole(number, parts.before, "before", 0, leaves)
 
     def _slice(self, number: int, parts: UnitParts, which: int) -> Part:
         traces = self.traces
@@ -168,7 +158,7 @@ class Builder:
         carried: list[tuple[Piece, Var]] = []
 
         def attend(call: Call, op: int) -> bool:
-            site = whole.sites[whole.site_of_op[op][0]]
+            site = self._whole_site(op)
             given = Call(lowering, site, call.pieces)
             slots = call.slots()
             operands = [slots[0]]
@@ -198,7 +188,7 @@ class Builder:
             return True
 
         def drop(call: Call, op: int) -> bool:
-            site = whole.sites[whole.site_of_op[op][0]]
+            site = self._whole_site(op)
             given = Call(lowering, site, call.pieces)
             tensor = whole.graph.ops[op].inputs[0]
             probability = given.argument("p")
@@ -222,7 +212,7 @@ class Builder:
             if op in ops.carried:
                 raise NotReplayableError(f"{site.name} has no form behind the keys of earlier slices")
             if site.name == "dropout":
-                return drop(call, op) or False
+                return drop(call, op)
             if self._whole_site(op).draws:
                 raise NotReplayableError(f"{site.name} draws random numbers along the sequence: dropout alone is known")
             return False
@@ -235,18 +225,21 @@ class Builder:
         return self._part(lowering, number, which, "slice", entering, held, leaves)
 
     def _behind(self, number: int, parts: UnitParts) -> Part:
-        lowering = self._lowering(number, self.traces.whole, f"unit {number} behind slices")
-        entering = [Piece(t) for t in self._read(parts.behind) if self._enters(t)]
+        leaves = [t for t in self._made(parts.behind) if t in self.wanted]
+        return self._whole(number, parts.behind, "behind", len(self.traces.lengths) - 1, leaves)
+
+    def _whole(self, number: int, ops: Sequence[int], kind: Kind, which: int, leaves: Sequence[int]) -> Part:
+        """The part of ops that run once, on whole tensors."""
+        lowering = self._lowering(number, self.traces.whole, f"unit {number} {kind} slices")
+        entering = [Piece(t) for t in self._read(ops) if self._enters(t)]
         inputs = {piece: lowering.source.input() for piece in entering}
-        held = self._held(lowering, parts.behind)
+        held = self._held(lowering, ops)
         for piece, var in inputs.items():
             lowering.made(piece.tensor, var, self._enters_as(number, piece.tensor))
-        self._lower(lowering, parts.behind)
-        leaves = [t for t in self._made(parts.behind) if t in self.wanted]
-        last = len(self.traces.lengths) - 1
-        return self._part(
-            lowering, number, last, "behind", entering, held, [(Piece(t), self._leaving(lowering, t)) for t in leaves]
-        )
+        self._lower(lowering, ops)
+        self._require_causal(lowering, {t: lowering.at[t] for t in leaves})
+        given = [(Piece(t), self._leaving(lowering, t)) for t in leaves]
+        return self._part(lowering, number, which, kind, entering, held, given)
 
     # -- what they share ------------------------------------------------------------------------------------------
 
