@@ -18,7 +18,8 @@ from shardwright.core.schedule.simulate import simulate_schedule
 from shardwright.core.schedule.timeline import Timeline
 from shardwright.core.search import make_plan
 from shardwright.core.search.named_units import as_the_model_asks, by_module, of_maxtext
-from shardwright.core.search.request import Options, Request, request_for
+from shardwright.core.search.options import Options
+from shardwright.core.search.request import Request, request_for
 from shardwright.core.tables.graph_reading import unknown_memory_of, unpriced_of
 from shardwright.core.values.fields import Field, fields_of
 

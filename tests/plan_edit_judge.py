@@ -18,7 +18,7 @@ from shardwright.core.layout.placements import Layout
 from shardwright.core.plan.decision import Decision
 from shardwright.core.plan.file import to_document
 from shardwright.core.plan.plan import Plan, stale_note
-from shardwright.core.search.request import Options
+from shardwright.core.search.options import Options
 
 Document = dict[str, Any]
 

@@ -9,7 +9,7 @@ import typer
 
 from shardwright.core.errors import ShardwrightError
 from shardwright.core.layout.placements import Layout, Split
-from shardwright.core.search.request import Options
+from shardwright.core.search.options import Options
 from shardwright.core.values.fields import Field, fields_of
 
 _PANEL = "Decision"

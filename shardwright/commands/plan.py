@@ -17,7 +17,7 @@ from shardwright.commands.sagemaker import pins_of
 from shardwright.core.cluster.cluster import Cluster
 from shardwright.core.errors import ClusterError, PlanError
 from shardwright.core.model.graph import Graph
-from shardwright.core.search.request import Options
+from shardwright.core.search.options import Options
 from shardwright.core.search.study import study as make_study
 
 

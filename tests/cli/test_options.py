@@ -8,7 +8,7 @@ import pytest
 import shardwright as sw
 from shardwright.commands.model_file import load_model
 from shardwright.core.layout.placements import Layout, Split
-from shardwright.core.search.request import Options
+from shardwright.core.search.options import Options
 from shardwright.core.values.fields import fields_of
 from tests.cli.conftest import run
 

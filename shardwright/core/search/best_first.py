@@ -21,8 +21,9 @@ from typing import Any, NamedTuple
 from shardwright.core.cluster.cluster import Cluster
 from shardwright.core.layout.mesh import Mesh
 from shardwright.core.search.kept_products import recompute_choices
+from shardwright.core.search.options import Progress
 from shardwright.core.search.polish import Polisher
-from shardwright.core.search.request import Progress, Request
+from shardwright.core.search.request import Request
 from shardwright.core.search.scoring import Cut, Draft, Scored, Scorer, Timed
 from shardwright.core.search.simplicity import Simplicity, least_simplicity, simplicity
 from shardwright.core.search.space import ORDERS, SHARD_GROUPS, Pipelining, Policy, Shape, Space, splits_backward

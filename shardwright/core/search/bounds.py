@@ -14,8 +14,9 @@ from shardwright.core.plan.decision import Decision
 from shardwright.core.schedule.messages_under_way import UnderWay
 from shardwright.core.search.exchanges import Held
 from shardwright.core.search.forced_recompute import Forced, Way, forced
+from shardwright.core.search.options import VIRTUAL_STAGES
 from shardwright.core.search.predict import LeastEnds, StepModel, largest_unit
-from shardwright.core.search.request import VIRTUAL_STAGES, Request
+from shardwright.core.search.request import Request
 from shardwright.core.search.space import Pipelining, Policy, Shape
 from shardwright.core.tables.cost_tables import CostTables, Place, is_one_stage
 from shardwright.core.tables.memory import require_recomputable

@@ -9,7 +9,7 @@ from shardwright.core.errors import PlanError, nearest
 from shardwright.core.model.fold import Unit, fold
 from shardwright.core.model.graph import Call, Graph
 from shardwright.core.model.own_checkpoints import is_checkpointed
-from shardwright.core.search.request import Options
+from shardwright.core.search.options import Options
 from shardwright.core.tables.memory import recomputable_units
 from shardwright.core.values.recompute_modes import PREFIX, WHOLE, is_computed_again, names_products
 

@@ -20,7 +20,8 @@ from shardwright.core.plan.decision import Decision
 from shardwright.core.plan.plan import Plan, require_slot_layout
 from shardwright.core.plan.plan_input import PlanInput
 from shardwright.core.plan.prediction_error import MEMORY
-from shardwright.core.search.request import Options, Request, beside_decision, request_for
+from shardwright.core.search.options import Options
+from shardwright.core.search.request import Request, beside_decision, request_for
 from shardwright.core.search.search import make_plan, tables_of
 from shardwright.core.solver.op_layouts import AXIS
 from shardwright.core.tables.graph_reading import read, unknown_memory_of, unpriced_of

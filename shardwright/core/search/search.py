@@ -21,8 +21,9 @@ from shardwright.core.search.defaults import defaults
 from shardwright.core.search.devices_in_use import Part, parts
 from shardwright.core.search.kept_products import recompute_choices
 from shardwright.core.search.mixed_modes import with_two_modes
+from shardwright.core.search.options import Progress
 from shardwright.core.search.refusal import refusal
-from shardwright.core.search.request import Progress, Request
+from shardwright.core.search.request import Request
 from shardwright.core.search.scoring import Scored, Scorer
 from shardwright.core.search.sliced_step import as_recorded, in_slices
 from shardwright.core.search.space import GENERATED_ACTIONS

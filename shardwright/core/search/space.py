@@ -19,7 +19,8 @@ from shardwright.core.schedule.catalogue import FAMILIES
 from shardwright.core.schedule.family import Sizes
 from shardwright.core.schedule.passes.sharding import ReduceAfter
 from shardwright.core.schedule.schedule import MOST_CELLS
-from shardwright.core.search.request import VIRTUAL_STAGES, Request, indivisible
+from shardwright.core.search.options import VIRTUAL_STAGES, indivisible
+from shardwright.core.search.request import Request
 from shardwright.core.values.recompute_modes import Recompute
 
 MAX_MICROBATCH = 64

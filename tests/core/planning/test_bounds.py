@@ -18,7 +18,8 @@ from shardwright.core.plan.decision import placement_of
 from shardwright.core.schedule import Schedule, schedule_names
 from shardwright.core.schedule.peak_memory import StageMemory, peak_below_sum
 from shardwright.core.search.best_first import Search
-from shardwright.core.search.request import VIRTUAL_STAGES, Request
+from shardwright.core.search.options import VIRTUAL_STAGES
+from shardwright.core.search.request import Request
 from shardwright.core.search.search import tables_of
 from shardwright.core.search.space import splits_backward
 from tests.core.toy import decoder
