@@ -138,7 +138,7 @@ class ViT(nnx.Module):
 
     def __call__(self, image: jax.Array) -> jax.Array:
         x = self.patches(image).reshape(image.shape[0], self.count, -1)
-        token = jnp.broadcast_to(self.token.get_value(), (x.shape[0], 1, WIDTH))
+        token = jnp.broadcast_to(self.token.get_value(), (x.shape[0], 1, self.token.get_value().shape[-1]))
         x = jnp.concatenate([token, x], 1) + self.position.get_value()
         mask = jnp.ones((1, 1, 1, self.count + 1), bool)
         for layer in self.layers:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.tree_util import PyTreeDef
 
-from shardwright.backends.jax.capture.inner_programs import CHECKPOINTS, Aval
+from shardwright.backends.jax.capture.inner_programs import CHECKPOINTS, LOOPS, Aval
 from shardwright.backends.jax.capture.trace import TracedCall
 from shardwright.backends.jax.program.cut import Cut, StagePart
 from shardwright.backends.jax.program.equations import (
@@ -71,6 +71,9 @@ class StageFunction:
     avals: tuple[Aval, ...]
     """The shapes and dtypes of what the function reads."""
     donates: tuple[int, ...] = ()
+    by_memory: bool = False
+    """Whether its program is put in the order that holds least (`machine.compiler_options`): loops that are computed
+    again would all run at the beginning otherwise, whatever their turn."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -292,10 +295,12 @@ class FunctionsOfStage:
         """The backward, and its halves, between whose equations those of what is computed again are divided too."""
         weight_keys: list[Key] = [("gradient", v, 0) for v in self.weights]
         arrival_keys: list[Key] = [("arrival_gradient", v, 0) for v in self.arriving]
+        by_memory = False
         if self.operands.in_turn:  # which keeps what is computed again behind what runs before it, as regions would
+            by_memory = any(e.region is not None and e.primitive.name in LOOPS for e in opened.equations)
             opened = replace(opened, equations=[replace(e, region=None) for e in opened.equations])
             whole = opened
-        function, came = partial(self._function, is_backward=True), {"cotangent": BACKWARD}
+        function, came = partial(self._function, is_backward=True, by_memory=by_memory), {"cotangent": BACKWARD}
         backward = function(whole, whole.equations, reads, whole.outputs, [*weight_keys, *arrival_keys], came)
         if not self.arriving:
             return backward, None, backward
@@ -325,6 +330,7 @@ class FunctionsOfStage:
         looks: Mapping[str, int],
         *,
         is_backward: bool = False,
+        by_memory: bool = False,
     ) -> StageFunction:
         """A function over flat operands. Sums and gradients are added to what is handed in; cotangents of one value
         from several stages are summed; leaves of the batch come whole and are sliced by the microbatch's number.
@@ -399,7 +405,7 @@ class FunctionsOfStage:
             return (*found, at[MARKER] + 1)
 
         donates = tuple(i for i, key in enumerate(order) if key[0] in ("gradient", "sum", "fault"))
-        return StageFunction(run, order, (*makes, *noted, MARKER), tuple(keys.values()), donates)
+        return StageFunction(run, order, (*makes, *noted, MARKER), tuple(keys.values()), donates, by_memory)
 
     def _spelled(self, key: Key) -> list[Key]:
         """The keys behind a key: a cotangent comes from every stage that used the value."""

@@ -182,7 +182,7 @@ class StagePrograms:
 
     def _lower(self, stage: int, function: StageFunction) -> jax.stages.Lowered:
         into, out = self._shardings(stage, function)
-        return lower(function.function, function.avals, into, out, function.donates)
+        return lower(function.function, function.avals, into, out, function.donates, by_memory=function.by_memory)
 
     def _shardings(self, stage: int, function: StageFunction) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """The shardings of what a function reads and makes; None for results whose sharding is the compiler's."""
