@@ -56,6 +56,9 @@ class Execution:
     keeps_gathered: bool = False
     """Whether what is gathered of divided sequences for a product is kept for its backward; else the backward gathers
     it once more, as Megatron-LM's (arXiv 2205.05198, section 4.2.2)."""
+    message_s: Annotated[float, Ge(0), Le(1)] = 0.0
+    """The host's seconds from the end of a stage's pass to the kernels of the next stage's, beside those that the
+    message itself takes: to send, to receive, and to begin the pass."""
     bandwidth_share: Annotated[float, Gt(0), Le(1)] = 1.0
     """The share of a data group's bandwidth that gathers and scatters of sharded parameters reach."""
 
@@ -67,6 +70,10 @@ class Execution:
         """The host's time to issue one kernel, as a share of that to issue an eager op."""
         return COMPILED_DISPATCH if self.kernels == "compiled" else 1.0
 
+
+PIPELINE_MESSAGE_S = 2.6e-4
+"""Prior: what a pass of this library's PyTorch runtime takes its thread beside autograd and kernels (160 µs), and 50 µs
+to send and to receive one tensor; thread time with torch 2.13 on a virtual machine's core, beside other work."""
 
 PLAIN = Execution("plain", "1", tensor_chunks=1, takes_all_ops=True)
 """Kernels fused by hand, of all ops, as the graphs of twins have the same ops in other parts; and no traffic hidden but
@@ -87,6 +94,7 @@ SYSTEMS: dict[str, Execution] = {
             tensor_chunks=1,
             stops_early=True,
             keeps_gathered=True,
+            message_s=PIPELINE_MESSAGE_S,
         ),
         Execution(
             "torch-compiled",
@@ -97,6 +105,7 @@ SYSTEMS: dict[str, Execution] = {
             tensor_chunks=1,
             stops_early=True,
             keeps_gathered=True,
+            message_s=PIPELINE_MESSAGE_S,
         ),
         # XLA gathers sharded parameters ahead where it schedules for latency; gradients are summed when all are there.
         Execution("jax", "1", kernels="compiled", prefetched_units=1, tensor_chunks=1, stops_early=True),

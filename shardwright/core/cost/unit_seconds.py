@@ -98,6 +98,8 @@ class UnitCost:
     """Seconds of the forward that full recompute does not run again."""
     own_again_s: float = 0.0
     """Seconds that checkpoints of the model's own add to the backward, where the plan does not recompute the unit."""
+    host_wait_s: float = 0.0
+    """Seconds of all passes in which the device waits for the host to issue kernels."""
     by_op: ByOp = NOTHING
     """What is kept and computed again where results of products are kept op by op."""
 
@@ -180,8 +182,10 @@ def unit_cost(
     host = issued * device.dispatched_s * execution.dispatch_share
     forward = _overlapped(forward, host) + ahead
     backward = input_grad + weight_grad
+    waits = forward - ahead - on_device
     if backward > 0:
         longer = _overlapped(backward, host * BACKWARD_DISPATCH) / backward
+        waits += (longer - 1) * backward
         input_grad, weight_grad = input_grad * longer, weight_grad * longer
     input_grad += back
     is_compiled = execution.kernels == "compiled"
@@ -235,6 +239,7 @@ def unit_cost(
         parameter_tensors=parameter_tensors,
         not_again_s=max(0.0, forward - ahead) * min(1.0, of_forward),
         own_again_s=max(0.0, forward - ahead) * min(1.0, of_own),
+        host_wait_s=waits,
         by_op=ByOp(
             work.beside_results_bytes,
             max(0.0, vector - spared) + launches,

@@ -33,11 +33,13 @@ def as_plan(
     left_out: str = "",
     elsewhere: Sequence[tuple[Cluster, Scored]] = (),
     fastest: Scored | None = None,
+    margin: float = LEAD,
 ) -> Plan:
     """The plan of the best choice, with the others and the defaults as alternatives.
 
     ``left_out``: devices that are not worth using. ``elsewhere``: the best choices on other parts of the cluster.
-    ``fastest``: the choice that was predicted to be the fastest, where a simpler one is the best.
+    ``fastest``: the choice that was predicted to be the fastest, where a simpler one is the best, and the ``margin``
+    within which it is.
     """
     tables, decision, request = scorer.tables, best.decision, scorer.request
     first = _costs_at(scorer, best, place_of(scorer, best, 0))
@@ -50,7 +52,7 @@ def as_plan(
         first = ranks[0].classes
     alternatives = []
     if fastest is not None and fastest.decision != decision:
-        alternatives.append(_alternative(fastest, why_not_fastest(best, fastest)))
+        alternatives.append(_alternative(fastest, why_not_fastest(best, fastest, margin)))
     alternatives += [_alternative(s, why_slower(best, s)) for s in others]
     alternatives += [_alternative(s, f"on {where}: {why_slower(best, s)}") for where, s in elsewhere]
     for default in beside:
@@ -87,6 +89,7 @@ def as_plan(
                 graph.framework,
                 measured_name(graph.framework, tables.structure.digest),
                 decision,
+                tables.host_share(decision.microbatch),
             ),
         ),
         run=replace(request.training_run, usd_per_hour=usd_per_hour(scorer.cluster, request.price)),
@@ -227,11 +230,12 @@ def why_slower(best: Scored, other: Scored) -> str:
     return f"{ratio - 1:.1%} slower: {name} {theirs[name] * 1e3:.3g} ms against {mine[name] * 1e3:.3g} ms"
 
 
-def why_not_fastest(best: Scored, fastest: Scored) -> str:
+def why_not_fastest(best: Scored, fastest: Scored, margin: float) -> str:
     """The reason why the choice that was predicted to be the fastest is not the answer."""
     lead = why_slower(best, fastest)
+    cause = "" if margin <= LEAD else " where devices wait for their hosts"
     return (
-        f"the fastest by prediction: {lead}; a lead within {LEAD:.0%} tells nothing, and it is less simple: "
+        f"the fastest by prediction: {lead}; a lead within {margin:.0%} tells nothing{cause}, and it is less simple: "
         f"{why_less_simple(best.decision, fastest.decision)}"
     )
 

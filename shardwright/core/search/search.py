@@ -12,7 +12,7 @@ from shardwright.core.execution import PLAIN, Execution, system
 from shardwright.core.model.graph import Graph
 from shardwright.core.plan.plan import Plan
 from shardwright.core.plan.plan_input import PlanInput
-from shardwright.core.plan.prediction_error import LEAD, memory_error
+from shardwright.core.plan.prediction_error import lead, memory_error
 from shardwright.core.plan.training_run import usd_per_hour
 from shardwright.core.schedule import AUTO, StageCosts
 from shardwright.core.search.answer import as_plan, not_carried_out
@@ -82,7 +82,9 @@ def make_plan(graph: Graph, cluster: Cluster, request: Request) -> Plan:
         fastest = best
     elsewhere = [(tried.part.cluster, tried.found.fastest) for tried in left if tried.found.fastest is not None]
     beside = [] if _pins_degrees(request) else defaults(scorer.tables, used, asked)
-    found = as_plan(scorer, best, others, beside, chosen.part.left_out, elsewhere, fastest)
+    found = as_plan(
+        scorer, best, others, beside, chosen.part.left_out, elsewhere, fastest, _margin(request, scorer.tables)
+    )
     if slice_costs:
         found = replace(found, costs=replace(found.costs, slices=tuple(map(as_recorded, slice_costs))))
     given = PlanInput.of(graph, used, request.beside_decision, request.pins, request.runtimes)
@@ -173,8 +175,6 @@ def search_parts(
     Raises the PlanError of the first part when the request leaves nothing to choose from on any part.
     """
     run, tokens = request.training_run, step_tokens(graph, request.batch)[1]
-    # A schedule that is generated afterwards changes the times.
-    margin = LEAD if request.answer == "simplest" and request.schedule != AUTO else 0.0
     tried: list[Tried] = []
     refused: PlanError | None = None
     least_s = float("inf")
@@ -185,6 +185,7 @@ def search_parts(
             each = progress if len(admitted) == 1 else None
             priced = replace(run, usd_per_hour=usd_per_hour(part.cluster, request.price))
             within_s = priced.longest_step_s(request.batch, tokens)
+            margin = _margin(request, search.scorer.tables)
             found = search.run(each, runners_up=runners_up, below_s=least_s, margin=margin, within_s=within_s)
         except PlanError as error:
             refused = refused or error
@@ -206,6 +207,16 @@ def search_parts(
 
     first = min(tried, key=rank) if least_s < float("inf") else tried[0]
     return [first, *(one for one in tried if one is not first)]
+
+
+def _margin(request: Request, tables: CostTables) -> float:
+    """The lead below which plans are not told apart; none where a schedule that is generated afterwards changes their
+    times. What matters of the host is asked of the largest microbatch, in which every device has its share of the
+    batch."""
+    if request.answer != "simplest" or request.schedule == AUTO:
+        return 0.0
+    own = request.microbatch or max(1, request.batch // tables.cluster.world_size)
+    return lead(tables.host_share(own))
 
 
 def _runnable(admitted: list[Part], runtimes: Sequence[Capabilities]) -> list[Part]:

@@ -148,6 +148,13 @@ class CostTables(LayoutTables):
             f"tp={fewer}, and the other ranks for replicas or stages"
         )
 
+    def host_share(self, microbatch: int) -> float:
+        """The share of a microbatch on one device in which that waits for its host."""
+        costs = self.class_costs(1, microbatch, Place(self.device, self.cluster.group(range(1)), None, False))
+        held = [costs[variant] for variant in self.variants(1)]
+        total = sum(cost.total_s for cost in held)
+        return sum(cost.host_wait_s for cost in held) / total if total > 0 else 0.0
+
     @found_once
     def table(
         self, tp: int, microbatch: int, recompute: Recompute, place: Place, *, is_whole: bool = False
@@ -326,14 +333,16 @@ class CostTables(LayoutTables):
 
         The ranks of a tensor group hold the same tensor. Each sends a shard of it, and the receivers gather the shards
         over their own link, where that is faster (arXiv 2104.04473, section 4.1). Divided sequences are sent as they
-        are.
+        are. Where passes were measured, so was what the host does between them.
         """
         if place.entering is None:
             return 0.0
+        by_host = 0.0 if place.device.measured_units else self.execution.message_s
         whole = send_s(size_bytes, place.entering)
-        if tp == 1 or self.sequence_parallel(tp):
-            return whole
-        return min(whole, send_s(size_bytes / tp, place.entering) + place.tensor_group.all_gather_s(size_bytes))
+        if tp > 1 and not self.sequence_parallel(tp):
+            divided = send_s(size_bytes / tp, place.entering) + place.tensor_group.all_gather_s(size_bytes)
+            whole = min(whole, divided)
+        return whole + by_host
 
     def boundaries(self, *, flowing: bool = True) -> tuple[tuple[int, int], ...]:
         """The bytes that enter each unit from before, as (fixed, for each sample), of values through which a gradient

@@ -133,7 +133,7 @@ def test_a_limit_of_time_holds_for_the_answer_too() -> None:
 
 
 def test_the_fastest_stands_beside_a_simpler_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search, "LEAD", 0.5)  # so that a simpler plan is within it, whatever is predicted
+    monkeypatch.setattr(search, "lead", lambda _: 0.5)  # a simpler plan is within it, whatever is predicted
     cluster = Cluster("a100-80gb", devices_per_node=2)
     plan, fastest = (sw.plan(SMALL, cluster, batch=4, answer=answer) for answer in ("simplest", "fastest"))
     assert fastest.predicted.step_time_s < plan.predicted.step_time_s
@@ -175,3 +175,12 @@ def test_one_mechanism_less_is_simpler() -> None:
     assert places[4] < places[5]
     assert all(why_less_simple(plain, each) for each in more)
     assert why_less_simple(plain, replace(plain, microbatch=2)) == ""
+
+
+@pytest.mark.parametrize(("devices", "batch"), [(2, 4), (8, 16)])
+def test_small_layers_that_wait_for_their_host_get_no_pipeline(devices: int, batch: int) -> None:
+    """A pipeline of one microbatch divides their launches among hosts, and is predicted faster; nobody would run it."""
+    graph = decoder(layers=4, hidden=64, heads=4, vocabulary=256, sequence=32)
+    plan = sw.plan(graph, Cluster("a100-80gb", devices_per_node=devices), batch=batch, like="torch")
+    assert (plan.decision.pp, plan.decision.tp) == (1, 1)
+    assert plan.predicted.error.step_time > 0.2
