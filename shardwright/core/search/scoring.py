@@ -23,6 +23,7 @@ from shardwright.core.search.rank_peaks import by_stage, less_apart, with_activa
 from shardwright.core.search.recomputed_units import as_few_as_memory_asks_for
 from shardwright.core.search.request import Request
 from shardwright.core.search.space import Pipelining, Policy, Shape, require_starts, splits_backward
+from shardwright.core.search.unit_labels import kept_units
 from shardwright.core.tables.cost_tables import CostTables
 from shardwright.core.tables.memory import STAYING, MemoryUse, live_microbatches
 from shardwright.core.tables.memory_request import MemoryRequest
@@ -224,7 +225,7 @@ class Scorer:
         ranked = self.bounds.ranked(shape, policy.recompute)
         decision = self.bounds.decision(shape, policy, pipelining, starts)
         live = live_microbatches(pipelining.schedule, ranked.ranks, shape.microbatches, pipelining.virtual_stages)
-        kept = ranked.kept_units(starts, decision.stage_ranks, live, self._request_of(decision))
+        kept = kept_units(ranked, starts, decision.stage_ranks, live, self._request_of(decision))
         least = self._least_s(shape, [policy], pipelining, starts, ranked.keeping(kept) if kept else ranked)
         return replace(cut, bound_s=max(cut.bound_s, least), has_room=True)
 

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from shardwright.core.schedule.peak_memory import StageMemory
 from shardwright.core.tables.backward_halves import BackwardHalves, halves_of
+from shardwright.core.tables.stage_working import working_of
 from shardwright.core.tables.unit_table import UnitTable
 
 
@@ -49,9 +50,9 @@ def sharing_before(
 def backward_passes(table: UnitTable, units: tuple[int, int]) -> NDArray[np.float64]:
     """The bytes of activations and temporary values in the backward of each unit of a stage, in which those of the
     units behind it are gone."""
-    first, end = units
-    passes: NDArray[np.float64] = table.range_kept[first, first + 1 : end + 1] + table.beside_bytes[first:end]
-    return passes + table.tie_sums(first, end) + table.given_bytes(first, end)
+    (first, end), working = units, working_of(table)
+    passes: NDArray[np.float64] = table.range_kept[first, first + 1 : end + 1] + working.beside_bytes[first:end]
+    return passes + working.tie_sums(first, end) + working.given_bytes(first, end)
 
 
 def _stage_memory(
@@ -65,7 +66,7 @@ def _stage_memory(
     made, halves = table.trained_from(first, end, before) * gradient_width, halves_of(table)
     return StageMemory(
         activations=int(table.range_kept[first, end]),
-        working=int(table.range_working[first, end]),
+        working=int(working_of(table).range_working[first, end]),
         gradients=int(made[0]),
         first_backward=int((backward_passes(table, units) + made).max()),
         freed_by_input_grad=int(halves.range_freed[first, end] - halves.range_between[first, end]),
