@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
+from shardwright.core.cost.op_kinds import PRECISION_BYTES
 from shardwright.core.cost.unit_seconds import UnitCost
-from shardwright.core.cost.unit_work import PRECISION_BYTES
 from shardwright.core.errors import PlanError
 from shardwright.core.model.graph import Graph
 from shardwright.core.plan.decision import Decision, require_slices

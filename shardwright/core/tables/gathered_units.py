@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwright.core.cost.unit_work import PRECISION_BYTES
+from shardwright.core.cost.op_kinds import PRECISION_BYTES
 from shardwright.core.tables.call_entries import CallEntries
 from shardwright.core.tables.memory_request import MemoryRequest
 from shardwright.core.tables.stage_working import working_of

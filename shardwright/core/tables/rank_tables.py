@@ -9,8 +9,8 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from shardwright.core.cost.op_kinds import PRECISION_BYTES
 from shardwright.core.cost.unit_seconds import UnitCost
-from shardwright.core.cost.unit_work import PRECISION_BYTES
 from shardwright.core.errors import PlanError
 from shardwright.core.partition.even_cut import even_cut
 from shardwright.core.partition.exact import may_be_cut
