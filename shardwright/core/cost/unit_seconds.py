@@ -144,7 +144,7 @@ def unit_cost(
     ``parameter_tensors`` is the number of the unit's parameters, ``parameters`` the number of entries that the rank
     holds of them, ``trained`` the number of those that have gradients, ``gradient_bytes`` the bytes that it moves in
     all to add the gradients of one microbatch to those of the others.
-    With sequence parallelism operands are gathered once more in the backward, beside the products, which that slows.
+    With sequence parallelism operands may be gathered once more in the backward, beside the products, which that slows.
     ``execution`` says how kernels are made; ``chunks`` into how many parts gathers and scatters of divided sequences
     are cut, of which products hide all but one.
     """

@@ -96,7 +96,7 @@ class WorkCounter(ValueFlow):
         for index in range(unit.first_op, unit.end_op):
             count.add_traffic(index)
             count.add_saved(index)
-        return count.work(self._collectives(layouts, batch, precision))
+        return count.work(self._collectives(layouts, batch, precision, gathered_stays=gathered_stays))
 
     @found_once
     def run_again(self, unit: Unit, *, compiled: bool) -> frozenset[int]:
@@ -147,10 +147,10 @@ class WorkCounter(ValueFlow):
         return found
 
     def _collectives(
-        self, layouts: RealisedUnit | None, batch: int, precision: str
+        self, layouts: RealisedUnit | None, batch: int, precision: str, *, gathered_stays: bool
     ) -> tuple[tuple[Collective, ...], ...]:
-        """The collectives of the forward pass, of the backward pass, those gathered again in the backward pass, and
-        those of a step."""
+        """The collectives of the forward pass, of the backward pass, those gathered again in the backward pass (none
+        where what was gathered stays), and those of a step."""
         found: tuple[list[Collective], ...] = ([], [], [], [])
         forward, backward, again, at_the_end = found
         if layouts is None:
@@ -171,7 +171,7 @@ class WorkCounter(ValueFlow):
             ahead = collectives(link, link.forward)
             forward += ahead
             backward += collectives(link, link.backward)
-            if link.flows and self._is_read_by_a_product(link.tensor):
+            if link.flows and not gathered_stays and self._is_read_by_a_product(link.tensor):
                 again += [c for c in ahead if c.kind == "all_gather"]
         return tuple(map(tuple, found))
 
