@@ -36,7 +36,7 @@ def test_at_a_measured_size_the_time_is_the_measured_one() -> None:
     assert found.input_grad_s / found.weight_grad_s == pytest.approx(3.0)
 
 
-def test_between_sizes_seconds_lie_on_a_line_and_outside_the_factor_is_the_nearest_where_it_ends_below_nothing() -> None:
+def test_between_sizes_seconds_lie_on_a_line_that_goes_on_unless_it_ends_below_nothing() -> None:
     runs = [run(1, 2.0, 4.0), run(4, 16.0, 16.0)]
     assert calibrated(cost(2), runs, 2, cost).forward_s == pytest.approx(2.0 + 14 / 3)
     assert calibrated(cost(8), runs, 8, cost).forward_s == pytest.approx(2.0 * 16.0)

@@ -39,7 +39,7 @@ def test_a_value_arrives_at_stages_that_it_enters_and_that_do_not_keep_it(given:
         units=range(UNITS),
         shared=[(value, 0) for value, _ in given],
         arrivals=[size for _, size in given],
-        _holders=lambda value: set(value.keepers),
+        holders=lambda value: set(value.keepers),
         offloaded=frozenset(),
         found_bytes=0,
     )
@@ -56,7 +56,7 @@ def test_a_value_arrives_at_stages_that_it_enters_and_that_do_not_keep_it(given:
 def test_what_an_offloaded_first_unit_is_given_stays_until_its_gradient_goes_back() -> None:
     value = SharedValue(0, (3,), (1, 3), 0)
     table = SimpleNamespace(
-        units=range(UNITS), shared=[(value, 7)], arrivals=[5], _holders=lambda value: set(value.keepers),
+        units=range(UNITS), shared=[(value, 7)], arrivals=[5], holders=lambda value: set(value.keepers),
         offloaded=frozenset({0, 2}), found_bytes=0, boundary_bytes=tuple(range(10, 10 + UNITS)),
     )  # fmt: skip
     found = UnitTable._arrived(table)  # type: ignore[arg-type]

@@ -112,7 +112,7 @@ def as_counted(cost: UnitCost, run: MeasuredUnit) -> UnitCost:
 def _on_lines(sizes: Sequence[int], seconds: Sequence[float], size: int) -> float | None:
     """The seconds of a size, on the straight line through those of the two sizes around it, or of the two nearest ones;
     None where there is no such line with a fixed part and a part for each sample, neither below nothing."""
-    known = sorted({each: taken for each, taken in zip(sizes, seconds, strict=True)}.items())
+    known = sorted(dict(zip(sizes, seconds, strict=True)).items())
     if len(known) < 2:
         return None
     after = min(max(1, sum(each < size for each, _ in known)), len(known) - 1)
