@@ -173,6 +173,8 @@ class UnitCount:
             self.statistics += sum((8 + 1) * counter.graph.tensors[t].elements(batch) for t in op.inputs[1:])
         drops = saved.drops_scores(op)
         if drops:
+            if op.memory is not None:
+                self.working[index] = at(op.memory.bytes_of(self.precision).forward, batch) // share, 0
             whole, roots = saved.unfused(op, batch, self.precision, width)
             self.unfused += (whole - scores) // share - of_op - (widened if op.memory is not None else 0)
             self._note_kept(index, roots, self.kept_unfused)
@@ -195,6 +197,21 @@ class UnitCount:
             if tensors[tensor].is_left and root in self.made_here and self.counter.is_read_within(tensor, self.ops):
                 found[root] = self.memory(root)
         return found
+
+    def _added_at_once(self) -> set[int]:
+        """The weights whose gradients products add to sums that are there."""
+        counter, found = self.counter, set[int]()
+        least = counter.graph.memory_traits.added_from_entries
+        for index in counter.put_off(self.ops) if least else ():
+            op = counter.graph.ops[index]
+            if op.base_name in ("linear", "addmm"):
+                roots = (counter.memory_of(tensor) for tensor in op.inputs)
+                found.update(r for r in roots if self._entries(r) >= least and counter.is_read_within(r, self.ops))
+        return found
+
+    def _entries(self, tensor: int) -> int:
+        """The entries of a tensor on one rank."""
+        return self.memory(tensor) // self.counter.width(tensor, self.precision)
 
     def _add_kept(self, index: int, roots: list[int], found: dict[int, int]) -> None:
         """Add the memory that an op keeps to what was found."""
@@ -225,6 +242,8 @@ class UnitCount:
         phases: tuple[PhaseBytes, ...] = ()
         if counter.graph.memory_traits.gathers_units:
             phases = counter.live.backward_phases(counter.calls(self.unit), *held)
+        large = self._added_at_once()
+        again = counter.live.backward_beside_kept(large, *held) if large else None
         put_off = counter.put_off(self.ops)
         forward, backward, gathered, at_the_end = moved
         entered = sum(self.size_bytes(t) // ways for t, ways in entering.items())
@@ -255,6 +274,7 @@ class UnitCount:
             input_grad_bytes=counter.live.input_grad(put_off, *held),
             weight_grad_bytes=counter.weight_grad_bytes(put_off, self.held),
             forward_beside_bytes=counter.live.forward_beside_kept(*held) if phases else passing,
+            backward_again_bytes=again,
             phases=phases,
             beside_results_bytes=entered + left_beside + self.statistics + held_anyway,
             results=tuple(results),

@@ -87,6 +87,7 @@ class UnitCost:
     fetched_bytes: int = 0
     """Bytes as in `UnitWork`."""
     forward_beside_bytes: int = 0
+    backward_again_bytes: int | None = None
     """Bytes as in `UnitWork`."""
     phases: tuple[PhaseBytes, ...] = ()
     """Bytes as in `UnitWork`."""
@@ -228,6 +229,7 @@ def unit_cost(
         merged_bytes=work.merged_bytes,
         adding_bytes=work.adding_bytes,
         forward_beside_bytes=work.forward_beside_bytes,
+        backward_again_bytes=None if is_compiled else work.backward_again_bytes,
         left_bytes=work.left_bytes,
         fetched_bytes=work.fetched_bytes,
         phases=work.phases,

@@ -64,6 +64,8 @@ class _Held:
     kept: int
     working: int
     sent: int
+    """With those of values without a gradient, ``constant`` bytes."""
+    constant: int
     batch: tuple[int, int]
     """The bytes of the batch, as in `UnitTable.batch_bytes`."""
     away: int
@@ -287,12 +289,24 @@ class RankTables:
     def buffers(self, starts: Sequence[int], placement: Sequence[int], request: MemoryRequest) -> list[int]:
         """The bytes that passes hold for a while, on every rank."""
         of, starts, placement = self.of_bytes, tuple(starts), tuple(placement)
-        found = list(of._buffers(starts, placement, request.without_messages))
+        found = of._buffers(starts, placement, request.without_messages)
+        return [size + more for size, more in zip(found, of._piled_up(starts, placement, request), strict=True)]
+
+    def messages(self, starts: Sequence[int], placement: Sequence[int], request: MemoryRequest) -> list[int]:
+        """The bytes of messages among them, without those of values that have no gradient."""
+        of, starts, placement = self.of_bytes, tuple(starts), tuple(placement)
+        held = of._held(starts, placement, summed=request.is_replicated, again=request.microbatches > 1)
+        piled_up = of._piled_up(starts, placement, request)
+        return [own.sent - own.constant + more for own, more in zip(held, piled_up, strict=True)]
+
+    def _piled_up(self, starts: tuple[int, ...], placement: tuple[int, ...], request: MemoryRequest) -> list[int]:
+        """The bytes of messages beyond two on either side, on every rank."""
+        found = [0] * self.ranks
         if any(max(messages) > 2 for messages in request.under_way):
-            held = of._held(starts, placement, summed=request.is_replicated, again=request.microbatches > 1)
-            for rank, (table, own, messages) in enumerate(zip(of.tables, held, request.under_way, strict=True)):
+            held = self._held(starts, placement, summed=request.is_replicated, again=request.microbatches > 1)
+            for rank, (table, own, messages) in enumerate(zip(self.tables, held, request.under_way, strict=True)):
                 if max(messages) > 2:
-                    found[rank] += max(self._piling_up(table, ends, messages) for ends in own.stages)
+                    found[rank] = max(self._piling_up(table, ends, messages) for ends in own.stages)
         return found
 
     @found_once
@@ -378,7 +392,7 @@ class RankTables:
                 else working_of(table).whole_working(summed=summed)
                 for a, b in held
             )
-            sent = 0
+            sent = constants = 0
             if self.ranks > 1:  # a value and a gradient at either end, on their way or there before they are used
                 # Stages of one rank run in turn: the one that sends most counts. Compiled stages are dispatched
                 # ahead, so all of them count; the gradient that such a backward makes for the previous stage is
@@ -386,11 +400,13 @@ class RankTables:
                 entering, together = (1, sum) if table.found_bytes else (2, max)
                 crossing = (0, *table.boundary_bytes[1:], 0)
                 constant = (0, *table.constant_bytes[1:], 0) if table.constant_bytes else (0,) * len(crossing)
+                constants = together(constant[a] + constant[b] for a, b in held)
                 sent = together(entering * crossing[a] + 2 * crossing[b] + constant[a] + constant[b] for a, b in held)
             batch = table.batch_bytes(held)
             away = max(sum(table.units[u].saved_bytes for u in table.offloaded if a <= u < b) for a, b in held)
             buffers = tuple(table.model_buffers_bytes(held, replicated=several) for several in (False, True))
-            found.append(_Held(elements, trained, updated, kept, working, sent, batch, away, buffers, tuple(held)))
+            moved = sent, constants
+            found.append(_Held(elements, trained, updated, kept, working, *moved, batch, away, buffers, tuple(held)))
         return found
 
     def keeping(self, units: Collection[int], offloaded: Collection[int] = ()) -> "RankTables":

@@ -88,6 +88,29 @@ class StageWorking:
         found: NDArray[np.float64] = self.beside_bytes[first:end] + self.leaving_bytes[first, first:end]
         return found
 
+    def forward_bytes(self, first: int, end: int) -> int | None:
+        """The bytes that the forward of a stage holds beside kept activations; None where it is not known by itself, as
+        where values pass by some unit on their way to one behind it."""
+        units = self.table.units[first:end]
+        if not all(unit.phases for unit in units) or any(self.table.waiting_bytes[first:end]):
+            return None
+        ahead = np.array([unit.forward_beside_bytes - unit.passing_bytes for unit in units])
+        kept = self.table.range_kept[first, first + 1 : end + 1]
+        return max(0, int((kept + self.beside_at(first, end) + ahead).max() - kept[-1]))
+
+    def backward_again(self, first: int, end: int) -> int | None:
+        """The bytes that a backward of the stage behind the first one holds beside kept activations; None where that is
+        as much as the first one does, or not known by itself."""
+        units = self.table.units[first:end]
+        known = [unit.backward_again_bytes for unit in units]
+        if all(size is None for size in known):
+            return None
+        less = [0 if size is None else size - unit.passing_bytes for size, unit in zip(known, units, strict=True)]
+        kept = self.table.range_kept[first, first + 1 : end + 1]
+        held = kept + self.beside_at(first, end) + self.given_bytes(first, end) + np.array(less)
+        held = held + self.tie_sums(first, end) + self.ties_waiting(first, end)
+        return max(0, int(held.max() - kept[-1]))
+
     @cached_property
     def range_working(self) -> Matrix:
         """The bytes that the passes of one microbatch hold beside the kept activations. The backward of a unit finds

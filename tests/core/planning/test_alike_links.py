@@ -51,7 +51,7 @@ def test_ranks_that_differ_in_their_links_alone_count_the_same_bytes(recompute: 
                 live = live_microbatches(pipelining.schedule, pp, shape.microbatches, pipelining.virtual_stages)
                 decision = bounds.decision(shape, policy, pipelining, ranked.free_cut(placement))
                 assert replace(decision) == decision  # which checks it
-                request = search.scorer._request_of(decision)
+                request = search.scorer.request_of(decision)
                 given = decision.stage_starts, placement, live, request
                 assert ranked.memory(*given) == alone.memory(*given)
                 assert kept_units(ranked, *given) == kept_units(alone, *given)
