@@ -37,7 +37,7 @@ from shardwright.core.cluster import groups
 from shardwright.core.cluster.hardware import Device, Link, load_profile
 from shardwright.core.cluster.hardware.protocol import protocols_of
 from shardwright.core.cluster.hardware.template import MEANINGS
-from shardwright.core.cost import handwritten_kernels, matrix_products, unit_seconds, unit_work
+from shardwright.core.cost import handwritten_kernels, matrix_products, unit_count, unit_seconds
 from shardwright.core.search import search
 from shardwright.core.tables import graph_reading
 
@@ -99,7 +99,7 @@ CONSTANTS = (
     Constant("OVERLAP_POWER", unit_seconds, math.inf, "layers of rising width through the point where host and device "
              "take as long"),
     Constant("SOFTMAX_OPS", handwritten_kernels, 0, "attention with 2 and with 4 heads × samples under a profiler"),
-    Constant("the loss op by op (no constant)", unit_work, None, "a loss over 51,200 words under a profiler"),
+    Constant("the loss op by op (no constant)", unit_count, None, "a loss over 51,200 words under a profiler"),
     Constant("latency_s inside", "inside", 0.0, "nccl-tests of 8 bytes over the number of ranks of a node"),
     Constant("efficiency inside", "inside", 1.0, f"{_LARGE}, the ranks of a node"),
     Constant("transport inside", "inside", "", "nccl-tests of 1 KiB to 1 GiB with NCCL_PROTO set to each"),
@@ -171,7 +171,7 @@ def described(constant: Constant) -> tuple[str, str]:
         values = [f"{link.name} {_said(getattr(link, name))}" for link in links]
         return ", ".join(values), " ".join([MEANINGS[name], *(f"{link.name}: {link.origins[name]}" for link in links)])
     assert isinstance(constant.place, ModuleType)
-    if constant.place is unit_work:
+    if constant.place is unit_count:
         return "", "Paper: Megatron-LM's loss over a split vocabulary is a function of plain torch ops in float32."
     if constant.name.startswith("bandwidth_share"):
         share = execution.SYSTEMS["deepspeed"].bandwidth_share
@@ -261,12 +261,12 @@ def _without(constant: Constant | None) -> Iterator[None]:
             name, holder = "SYSTEMS", execution
             known = execution.SYSTEMS
             off = known | {"deepspeed": replace(known["deepspeed"], bandwidth_share=constant.off)}
-        elif holder is unit_work:
+        elif holder is unit_count:
             name, off = "loss_ops", lambda *_: frozenset()
         before = getattr(holder, name)
         setattr(holder, name, off)
         undo.append(lambda: setattr(holder, name, before))
-    recounts = constant is not None and constant.place in (unit_work, handwritten_kernels)
+    recounts = constant is not None and constant.place in (unit_count, handwritten_kernels)
     _forget(recounts=recounts)
     try:
         yield

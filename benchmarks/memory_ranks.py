@@ -3,9 +3,9 @@
     python benchmarks/memory_ranks.py [--models gpt2 bert] [--plans "pp 2"] [--write benchmarks/results/memory_ranks.md]
 
 One process of one thread for each rank, over Gloo; AdamW, fp32, gradients made anew in every step. Two ranks: the five
-models of `memory.py` and one that is frozen but for maps of low rank, 4 microbatches on each replica. Four, and eight:
-the GPT-2 of `found_plans.py`. Aim: measured ≤ predicted ≤ 1.03 × measured, on every rank. The last columns hold
-`memory_over_time` against the tracker, action by action.
+models of `memory.py` and one that is frozen but for maps of low rank, 4 microbatches on each replica; where asked for,
+those of `step_models.py`, on four ranks too. Four, and eight: the GPT-2 of `found_plans.py`. Aim: measured ≤ predicted
+≤ 1.03 × measured, on every rank. The last columns hold `memory_over_time` against the tracker, action by action.
 """
 
 import argparse
@@ -20,6 +20,7 @@ from typing import Any
 import claims
 import found_plans
 import memory
+import step_models
 import torch
 import tracked
 
@@ -73,7 +74,7 @@ SLICED: dict[str, dict[str, Any]] = {
     "pp 2, 4 slices": {"pp": 2, "schedule": "1f1b", "slices": 4},
     "pp 2, 4 slices, recomputed": {"pp": 2, "schedule": "1f1b", "slices": 4, "recompute": "full"},
 }
-"""Of causal models alone, and only where they are asked for: memory in slices is counted from above."""
+"""Of causal models alone, and only where they are asked for."""
 FOUR: dict[str, dict[str, Any]] = {
     "pp 4, 1f1b": {"pp": 4, "schedule": "1f1b"},
     "pp 4, gpipe": {"pp": 4, "schedule": "gpipe"},
@@ -116,16 +117,29 @@ EIGHT: dict[str, dict[str, Any]] = {
     )
 }  # fmt: skip
 MICROBATCHES, STEPS = 4, 3
+LOSSES = ("mixer", "lstm")
+"""The models that return their loss."""
 
 
 def model_and_microbatch(name: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
     torch.manual_seed(0)
     if name == FROZEN:
         return adapted(memory.BUILDERS["gpt2"]()).train(), memory.batch_of("gpt2")
+    if name in step_models.MORE:
+        model, sample = step_models.made(name)
+        return model.train(), sample
     if name != DEEP:
         return memory.BUILDERS[name]().train(), memory.batch_of(name)
     tokens = torch.randint(0, found_plans.VOCABULARY, (2, found_plans.LENGTH))
     return found_plans.torch_model(), {"input_ids": tokens, "labels": tokens}
+
+
+def plans_of(name: str) -> dict[str, dict[str, Any]]:
+    if name == DEEP:
+        return FOUR | EIGHT
+    if name in step_models.MORE:
+        return TWO | (SLICED if name == "llama" else {}) | {"pp 4, 1f1b": FOUR["pp 4, 1f1b"]}
+    return TWO | SLICED if "gpt2" in name else TWO
 
 
 def planned(name: str, pins: dict[str, Any]) -> Any:
@@ -171,7 +185,8 @@ def rank(name: str, plan: str) -> None:
 
     @swt.step
     def train_step(model: Any, **batch: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = model(**batch).loss
+        given: Any = model(**batch)
+        loss: torch.Tensor = given if name in LOSSES else given.loss
         model.backward(loss)
         return loss
 
@@ -243,9 +258,8 @@ def over_time(plan: Any, samples: list[list[dict[str, int]]]) -> tuple[str, str,
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--models", nargs="+", choices=(*memory.BUILDERS, FROZEN, DEEP), default=[*memory.BUILDERS, FROZEN, DEEP]
-    )
+    usual = [*memory.BUILDERS, FROZEN, DEEP]
+    parser.add_argument("--models", nargs="+", choices=(*usual, *step_models.MORE), default=usual)
     parser.add_argument("--plans", nargs="+", choices=(*TWO, *SLICED, *FOUR, *EIGHT), default=[*TWO, *FOUR, *EIGHT])
     parser.add_argument("--write", type=Path, help="append the table to this file")
     for hidden in ("--rank-of", "--plan"):
@@ -262,7 +276,7 @@ def main() -> int:
     print("\n".join(lines), flush=True)
     judged: dict[str, list[float]] = {}
     for name in options.models:
-        for kind, pins in (FOUR | EIGHT if name == DEEP else TWO | SLICED if "gpt2" in name else TWO).items():
+        for kind, pins in plans_of(name).items():
             if kind not in options.plans or (name == "resnet" and "bf16" in kind):
                 continue  # torch has no batch norm in bf16 beside float32 statistics on CPUs
             plan = planned(name, pins)

@@ -54,8 +54,9 @@ def profiled(framework: str, name: str, width: int, budget_s: float, degrees: Se
     reference = reference_of(framework, given(framework, name, width))
     reference()
     seconds = [reference() for _ in range(4)]
+    size = len(next(iter(sample.values())))
     units = measure_units(
-        model, sample, loss, microbatches=(len(next(iter(sample.values()))),), tensor_degrees=degrees,
+        model, sample, loss, microbatches=sorted({max(1, size // 2), size}), tensor_degrees=degrees,
         cluster=sw.Cluster(measured.profile(), devices_per_node=measured.ranks),
     )  # fmt: skip
     if measured.rank == 0:

@@ -35,6 +35,8 @@ TORCH_MEMORY = MemoryTraits(
     replicas_norm_apart=True,
     gathers_units=True,
     gradients_in_fp32=True,
+    slices_draw_whole=True,
+    added_from_entries=1 << 18,  # `torch.memory.weight_gradients.LARGE`
     updates_make_values=True,  # torch's defaults: a loop on CPUs, `foreach` elsewhere
 )
 TORCH_EXECUTION = SYSTEMS["torch"]

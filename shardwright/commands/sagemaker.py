@@ -25,7 +25,7 @@ def pins_of(path: Path, batch: int, devices: int) -> dict[str, Any]:
     """
     try:
         from shardwright.compat.keys import with_defaults
-        from shardwright.core.cost.unit_work import PRECISION_BYTES
+        from shardwright.core.cost.op_kinds import PRECISION_BYTES
         from shardwright.torch.config import read_config
     except ImportError as missing:
         raise MissingFrameworkError("--from-smp reads keys of a PyTorch library: pip install torch") from missing

@@ -192,6 +192,13 @@ class MemoryTraits:
     """Whether optimizers make values for a while, such as roots of second moments: of one parameter after the other
     where devices are CPUs, of all parameters at once elsewhere (`core.tables.optimizers`)."""
 
+    added_from_entries: int = 0
+    """The entries of a weight from which a linear layer adds its gradient to the sum of earlier microbatches as it
+    makes it, where it is not exchanged; 0: it never does."""
+    slices_draw_whole: bool = False
+    """Whether each slice of a sequence draws the masks of dropout for all of it, and keeps its part in the precision of
+    the values."""
+
     def __post_init__(self) -> None:
         for name in ("bucket_bytes", "bucket_bytes_on_cpu"):
             if (size := getattr(self, name)) < 0:

@@ -14,7 +14,7 @@ from shardwright.backends.torch.machine.mesh import BoundMesh
 from shardwright.backends.torch.program.stage_map import StageMap
 from shardwright.core.cluster.cluster import Cluster
 from shardwright.core.cluster.hardware import Device, load_profile
-from shardwright.core.cost.unit_work import PRECISION_BYTES
+from shardwright.core.cost.op_kinds import PRECISION_BYTES
 from shardwright.core.errors import ShardwrightError, UnrecordableError
 from shardwright.core.model.fold import fold
 from shardwright.core.model.graph import Graph

@@ -36,10 +36,22 @@ def test_at_a_measured_size_the_time_is_the_measured_one() -> None:
     assert found.input_grad_s / found.weight_grad_s == pytest.approx(3.0)
 
 
-def test_between_sizes_the_factor_is_interpolated_and_outside_it_is_the_nearest() -> None:
-    runs = [run(1, 2.0, 4.0), run(4, 16.0, 16.0)]  # factors of the forward: 1 and 2
-    assert calibrated(cost(2), runs, 2, cost).forward_s == pytest.approx(1.5 * 4.0)
+def test_between_sizes_seconds_lie_on_a_line_that_goes_on_unless_it_ends_below_nothing() -> None:
+    runs = [run(1, 2.0, 4.0), run(4, 16.0, 16.0)]
+    assert calibrated(cost(2), runs, 2, cost).forward_s == pytest.approx(2.0 + 14 / 3)
     assert calibrated(cost(8), runs, 8, cost).forward_s == pytest.approx(2.0 * 16.0)
+
+
+def test_a_loop_over_time_takes_hardly_less_for_fewer_samples() -> None:
+    """Measured with 8 and with 16 samples: 10 seconds and a quarter of one for each sample; 2 for each are counted."""
+    runs = [run(8, 12.0, 24.0), run(16, 14.0, 28.0)]
+    for size in (4, 8, 12, 16, 32):
+        found = calibrated(cost(size), runs, size, cost)
+        assert found.forward_s == pytest.approx(10.0 + size / 4)
+        assert found.input_grad_s + found.weight_grad_s == pytest.approx(2 * (10.0 + size / 4))
+    falling = [run(8, 14.0, 28.0), run(16, 12.0, 24.0)]  # more samples took less: no line goes on from there
+    assert calibrated(cost(32), falling, 32, cost).forward_s == pytest.approx(12.0 / 32 * 64)
+    assert calibrated(cost(4), falling, 4, cost).forward_s == pytest.approx(14.0 / 16 * 8)
 
 
 def test_collectives_keep_their_time() -> None:

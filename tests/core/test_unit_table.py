@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from shardwright.core.cost.unit_seconds import UnitCost
 from shardwright.core.cost.value_flow import SharedValue
+from shardwright.core.tables.stage_working import working_of
 from shardwright.core.tables.unit_table import UnitTable, _sums_of_pairs
 
 UNITS = 6
@@ -38,7 +39,7 @@ def test_a_value_arrives_at_stages_that_it_enters_and_that_do_not_keep_it(given:
         units=range(UNITS),
         shared=[(value, 0) for value, _ in given],
         arrivals=[size for _, size in given],
-        _holders=lambda value: set(value.keepers),
+        holders=lambda value: set(value.keepers),
         offloaded=frozenset(),
         found_bytes=0,
     )
@@ -55,7 +56,7 @@ def test_a_value_arrives_at_stages_that_it_enters_and_that_do_not_keep_it(given:
 def test_what_an_offloaded_first_unit_is_given_stays_until_its_gradient_goes_back() -> None:
     value = SharedValue(0, (3,), (1, 3), 0)
     table = SimpleNamespace(
-        units=range(UNITS), shared=[(value, 7)], arrivals=[5], _holders=lambda value: set(value.keepers),
+        units=range(UNITS), shared=[(value, 7)], arrivals=[5], holders=lambda value: set(value.keepers),
         offloaded=frozenset({0, 2}), found_bytes=0, boundary_bytes=tuple(range(10, 10 + UNITS)),
     )  # fmt: skip
     found = UnitTable._arrived(table)  # type: ignore[arg-type]
@@ -78,6 +79,6 @@ def test_a_value_that_no_unit_keeps_passes_by_those_up_to_its_reader() -> None:
     )  # fmt: skip
     away = table.keeping(frozenset(), frozenset(range(UNITS - 1)))
     plain = UnitTable.keeping(replace(table, shared=()), frozenset(), frozenset(range(UNITS - 1)))
-    assert (away.beside_bytes - plain.beside_bytes).tolist() == [0, 0, 0, 7, 7, 0]
+    assert (working_of(away).beside_bytes - working_of(plain).beside_bytes).tolist() == [0, 0, 0, 7, 7, 0]
     kept = table.keeping(frozenset({1}), frozenset({2, 3}))
-    assert (kept.beside_bytes == replace(kept, shared=()).beside_bytes).all()
+    assert (working_of(kept).beside_bytes == working_of(replace(kept, shared=())).beside_bytes).all()

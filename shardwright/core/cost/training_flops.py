@@ -3,8 +3,9 @@
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
+from shardwright.core.cost.op_kinds import PRODUCT_KINDS
 from shardwright.core.cost.opaque_flops import most_flops
-from shardwright.core.cost.unit_work import PRODUCT_KINDS, WorkCounter, contraction_flops
+from shardwright.core.cost.unit_work import WorkCounter, contraction_flops
 from shardwright.core.model.fp8_products import uses_of_parameters
 from shardwright.core.model.graph import Graph, Op
 

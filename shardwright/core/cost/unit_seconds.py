@@ -87,6 +87,7 @@ class UnitCost:
     fetched_bytes: int = 0
     """Bytes as in `UnitWork`."""
     forward_beside_bytes: int = 0
+    backward_again_bytes: int | None = None
     """Bytes as in `UnitWork`."""
     phases: tuple[PhaseBytes, ...] = ()
     """Bytes as in `UnitWork`."""
@@ -146,7 +147,7 @@ def unit_cost(
     ``parameter_tensors`` is the number of the unit's parameters, ``parameters`` the number of entries that the rank
     holds of them, ``trained`` the number of those that have gradients, ``gradient_bytes`` the bytes that it moves in
     all to add the gradients of one microbatch to those of the others.
-    With sequence parallelism operands are gathered once more in the backward, beside the products, which that slows.
+    With sequence parallelism operands may be gathered once more in the backward, beside the products, which that slows.
     ``execution`` says how kernels are made; ``chunks`` into how many parts gathers and scatters of divided sequences
     are cut, of which products hide all but one.
     """
@@ -232,6 +233,7 @@ def unit_cost(
         merged_bytes=work.merged_bytes,
         adding_bytes=work.adding_bytes,
         forward_beside_bytes=work.forward_beside_bytes,
+        backward_again_bytes=None if is_compiled else work.backward_again_bytes,
         left_bytes=work.left_bytes,
         fetched_bytes=work.fetched_bytes,
         phases=work.phases,

@@ -124,6 +124,9 @@ class UnitWork:
     `Footprint.adding`; None: not known."""
     forward_beside_bytes: int = 0
     """The part of ``passing_bytes`` that the forward alone may hold."""
+    backward_again_bytes: int | None = None
+    """What the backward may hold beside what is kept behind the first microbatch, where gradients of large weights are
+    added to their sums as they are made. None: as ``passing_bytes``."""
     phases: tuple[PhaseBytes, ...] = ()
     """The bytes in the phases of the backward (`LiveBytes.backward_phases`), where the runtime gathers parameters and
     sums gradients call by call. Empty: not known."""

@@ -92,6 +92,23 @@ class LiveBytes:
         alone, given = (max(forward, backward) for backward in backwards)
         return alone, given
 
+    def backward_beside_kept(
+        self,
+        added: Collection[int],
+        ops: range,
+        kept_by: Mapping[int, Collection[int]],
+        mask_bytes: Mapping[int, int],
+        size_of: Callable[[int], int],
+        working: Mapping[int, tuple[int, int]],
+    ) -> int:
+        """The most bytes alive at once while the ops run backward, less all that is kept, where products add the
+        gradients of the parameters ``added`` to their sums as they make them. The other arguments are those of
+        `beside_kept`."""
+        backward = self._backward(
+            ops, _first_keepers(kept_by), mask_bytes, size_of, working, given_stays=False, added=added
+        )
+        return max((one.most for one in backward), default=0)
+
     def forward_beside_kept(
         self,
         ops: range,
@@ -243,10 +260,12 @@ class LiveBytes:
         given_stays: bool,
         comes: Mapping[int, int] | None = None,
         put_off: Collection[int] = (),
+        added: Collection[int] = (),
     ) -> Iterator[_BackwardOp]:
         """The ops of the backward pass, which gives up what is kept as it goes. ``comes``: the bytes of it that come
         for each op; bytes are counted from nothing then, and else from all that is kept. ``put_off``: the ops that make
-        no gradients of parameters, and whose operands and gradients of results stay."""
+        no gradients of parameters, and whose operands and gradients of results stay. ``added``: the parameters whose
+        gradients products add to sums that are there."""
         released: dict[int, int] = {}
         staying = {self._root(tensor) for index in put_off for tensor in self.graph.ops[index].inputs}
         for root, index in first_keeper.items():
@@ -273,7 +292,8 @@ class LiveBytes:
                     if tensor not in self._needs_gradient:
                         continue
                     if (root := self._root(tensor)) in self._parameters:
-                        if op.kind != "view" and index not in put_off:
+                        is_added = root in added and op.kind == "contraction"
+                        if op.kind != "view" and index not in put_off and not is_added:
                             made[root] = made.get(root, 0) + size_of(tensor)
                         continue
                     if tensor in held.memory and not self._repeats(op, tensor) and not self._hands_on(op, tensor):

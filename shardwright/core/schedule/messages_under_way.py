@@ -7,13 +7,19 @@ runs all forwards first, finds its gradients piling up. Receives are posted one 
 """
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from shardwright.core.schedule.action_table import ActionTable
 from shardwright.core.schedule.actions import Action, B, F, I, W
 from shardwright.core.schedule.named_schedule import named_schedule
+
+PASSES = frozenset({F, B, I, W})
 
 Key = tuple[bool, int, int]
 """Whether it is a gradient, the stage that makes it, the microbatch."""
@@ -31,7 +37,64 @@ class UnderWay(NamedTuple):
 
 def messages_under_way(table: ActionTable) -> tuple[UnderWay, ...]:
     """The messages of every rank."""
-    runs = [[part for action in order for part in action.flat if part.kind in (F, B, I, W)] for order in table.table]
+
+    def fullest(moments: list[_Moment]) -> UnderWay:
+        most = max((moment.live for moment in moments), default=0)
+        at_most = [moment.messages for moment in moments if moment.live == most]
+        return UnderWay(*map(max, zip(*at_most, strict=True))) if at_most else UnderWay(0, 0)
+
+    return tuple(fullest([*moments]) for moments in _moments(table))
+
+
+@dataclass(frozen=True, slots=True)
+class MessageCounts:
+    """The messages of one rank while each of its actions runs."""
+
+    counts: NDArray[np.int64]
+    """[part of an action, boundary between stages]: the messages that cross the boundary before each stage."""
+    firsts: NDArray[np.int64]
+    """The first part of every action."""
+
+    def sizes(self, crossing_bytes: Sequence[int]) -> list[int]:
+        """The bytes of the messages while each action runs, by the bytes of one that crosses the boundary before each
+        stage."""
+        parts = self.counts @ np.array(crossing_bytes, dtype=np.int64)
+        found: list[int] = np.maximum.reduceat(parts, self.firsts).tolist() if len(self.firsts) else []
+        return found
+
+
+def messages_by_action(table: ActionTable) -> tuple[MessageCounts, ...]:
+    """The messages of every rank, action by action, each between the stages that it is of."""
+    found = []
+    for order, moments in zip(table.table, _moments(table), strict=True):
+        rows: list[list[int]] = []
+        firsts: list[int] = []
+        for action in order:
+            firsts.append(len(rows))
+            passes = sum(part.kind in PASSES for part in action.flat)
+            for _ in range(max(1, passes)):
+                row = [0] * table.stages
+                for is_gradient, maker, _ in next(moments).keys if passes else ():
+                    row[maker + (not is_gradient)] += 1
+                rows.append(row)
+        shape = len(rows), table.stages
+        found.append(MessageCounts(np.array(rows, dtype=np.int64).reshape(shape), np.array(firsts, dtype=np.int64)))
+    return tuple(found)
+
+
+class _Moment(NamedTuple):
+    """One pass of a rank while it runs."""
+
+    live: int
+    """The live activations."""
+    messages: UnderWay
+    keys: tuple[Key, ...]
+    """The messages themselves."""
+
+
+def _moments(table: ActionTable) -> tuple[Iterator[_Moment], ...]:
+    """The passes of every rank, in order."""
+    runs = [[part for action in order for part in action.flat if part.kind in PASSES] for order in table.table]
     last = table.stages - 1
 
     def between_ranks(stage: int, other: int) -> bool:
@@ -62,8 +125,7 @@ def messages_under_way(table: ActionTable) -> tuple[UnderWay, ...]:
                 target = table.stage_to_rank(action.stage - (1 if made[0] else -1))
                 taken_with[made] = taken.pop(target, [])
 
-    def moments(run: list[Action]) -> Iterator[tuple[int, UnderWay]]:
-        """The live activations while each action runs, and the messages."""
+    def moments(run: list[Action]) -> Iterator[_Moment]:
         values, gradients, live = set[Key](), set[Key](), 0
         for here, ahead in zip(run, [*run[1:], None], strict=True):
             if (came := needs(here)) is not None:
@@ -71,24 +133,23 @@ def messages_under_way(table: ActionTable) -> tuple[UnderWay, ...]:
                 gradients.difference_update(taken_with[came])
             early = None if ahead is None else needs(ahead)
             live += here.kind is F
-            yield (
-                live,
-                UnderWay(
-                    len(gradients) + (early is not None and not early[0]),
-                    len(values) + (early is not None and early[0]),
-                ),
+            under_way = UnderWay(
+                len(gradients) + (early is not None and not early[0]), len(values) + (early is not None and early[0])
             )
+            yield _Moment(live, under_way, (*values, *gradients, *((early,) if early is not None else ())))
             live -= here.kind in (B, W)
             if (made := makes(here)) is not None:
                 (gradients if made[0] else values).add(made)
 
-    def fullest(run: list[Action]) -> UnderWay:
-        found = [*moments(run)]
-        most = max((live for live, _ in found), default=0)
-        at_most = [messages for live, messages in found if live == most]
-        return UnderWay(*map(max, zip(*at_most, strict=True))) if at_most else UnderWay(0, 0)
+    return tuple(map(moments, runs))
 
-    return tuple(map(fullest, runs))
+
+@lru_cache(maxsize=256)
+def usual_messages_by_action(
+    name: str, ranks: int, microbatches: int, virtual_stages: int
+) -> tuple[MessageCounts, ...]:
+    """The messages of every rank under a named schedule, action by action."""
+    return messages_by_action(named_schedule(name, ranks, microbatches, virtual_stages))
 
 
 @lru_cache(maxsize=1024)

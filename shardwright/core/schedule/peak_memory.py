@@ -95,6 +95,10 @@ class StageMemory:
     first_weight_grad: int | None = None
     """The most that the first weight gradient has at once of what was left to it and of the gradients that it makes.
     None: not known, as if it left them to its end."""
+    forward: int | None = None
+    """Temporary values of a forward by itself; None: as ``working``."""
+    backward_again: int | None = None
+    """Those of a backward behind the first; None: as ``working``."""
 
 
 class RankMemory(NamedTuple):
@@ -115,8 +119,11 @@ class RankMemory(NamedTuple):
         return max(self.most, self.remaining + self.gradients)
 
 
-def walk_memory(order: Sequence[Action], stages: Mapping[int, StageMemory]) -> Iterator[RankMemory]:
-    """The memory of one rank at each of its actions, in order. ``stages`` are the sizes of every stage that it holds.
+def walk_memory(
+    order: Sequence[Action], stages: Mapping[int, StageMemory], messages: Sequence[int] = ()
+) -> Iterator[RankMemory]:
+    """The memory of one rank at each of its actions, in order. ``stages`` are the sizes of every stage that it holds,
+    ``messages`` the bytes of messages while each action runs.
 
     Gradients of a stage appear with its first backward, and stay to the end of the step.
     """
@@ -125,17 +132,21 @@ def walk_memory(order: Sequence[Action], stages: Mapping[int, StageMemory]) -> I
     freed = {at: stage.freed_by_input_grad for at, stage in stages.items()}
     gradients = 0
     began: set[int] = set()
-    for action, (live, remaining) in zip(order, walk_activations(order, sizes, freed), strict=True):
+    walked = zip(order, walk_activations(order, sizes, freed), messages or (0,) * len(order), strict=True)
+    for action, (live, remaining), under_way in walked:
         made = 0
         beside = -1
         for part in action.parts or (action,):
             stage = stages.get(part.stage, _NONE)
-            beside = max(beside, _beside(part, stage, working))
+            alone = _beside(part, stage, working)
             if part.kind is B or part.kind is W:
                 is_first = part.stage not in began
                 if is_first:
                     began.add(part.stage)
                     made += stage.gradients
+                elif part.kind is B and stage.backward_again is not None:
+                    alone = stage.backward_again
+            beside = max(beside, alone)
         most = live + gradients + beside
         if action.kind is B and is_first:  # its gradients come unit by unit as its activations go
             most = live - stage.activations + gradients + stage.first_backward
@@ -143,21 +154,27 @@ def walk_memory(order: Sequence[Action], stages: Mapping[int, StageMemory]) -> I
             left = stage.activations - stage.freed_by_input_grad
             most = live - left + gradients + stage.first_weight_grad
         gradients += made
-        yield RankMemory(live, most, remaining, gradients)
+        yield RankMemory(live, most + under_way, remaining, gradients)
 
 
-def peak_below_sum(order: Sequence[Action], stages: Mapping[int, StageMemory]) -> int:
-    """Bytes by which the peak of one rank is below the sum of all gradients, the most activations and the most
-    temporary values, which are not there at once. The arguments are those of `walk_memory`.
+def peak_below_sum(
+    order: Sequence[Action], stages: Mapping[int, StageMemory], messages: Sequence[int] = (), most_messages: int = 0
+) -> int:
+    """Bytes by which the peak of one rank is below the sum of all gradients, the most activations, the most temporary
+    values and ``most_messages`` bytes of messages, which are not there at once. The other arguments are those of
+    `walk_memory`.
     """
-    memories = tuple(walk_memory(order, stages))
+    memories = tuple(walk_memory(order, stages, messages))
     together = memories[-1].gradients + max(memory.activations for memory in memories) + _working(stages)
-    return together - max(memory.peak for memory in memories)
+    return together + most_messages - max(memory.peak for memory in memories)
+
+
+_ALONE = {F: "forward", I: "input_grad", W: "weight_grad"}
 
 
 def _beside(part: Action, stage: StageMemory, working: int) -> int:
     """The temporary values of an action, where no other action of the rank holds more than ``working``."""
-    alone = stage.input_grad if part.kind is I else stage.weight_grad if part.kind is W else None
+    alone: int | None = getattr(stage, _ALONE[part.kind]) if part.kind in _ALONE else None
     return working if alone is None else alone
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import cached_property
 
 from shardwright.core.cluster.cluster import Cluster
-from shardwright.core.cost.unit_work import PRECISION_BYTES
+from shardwright.core.cost.op_kinds import PRECISION_BYTES
 from shardwright.core.errors import PlanError
 from shardwright.core.plan.decision import Decision
 from shardwright.core.schedule.messages_under_way import UnderWay

@@ -9,7 +9,7 @@ import numpy as np
 
 from shardwright.core.cluster.groups import Group
 from shardwright.core.cluster.hardware import Device
-from shardwright.core.cost.unit_work import PRECISION_BYTES
+from shardwright.core.cost.op_kinds import PRECISION_BYTES
 from shardwright.core.execution import Execution
 from shardwright.core.layout.mesh import Mesh
 from shardwright.core.plan.decision import Decision

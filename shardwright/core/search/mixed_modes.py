@@ -11,6 +11,7 @@ from typing import Protocol, TypeVar
 
 from shardwright.core.capabilities import Capabilities
 from shardwright.core.plan.decision import Decision
+from shardwright.core.search.unit_labels import again_in_turns
 from shardwright.core.tables.memory import MemoryUse
 from shardwright.core.tables.rank_tables import RankTables
 from shardwright.core.values.recompute_modes import Recompute
@@ -67,7 +68,7 @@ def as_many_in_another_mode(
     ones of every stage, because a backward finds the units after it finished. None where no number of them takes less
     than ``below_s`` on the slowest rank and fits. More units are taken to need more memory."""
     starts, placement = decision.stage_starts, decision.stage_ranks
-    turns = ranked.again_in_turns(starts)
+    turns = again_in_turns(ranked, starts)
 
     def mixed(count: int) -> RankTables:
         return ranked.keeping(turns[:count]) if mode == "none" else ranked.mixing(mode, turns[:count])

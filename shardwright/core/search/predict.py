@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from shardwright.core.cluster.hardware import Device
-from shardwright.core.cost.unit_work import PRECISION_BYTES
+from shardwright.core.cost.op_kinds import PRECISION_BYTES
 from shardwright.core.execution import Execution
 from shardwright.core.layout.mesh import Mesh
 from shardwright.core.plan.decision import Decision

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from shardwright.core.plan.decision import Decision
 from shardwright.core.schedule.actions import Action, B, W
+from shardwright.core.schedule.messages_under_way import MessageCounts, messages_by_action, usual_messages_by_action
 from shardwright.core.schedule.named_schedule import named_schedule
 from shardwright.core.schedule.peak_memory import StageMemory, peak_below_sum
 from shardwright.core.search.space import splits_backward
@@ -16,6 +17,10 @@ from shardwright.core.tables.memory_request import MemoryRequest
 from shardwright.core.tables.rank_tables import RankTables
 from shardwright.core.tables.stage_memory import stage_memories
 from shardwright.core.tables.stage_moments import StageMoments
+
+MOST_FOLLOWED = 16
+"""The most stages whose messages are followed from action to action: of more, schedules are long, and searches have
+many of them."""
 
 
 def by_stage(
@@ -61,9 +66,9 @@ def less_apart(
     *,
     until_over: bool = False,
 ) -> tuple[MemoryUse, ...]:
-    """Memory less what never exists at once, where gradients take memory when they are made. Where a step has many
-    microbatches nothing is subtracted. ``until_over``: whether all else may be left as it is once a rank is found to
-    have too little memory."""
+    """Memory less what never exists at once, where gradients take memory when they are made: messages, and in a step
+    of few microbatches gradients, that are not there at the fullest moment. ``until_over``: whether all else may be
+    left as it is once a rank is found to have too little memory."""
     if request.divides_gradients:
         return _less_divided(decision, ranked, memory, request, until_over=until_over)
     if not request.gradients_when_made or decision.shard >= 2:
@@ -79,25 +84,39 @@ def less_apart(
             replace(use, buffers_bytes=beside + max(0, -apart), apart_bytes=max(0, apart))
             for use, beside, apart in zip(memory, buffers, apart_of, strict=True)
         )
-    if is_long(decision):
+    if is_long(decision) and decision.stages > MOST_FOLLOWED:
         return tuple(replace(use, apart_bytes=bucket) for use, bucket in zip(memory, buckets, strict=True))
-    if decision.generated:
-        schedule = decision.build_schedule(None)
-    else:
-        settled = min(decision.microbatches, 2 * decision.stages)
-        schedule = named_schedule(decision.schedule, decision.pp, settled, decision.virtual_stages)
+    settled = decision.schedule, decision.pp, min(decision.microbatches, 2 * decision.stages), decision.virtual_stages
+    schedule = decision.build_schedule(None) if decision.generated else named_schedule(*settled)
+    messages = [0] * decision.pp
+    counts: Sequence[MessageCounts] = ()
+    if decision.pp > 1 and decision.stages <= MOST_FOLLOWED:
+        counts = messages_by_action(schedule) if decision.generated else usual_messages_by_action(*settled)
+        messages = ranked.messages(decision.stage_starts, placement, request)
     found = []
     for rank, (use, beside, bucket) in enumerate(zip(memory, buffers, buckets, strict=True)):
         order = schedule.table[rank]
         stages = _stages_of(decision, ranked, rank, order, request)
+        crossing = ranked.of_bytes.tables[rank].boundary_bytes
+        under_way = counts[rank].sizes([0, *(crossing[start] for start, _ in ends[1:])]) if counts else []
+        bare = {at: _without_gradients(of) for at, of in stages.items()}
+        # With all gradients at every moment, and no bucket, which is never beside all of them.
+        apart = bucket + peak_below_sum(order, bare, under_way, messages[rank])
         if request.shares_sums and decision.microbatches == 1:  # buckets leave while gradients are made
             stages = {
                 stage: replace(sizes, first_backward=stage_passes(ranked.tables[rank], ends[stage], request).first)
                 for stage, sizes in stages.items()
             }
-        apart = max(bucket, peak_below_sum(order, stages))
-        found.append(replace(use, buffers_bytes=beside, apart_bytes=apart))
+        if not is_long(decision):
+            apart = max(apart, peak_below_sum(order, stages, under_way, messages[rank]))
+        found.append(replace(use, buffers_bytes=beside + max(0, -apart), apart_bytes=max(0, apart)))
     return tuple(found)
+
+
+def _without_gradients(stage: StageMemory) -> StageMemory:
+    """The memory of a stage whose gradients are counted as there already."""
+    behind = stage.working if stage.backward_again is None else stage.backward_again
+    return replace(stage, gradients=0, first_backward=stage.activations + behind)
 
 
 def _stages_of(
@@ -106,7 +125,10 @@ def _stages_of(
     """The memory of the stages of a rank, which runs them in an order."""
     ends = ranked.ends(decision.stage_starts)
     held = {stage: ends[stage] for stage, on in enumerate(decision.stage_ranks) if on == rank}
-    return stage_memories(ranked.tables[rank], held, _backward_order(order), request.gradient_width)
+    # What is exchanged, or in another precision than sums are, is made before it is added.
+    at_once = decision.dp == decision.tp == 1 and decision.precision == "fp32" and not decision.shard
+    turns = _backward_order(order)
+    return stage_memories(ranked.tables[rank], held, turns, request.gradient_width, adds_at_once=at_once)
 
 
 def _apart_of_halves(decision: Decision, ranked: RankTables, request: MemoryRequest) -> list[int]:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from shardwright.core.plan.decision import Decision
 from shardwright.core.search.labelled_units import Kept, Memory, labelled
+from shardwright.core.search.unit_labels import kept_but_one, kept_units, offloaded_units
 from shardwright.core.tables.memory_request import MemoryRequest
 from shardwright.core.tables.rank_tables import RankTables
 
@@ -28,11 +29,11 @@ def as_few_as_memory_asks_for(
 ) -> Kept:
     """As many units kept as fit, for a decision that fits with every unit recomputed."""
     starts, placement = decision.stage_starts, decision.stage_ranks
-    kept = ranked.kept_units(starts, placement, live, request)
+    kept = kept_units(ranked, starts, placement, live, request)
     while True:
         keeping = ranked.keeping(kept) if kept else ranked
         memory = memory_of(decision, keeping, live)
-        left = keeping.kept_but_one(kept, starts, placement, memory)
+        left = kept_but_one(keeping, kept, starts, placement, memory)
         if left == kept:
             break
         kept = left
@@ -51,7 +52,7 @@ def _offloading(decision: Decision, found: Kept, live: Sequence[int], memory_of:
     ends = keeping.ends(starts)
     for fewer in range(MOST_GIVEN_UP + 1):
         left = tuple(unit for a, b in ends for unit in [u for u in kept if a <= u < b][fewer:])
-        away = keeping.keeping(left).offloaded_units(starts, placement)
+        away = offloaded_units(keeping.keeping(left), starts, placement)
         while away:
             tried = keeping.keeping(left, away)
             use = memory_of(decision, tried, live)

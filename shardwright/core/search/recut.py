@@ -28,6 +28,7 @@ from shardwright.core.search.predict import largest_unit
 from shardwright.core.search.space import Pipelining, Policy, Shape, splits_backward
 from shardwright.core.tables.backward_halves import halves_of
 from shardwright.core.tables.rank_tables import RankTables
+from shardwright.core.tables.stage_working import working_of
 from shardwright.core.tables.unit_table import UnitTable
 
 PRICE_OF_UNEVENNESS = 2e-3
@@ -182,8 +183,8 @@ class Recut:
         """What the passes of a stage hold for a while, the halves of its backward among them where it is split."""
         halves = halves_of(table)
         if not (halves.is_known and splits_backward(self.pipelining.schedule, self.pipelining.virtual_stages)):
-            return table.range_working
-        found: Matrix = np.maximum(table.range_working, halves.range_input_grad_working)
+            return working_of(table).range_working
+        found: Matrix = np.maximum(working_of(table).range_working, halves.range_input_grad_working)
         return found
 
     @cached_property

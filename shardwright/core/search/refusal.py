@@ -13,6 +13,7 @@ from shardwright.core.search.request import Request
 from shardwright.core.search.scoring import Scored, Scorer
 from shardwright.core.search.space import Space
 from shardwright.core.tables.cost_tables import CostTables
+from shardwright.core.tables.stage_working import working_of
 
 LOOKED_AT = 48
 """The number of choices that are cut without a limit, those with the least memory per rank first."""
@@ -80,7 +81,7 @@ def _closest(scorer: Scorer, space: Space) -> Iterator[Scored]:
             state = asked.held_bytes * float(table.range_elements[0, -1])
             state += asked.trained_bytes * float(table.range_trained[0, -1])
             # A rank holds at least its share, and the memory of the fullest unit.
-            held = state / pp + float(table.range_kept[0, -1]) / pp + float(table.range_working[0, -1])
+            held = state / pp + float(table.range_kept[0, -1]) / pp + float(working_of(table).range_working[0, -1])
             ranked.append((held, number, shape, policy))
     ranked.sort(key=lambda row: row[:2])
     looked = 0

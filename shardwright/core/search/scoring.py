@@ -23,6 +23,7 @@ from shardwright.core.search.rank_peaks import by_stage, less_apart, with_activa
 from shardwright.core.search.recomputed_units import as_few_as_memory_asks_for
 from shardwright.core.search.request import Request
 from shardwright.core.search.space import Pipelining, Policy, Shape, require_starts, splits_backward
+from shardwright.core.search.unit_labels import kept_units
 from shardwright.core.tables.cost_tables import CostTables
 from shardwright.core.tables.memory import STAYING, MemoryUse, live_microbatches
 from shardwright.core.tables.memory_request import MemoryRequest
@@ -90,7 +91,7 @@ class Scorer:
         self._cuts: dict[tuple[object, ...], tuple[int, ...] | None] = {}
         self._pipelines: dict[object, Pipeline] = {}
 
-    def _request_of(self, decision: Decision) -> MemoryRequest:
+    def request_of(self, decision: Decision) -> MemoryRequest:
         policy = _policy_of(decision)
         shape = decision.stages, decision.dp, decision.microbatches
         if decision.generated and not self.tables.graph.memory_traits.stages_are_programs:
@@ -112,7 +113,7 @@ class Scorer:
     ) -> tuple[MemoryUse, ...]:
         """The memory of the ranks, as counted for cuts, or as counted for plans where that does not settle the fit;
         ``until_over`` as in `less_apart`."""
-        request, known = self._request_of(decision), ranked.of_bytes.known_memory
+        request, known = self.request_of(decision), ranked.of_bytes.known_memory
         if decision.generated:
             return self._found_memory(decision, ranked, live, request, until_over=until_over)
         sizes = decision.schedule, decision.virtual_stages, decision.microbatches, decision.stage_starts
@@ -134,8 +135,12 @@ class Scorer:
         least = memory
         if request.divides_gradients:
             least = tuple(replace(use, gradients_bytes=0, buffers_bytes=0) for use in memory)
-        else:  # at most all gradients are subtracted
-            least = tuple(replace(use, gradients_bytes=0) for use in memory)
+        else:  # at most all gradients are subtracted, and all messages
+            sent = ranked.messages(decision.stage_starts, decision.stage_ranks, request)
+            least = tuple(
+                replace(use, gradients_bytes=0, buffers_bytes=use.buffers_bytes - size)
+                for use, size in zip(memory, sent, strict=True)
+            )
         # Of halves of backwards more may be apart: an input gradient's temporary values and the most activations.
         if not ranked.over_bytes(memory) or (ranked.over_bytes(least) and not may_grow):
             return memory
@@ -224,7 +229,7 @@ class Scorer:
         ranked = self.bounds.ranked(shape, policy.recompute)
         decision = self.bounds.decision(shape, policy, pipelining, starts)
         live = live_microbatches(pipelining.schedule, ranked.ranks, shape.microbatches, pipelining.virtual_stages)
-        kept = ranked.kept_units(starts, decision.stage_ranks, live, self._request_of(decision))
+        kept = kept_units(ranked, starts, decision.stage_ranks, live, self.request_of(decision))
         least = self._least_s(shape, [policy], pipelining, starts, ranked.keeping(kept) if kept else ranked)
         return replace(cut, bound_s=max(cut.bound_s, least), has_room=True)
 
@@ -277,7 +282,7 @@ class Scorer:
             policy = fitting[0][0]
             decision = self.bounds.decision(shape, policy, pipelining, starts)
             ranked, kept, memory = as_few_as_memory_asks_for(
-                decision, ranked, live, self._request_of(decision), self._memory, may_offload=self._may_offload
+                decision, ranked, live, self.request_of(decision), self._memory, may_offload=self._may_offload
             )
             fitting = [(policy, memory)]
         least = self._least_s(shape, [policy for policy, _ in fitting], pipelining, starts, ranked)
@@ -311,7 +316,7 @@ class Scorer:
         if self.request.stage_starts is not None or len(placement) > whole.units:
             return False
         decision = self.bounds.decision(shape, policy, pipelining, whole.free_cut(placement))
-        memory = whole.memory(decision.stage_starts, placement, live, self._request_of(decision))
+        memory = whole.memory(decision.stage_starts, placement, live, self.request_of(decision))
         return not whole.over_bytes(memory) and not whole.over_bytes(self._memory(decision, whole, live))
 
     @property
@@ -351,7 +356,7 @@ class Scorer:
     def finished(self, timed: Timed) -> Scored:
         """A timed choice with its memory counted rank by rank."""
         decision, predicted = timed.decision, timed.predicted
-        memory = by_stage(decision, timed.tables, predicted.memory_by_stage_rank, self._request_of(decision))
+        memory = by_stage(decision, timed.tables, predicted.memory_by_stage_rank, self.request_of(decision))
         return Scored(decision, timed.tables, replace(predicted, memory_by_stage_rank=memory), 0)
 
     def scored(self, cut: Cut) -> Scored | None:
@@ -399,7 +404,7 @@ class Scorer:
         if starts is None:
             return None
         decision = self.bounds.decision(shape, policy, pipelining, starts)
-        request = self._request_of(decision)
+        request = self.request_of(decision)
         memory = by_stage(decision, ranked, ranked.memory(starts, placement, live, request), request)
         memory = less_apart(decision, ranked, memory, request)
         least_s = _least_pipeline_s(shape, pipelining, starts, ranked)
@@ -452,7 +457,7 @@ class Scorer:
     def with_peaks(self, scored: Scored) -> Scored:
         """The same choice with its memory less what never exists at once."""
         decision, memory = scored.decision, scored.predicted.memory_by_stage_rank
-        memory = less_apart(decision, scored.tables, memory, self._request_of(decision))
+        memory = less_apart(decision, scored.tables, memory, self.request_of(decision))
         return replace(scored, predicted=replace(scored.predicted, memory_by_stage_rank=memory))
 
     def generated(self, scored: Scored) -> Scored | None:
@@ -461,7 +466,7 @@ class Scorer:
         decision, ranked = scored.decision, scored.tables
         costs = ranked.stage_costs(decision.stage_starts, decision.stage_ranks)
         # Copies of gradients exist when activations are gone, so they are counted for the schedule that is made.
-        buffers = ranked.buffers(decision.stage_starts, decision.stage_ranks, self._request_of(decision))
+        buffers = ranked.buffers(decision.stage_starts, decision.stage_ranks, self.request_of(decision))
         room = [
             max(0, limit - beside - sum(use.classes[name] for name in STAYING))
             for limit, use, beside in zip(
@@ -485,7 +490,7 @@ class Scorer:
         sizes = ranked.passed_on_bytes(made.stage_starts, schedule.placement)
         live = [peak_live(order, *sizes) for order in schedule.table]
         memory = scored.predicted.memory_by_stage_rank
-        memory = with_activations(made, ranked, memory, live, self._request_of(made))
+        memory = with_activations(made, ranked, memory, live, self.request_of(made))
         predicted = self.step.predicted(made, ranked, memory, schedule.placement)
         found = self.with_peaks(Scored(made, ranked, predicted, 0))
         return None if ranked.over_bytes(found.predicted.memory_by_stage_rank) else found

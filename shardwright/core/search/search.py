@@ -29,6 +29,7 @@ from shardwright.core.search.sliced_step import as_recorded, in_slices
 from shardwright.core.search.space import GENERATED_ACTIONS
 from shardwright.core.search.step_work import step_tokens
 from shardwright.core.search.time_limits import out_of_time, require_price
+from shardwright.core.search.unit_labels import again_in_turns
 from shardwright.core.tables.cost_tables import CostTables
 from shardwright.core.values.recompute_modes import NAMED
 
@@ -97,7 +98,7 @@ def _with_two_modes(search: Search, best: Scored) -> Scored:
     if best.decision.recompute == "none":
         return best
     # The last units of stages have room when their backward begins, which follows their forward at once.
-    last = tuple(sorted(best.tables.again_in_turns(starts)[: best.decision.stages]))
+    last = tuple(sorted(again_in_turns(best.tables, starts)[: best.decision.stages]))
     modes = recompute_choices(scorer.tables, search.request)
     runtimes = search.request.runtimes or (scorer.tables.graph.capabilities,)
     return with_two_modes(

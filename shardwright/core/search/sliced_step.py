@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
+from shardwright.core.cost.op_kinds import PRECISION_BYTES
 from shardwright.core.cost.unit_seconds import UnitCost
-from shardwright.core.cost.unit_work import PRECISION_BYTES
 from shardwright.core.errors import PlanError
 from shardwright.core.model.graph import Graph
 from shardwright.core.plan.decision import Decision, require_slices
@@ -23,11 +23,12 @@ from shardwright.core.search.answer import place_of
 from shardwright.core.search.predict import simulated_pipeline
 from shardwright.core.search.request import Request
 from shardwright.core.search.scoring import Scored, Scorer
+from shardwright.core.search.sliced_memory import Behind, SliceCounts, SlicedMemory
 from shardwright.core.slices.fitted_cost import FittedCost
 from shardwright.core.slices.graph_of_slice import carried_bytes, graph_of_slice
 from shardwright.core.slices.lengths import best_lengths
 from shardwright.core.slices.sequence_ops import SequenceOps, sequence_inputs, sequence_ops
-from shardwright.core.slices.unit_parts import require_sliceable
+from shardwright.core.slices.unit_parts import keep_together, require_sliceable, whole_calls
 from shardwright.core.tables.cost_tables import CostTables
 from shardwright.core.tables.memory import MemoryUse, kept_bytes, recomputed_s
 
@@ -66,7 +67,7 @@ class SlicedStep:
         self.decision, self.tables = scored.decision, scorer.tables
         graph = self.tables.graph
         dims = sequence_inputs(graph)
-        self.ops: SequenceOps = sequence_ops(graph, dims)
+        self.ops: SequenceOps = keep_together(graph, sequence_ops(graph, dims), whole_calls(graph))
         require_sliceable(graph, self.ops)
         tensor, dim = next(iter(dims.items()))
         self.tokens = graph.tensors[tensor].fixed[dim]
@@ -205,8 +206,11 @@ class SlicedStep:
         return Scored(decision, self.scored.tables, predicted, over), costs
 
     def _memory(self, decision: Decision, costs: Sequence[StageCosts]) -> tuple[MemoryUse, ...]:
-        """The memory of every rank: activations of the slices under way, and the gradients of keys and values, which
-        add up until the backward of the first slice."""
+        """The memory of every rank, followed from action to action where that is known of the runtime; else activations
+        of the slices under way beside what is held of whole sequences, and the gradients of keys and values, which add
+        up until the backward of the first slice."""
+        if self.tables.graph.memory_traits.gathers_units and decision.shard == 0:
+            return self._followed(decision)
         microbatches = min(decision.microbatches, 3 * decision.pp)
         batch = microbatches * decision.dp * decision.microbatch
         schedule = replace(decision, batch=batch).compute_schedule(None)
@@ -226,6 +230,36 @@ class SlicedStep:
                 replace(use, activations_bytes=peak, buffers_bytes=buffers, apart_bytes=min(use.apart_bytes, peak))
             )
         return tuple(found)
+
+    def _followed(self, decision: Decision) -> tuple[MemoryUse, ...]:
+        """The memory of every rank by `SlicedMemory`."""
+        tables, ranked, start, slices = self.tables, self.scored.tables, 0, []
+        units = tables.folded.units
+        for length in decision.slice_lengths:
+            graph = graph_of_slice(tables.graph, self.ops, length, start)
+            slices.append(SliceCounts(graph, length / self.tokens, self._unit_costs(self._laid_out(graph))))
+            start += length
+        behind = Behind()
+        if self._tail < units[-1].end_op:
+            own = replace(units[-1], first_op=self._tail)
+            cost = self._plain.counted(own, decision.tp, decision.microbatch, self._places[-1])
+            behind = Behind(cost.saved_bytes, cost.forward_beside_bytes, cost.passing_bytes, cost.entering_bytes)
+        found = SlicedMemory(
+            decision, ranked, self.scorer.request_of(self.decision), tables.graph, self.ops, slices, behind,
+            fuses_dropout=tables.device.fuses_dropout,
+        )  # fmt: skip
+        return found.memory(self.scored.predicted.memory_by_stage_rank, units)
+
+    def _unit_costs(self, tables: CostTables) -> tuple[UnitCost, ...]:
+        """The costs of all units of a slice, the last one without what runs behind all slices."""
+        decision, units, known = self.decision, tables.folded.units, dict[int, UnitCost]()
+        variants, found = tables.variants(decision.tp), list[UnitCost]()
+        for unit, variant in zip(units[:-1], variants, strict=False):
+            if variant not in known:
+                known[variant] = tables.counted(unit, decision.tp, decision.microbatch, self._places[0])
+            found.append(known[variant])
+        last = replace(units[-1], end_op=max(units[-1].first_op, self._tail))
+        return (*found, tables.counted(last, decision.tp, decision.microbatch, self._places[-1]))
 
     # -- which slices ---------------------------------------------------------------------------------------------
 

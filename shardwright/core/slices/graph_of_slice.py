@@ -3,7 +3,9 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from shardwright.core.cost.saved_activations import WITH_DROPOUT
 from shardwright.core.model.graph import Graph, Op, Tensor
+from shardwright.core.model.op_memory import OpBytes, OpMemory
 from shardwright.core.slices.sequence_ops import SequenceOps
 
 
@@ -12,7 +14,7 @@ def graph_of_slice(graph: Graph, ops: SequenceOps, length: int, context: int) ->
 
     What needs all tokens is left as it is: it does not run with a slice. Keys and values of attention are tensors of
     their own, of all tokens up to the slice's end, beside those that the slice makes. The footprints of the whole
-    graph's units are not those of its slices, so bytes are counted by kinds of op.
+    graph's units are not those of its slices, so bytes are counted by kinds of op. Slices leave nothing in objects.
     """
     tensors = list(graph.tensors)
     first = next(iter(ops.dims.items()))
@@ -42,9 +44,12 @@ def graph_of_slice(graph: Graph, ops: SequenceOps, length: int, context: int) ->
                 rank = len(graph.tensors[inputs[3]].fixed)
                 inputs[3] = grown(inputs[3], [rank - 2, rank - 1], [length, context + length])
         memory = op.memory
-        if memory is not None and ops.needs[number] in ("local", "causal"):
-            memory = memory.of_share(length / tokens)
+        if ops.needs[number] in ("local", "causal"):
+            draws = graph.memory_traits.slices_draw_whole
+            drawn = _drawn_whole(graph, op, tokens, length, context + length) if draws else None
+            memory = drawn or (None if memory is None else memory.of_share(length / tokens))
         found.append(replace(op, inputs=tuple(inputs), memory=memory))
+    tensors = [replace(tensor, is_left=False) if tensor.is_left else tensor for tensor in tensors]
     entering = (*graph.inputs, *made.values())
     return replace(graph, tensors=tuple(tensors), ops=tuple(found), inputs=entering, unit_memory=None, in_16_bits=None)
 
@@ -57,6 +62,34 @@ def carried_bytes(graph: Graph, ops: SequenceOps, units: Mapping[int, range], ba
         carried = {t for op in inside for t in ops.carried.get(op, ())}
         found[unit] = sum(graph.tensors[t].elements(batch) * width for t in carried)
     return found
+
+
+def _drawn_whole(graph: Graph, op: Op, tokens: int, length: int, end: int) -> OpMemory | None:
+    """The memory of a dropout, or of an attention with dropout, of ``length`` tokens up to ``end``, whose mask is drawn
+    for all ``tokens``: the ones that are dropped of, the numbers drawn and their product, of which the slice keeps its
+    part. Such an attention is computed op by op, and keeps copies of queries and keys, the values, the softmax, the
+    mask and the product of the two. None for other ops."""
+
+    def entries(tensor: int) -> int:
+        """The entries of a sample."""
+        return graph.tensors[tensor].elements(2) - graph.tensors[tensor].elements(1)
+
+    if op.kind == "dropout":
+        whole = entries(op.outputs[0])
+        return _memory_of((), whole * length // tokens, 3 * whole)
+    if op.kind != "attention" or not op.name.endswith(WITH_DROPOUT):
+        return None
+    query, width = entries(op.inputs[0]), graph.tensors[op.inputs[0]].shape(1)[-1]
+    whole = query // max(1, width) * tokens
+    scores = query // max(1, width * tokens) * length * end
+    copies = query * (length + end) // tokens
+    return _memory_of((2,), copies + 3 * scores, max(0, 3 * whole - 3 * scores))
+
+
+def _memory_of(keeps: tuple[int, ...], kept: int, forward: int) -> OpMemory:
+    """The memory of an op that keeps, and takes for a while in its forward, so many values for each sample."""
+    wide, narrow = (OpBytes((0, kept * width), (0, forward * width)) for width in (4, 2))
+    return OpMemory(keeps, wide=wide, narrow=narrow)
 
 
 def _resized(tensor: Tensor, dim: int, size: int) -> Tensor:

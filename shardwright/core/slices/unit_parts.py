@@ -8,6 +8,7 @@ from shardwright.core.errors import CaptureError
 from shardwright.core.model.fold import fold
 from shardwright.core.model.graph import Graph
 from shardwright.core.slices.sequence_ops import Obstacle, SequenceOps
+from shardwright.core.values.disjoint_sets import DisjointSets
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,22 @@ def unit_parts(graph: Graph, ops: SequenceOps) -> tuple[UnitParts, ...]:
             UnitParts(unit.index, tuple(by_need.get("constant", ())), tuple(sliced), tuple(by_need.get("all", ())))
         )
     return tuple(found)
+
+
+def whole_calls(graph: Graph) -> tuple[tuple[int, ...], ...]:
+    """The ops that stand for one call each, as far as a graph says so: what lies between them has no memory."""
+    groups: DisjointSets[int] = DisjointSets()
+    for number, op in enumerate(graph.ops):
+        for place in op.memory.unmade if op.memory is not None else ():
+            maker = graph.producer.get((*op.inputs, *op.outputs)[place])
+            if maker is not None:
+                groups.add(number)
+                groups.add(maker)
+                groups.merge(maker, number)
+    found: dict[int, list[int]] = {}
+    for number in sorted(groups):
+        found.setdefault(groups[number], []).append(number)
+    return tuple(map(tuple, found.values()))
 
 
 def keep_together(graph: Graph, ops: SequenceOps, groups: Iterable[Sequence[int]]) -> SequenceOps:

@@ -10,7 +10,8 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from shardwright.core.cost.unit_work import PRODUCT_KINDS, forward_flops
+from shardwright.core.cost.op_kinds import PRODUCT_KINDS
+from shardwright.core.cost.unit_work import forward_flops
 from shardwright.core.errors import PlanError
 from shardwright.core.layout.placements import Layout, Placement, Split
 from shardwright.core.layout.unit_layouts import RealisedUnit

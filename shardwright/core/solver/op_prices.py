@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from shardwright.core.cost.op_kinds import PRODUCT_KINDS
 from shardwright.core.cost.saved_activations import Kept
-from shardwright.core.cost.unit_work import PRODUCT_KINDS, WorkCounter, contraction_flops
+from shardwright.core.cost.unit_work import WorkCounter, contraction_flops
 from shardwright.core.layout.conversion_bytes import table_bytes
 from shardwright.core.layout.placements import Partial, Replicate, Split
 from shardwright.core.layout.signature import Signature

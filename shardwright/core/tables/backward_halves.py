@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from shardwright.core.cost.unit_seconds import UnitCost
 from shardwright.core.partition.exact import Matrix, range_sums
+from shardwright.core.tables.stage_working import working_of
 from shardwright.core.tables.unit_table import UnitTable
 from shardwright.core.values.recompute_modes import Mode
 
@@ -68,7 +69,7 @@ class BackwardHalves:
                 return whole - unit.fetched_bytes + known[1]
             return whole - unit.passing_bytes + known[0]
 
-        made = zip(self.table.units, self.table.modes, self.table.beside_bytes, strict=True)
+        made = zip(self.table.units, self.table.modes, working_of(self.table).beside_bytes, strict=True)
         return np.array([beside(unit, mode, float(whole)) for unit, mode, whole in made])
 
     @cached_property
@@ -99,7 +100,7 @@ class BackwardHalves:
         """The bytes that the input gradient of each unit of a stage finds left to weight gradients by the units behind
         it, and those that its own adds to what a whole backward holds."""
         left = np.cumsum([self._put_off_bytes(unit) for unit in range(first, end)])
-        own = self._input_grad_bytes[first:end] - self.table.beside_bytes[first:end]
+        own = self._input_grad_bytes[first:end] - working_of(self.table).beside_bytes[first:end]
         found: NDArray[np.float64] = left[-1] - left + np.maximum(0.0, own)
         return found
 

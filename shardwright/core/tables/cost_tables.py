@@ -11,9 +11,9 @@ from shardwright.core.cluster.collectives import send_s
 from shardwright.core.cluster.groups import Group
 from shardwright.core.cluster.hardware import Device, Link, load_profile, profile_names
 from shardwright.core.cluster.hardware.device import MeasuredUnit
+from shardwright.core.cost.op_kinds import PRECISION_BYTES
 from shardwright.core.cost.shared_values import as_they_lie
 from shardwright.core.cost.unit_seconds import UnitCost, seconds_of, unit_cost
-from shardwright.core.cost.unit_work import PRECISION_BYTES
 from shardwright.core.cost.value_flow import SharedValue
 from shardwright.core.errors import PlanError
 from shardwright.core.execution import Execution

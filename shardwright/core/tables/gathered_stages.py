@@ -9,7 +9,7 @@ is the subject of Lamy-Poirier, arXiv 2211.05953.)
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
-from shardwright.core.cost.unit_work import PRECISION_BYTES
+from shardwright.core.cost.op_kinds import PRECISION_BYTES
 from shardwright.core.schedule.actions import Action, Kind
 from shardwright.core.schedule.named_schedule import named_schedule
 from shardwright.core.schedule.passes.sharding import with_gathers, with_residency

@@ -14,9 +14,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwright.core.cost.unit_work import PRECISION_BYTES
+from shardwright.core.cost.op_kinds import PRECISION_BYTES
 from shardwright.core.tables.call_entries import CallEntries
 from shardwright.core.tables.memory_request import MemoryRequest
+from shardwright.core.tables.stage_working import working_of
 from shardwright.core.tables.unit_table import UnitTable
 
 
@@ -96,7 +97,7 @@ def _content(table: UnitTable, ends: tuple[int, int]) -> tuple[object, ...] | No
     kinds = table.call_kinds[first:end]
     if None in kinds:
         return None
-    kept = table.range_kept[first, first + 1 : end + 1] + table.beside_at(first, end)
+    kept = table.range_kept[first, first + 1 : end + 1] + working_of(table).beside_at(first, end)
     return kinds, _base(table, ends).tobytes(), kept.tobytes()
 
 
@@ -138,7 +139,7 @@ def _passes_bytes(table: UnitTable, unit: int, request: MemoryRequest) -> int:
     most = own.forward
     if not any(call.looked_up for call in table.calls[unit]):
         # The last unit of a stage reads what stays of the gradients from the next stage.
-        most = max(most, max(own.tail, own.backward) - int(table.given_bytes(*alone)[0]))
+        most = max(most, max(own.tail, own.backward) - int(working_of(table).given_bytes(*alone)[0]))
     return max(0, most - int(table.range_kept[alone]))
 
 
@@ -215,10 +216,10 @@ def _call(call: CallEntries, unit: int, ends: tuple[int, int], request: MemoryRe
 def _base(table: UnitTable, ends: tuple[int, int]) -> NDArray[np.float64]:
     """The bytes at each unit's backward beside those of its phases: activations, what is computed again, gradients that
     wait."""
-    first, end = ends
+    (first, end), working = ends, working_of(table)
     passing = np.array([unit.passing_bytes for unit in table.units[first:end]], dtype=np.float64)
-    base: NDArray[np.float64] = table.range_kept[first, first + 1 : end + 1] + table.beside_at(first, end) - passing
-    return base + table.given_bytes(first, end) + table.tie_sums(first, end) + table.ties_waiting(first, end)
+    base: NDArray[np.float64] = table.range_kept[first, first + 1 : end + 1] + working.beside_at(first, end) - passing
+    return base + working.given_bytes(first, end) + working.tie_sums(first, end) + working.ties_waiting(first, end)
 
 
 def _forward(table: UnitTable, of_unit: dict[int, list[_Call]], copied: float, ends: tuple[int, int]) -> float:
@@ -231,7 +232,7 @@ def _forward(table: UnitTable, of_unit: dict[int, list[_Call]], copied: float, e
             whole = max(whole, (call.ahead + following) * (1 + copied))
             following, ended = call.ahead or following, 0.0 if call.ahead else ended
         here = table.units[unit]
-        beside = table.beside_at(*ends)[unit - ends[0]] - here.passing_bytes + here.forward_beside_bytes
+        beside = working_of(table).beside_at(*ends)[unit - ends[0]] - here.passing_bytes + here.forward_beside_bytes
         most = max(most, float(table.range_kept[ends[0], unit + 1] + beside) + whole)
     return most
 

@@ -5,7 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from shardwright.core.cost.unit_work import PRECISION_BYTES, WorkCounter
+from shardwright.core.cost.op_kinds import PRECISION_BYTES
+from shardwright.core.cost.unit_work import WorkCounter
 from shardwright.core.cost.unknown_memory import unknown_memory_text
 from shardwright.core.cost.unpriced import unpriced_text
 from shardwright.core.cost.work import UnitWork

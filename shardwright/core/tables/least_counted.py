@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwright.core.cost.unit_work import PRECISION_BYTES
+from shardwright.core.cost.op_kinds import PRECISION_BYTES
 from shardwright.core.tables.gathered_units import least_made_bytes, least_passes_bytes
 from shardwright.core.tables.memory_request import MANY, MemoryRequest
 from shardwright.core.tables.unit_table import UnitTable

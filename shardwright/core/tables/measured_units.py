@@ -32,20 +32,25 @@ def calibrated(
         with_collectives: whether the runs were at the cost's own tensor degree, with collectives; otherwise
             collectives are left as they are.
 
-    Between the measured microbatches the factor is interpolated in their logarithm; outside them it is that of the
-    nearest one.
+    Seconds of several measured microbatches are laid on straight lines, as those of what is predicted for them, and the
+    factor is that of the lines: launches take a share of a pass that is the larger, the fewer samples there are, and
+    all of a loop over time. Outside of what was measured the nearest line goes on, but for one that says less than
+    nothing of no samples, or of a sample; there the factor is that of the nearest microbatch.
     """
     if not measured:
         return cost
     runs = sorted(measured, key=lambda run: run.microbatch)
     said = [predicted(run.microbatch) for run in runs]
-    at = np.log([run.microbatch for run in runs])
+    sizes = [run.microbatch for run in runs]
 
     def factor(taken: list[float], expected: list[float]) -> float:
-        return between([t / e if e > 0 else 1.0 for t, e in zip(taken, expected, strict=True)])
+        seconds, counted = (_on_lines(sizes, values, microbatch) for values in (taken, expected))
+        if seconds is None or counted is None:
+            return between([t / e if e > 0 else 1.0 for t, e in zip(taken, expected, strict=True)])
+        return seconds / counted
 
     def between(taken: list[float]) -> float:
-        return float(np.interp(np.log(microbatch), at, taken))
+        return float(np.interp(np.log(microbatch), np.log(sizes), taken))
 
     forward = factor([run.forward_s for run in runs], [c.forward_s for c in said])
     back = [c.input_grad_s + c.weight_grad_s + c.own_again_s for c in said]
@@ -102,6 +107,23 @@ def as_counted(cost: UnitCost, run: MeasuredUnit) -> UnitCost:
         weight_grad_s=0.0,
         parameter_elements=run.parameter_elements,
     )
+
+
+def _on_lines(sizes: Sequence[int], seconds: Sequence[float], size: int) -> float | None:
+    """The seconds of a size, on the straight line through those of the two sizes around it, or of the two nearest ones;
+    None where there is no such line with a fixed part and a part for each sample, neither below nothing."""
+    known = sorted(dict(zip(sizes, seconds, strict=True)).items())
+    if len(known) < 2:
+        return None
+    after = min(max(1, sum(each < size for each, _ in known)), len(known) - 1)
+    (one, taken), (other, more) = known[after - 1 : after + 1]
+    slope = (more - taken) / (other - one)
+    is_within = one <= size <= other
+    fixed = taken - slope * one
+    if not is_within and (slope < 0 or fixed < 0):
+        return None
+    found = fixed + slope * size
+    return found if found > 0 else None
 
 
 def _scaled(seconds: float, collective_s: float, factor: float) -> float:

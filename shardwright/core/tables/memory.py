@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
+from shardwright.core.cost.op_kinds import PRECISION_BYTES
 from shardwright.core.cost.unit_seconds import UnitCost
-from shardwright.core.cost.unit_work import PRECISION_BYTES
 from shardwright.core.errors import PlanError
 from shardwright.core.schedule.named_schedule import named_schedule
 from shardwright.core.schedule.peak_memory import peak_live

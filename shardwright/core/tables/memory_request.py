@@ -3,7 +3,7 @@
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
-from shardwright.core.cost.unit_work import PRECISION_BYTES
+from shardwright.core.cost.op_kinds import PRECISION_BYTES
 from shardwright.core.schedule.messages_under_way import UnderWay
 from shardwright.core.tables.memory import state_bytes
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from shardwright.core.cost.unit_work import PRECISION_BYTES
+from shardwright.core.cost.op_kinds import PRECISION_BYTES
 from shardwright.core.errors import PlanError, nearest
 
 

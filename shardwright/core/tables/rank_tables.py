@@ -5,13 +5,12 @@ from bisect import bisect_right
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import zip_longest
 
 import numpy as np
 from numpy.typing import NDArray
 
+from shardwright.core.cost.op_kinds import PRECISION_BYTES
 from shardwright.core.cost.unit_seconds import UnitCost
-from shardwright.core.cost.unit_work import PRECISION_BYTES
 from shardwright.core.errors import PlanError
 from shardwright.core.partition.even_cut import even_cut
 from shardwright.core.partition.exact import may_be_cut
@@ -22,9 +21,10 @@ from shardwright.core.tables.gathered_units import content_number, stage_passes,
 from shardwright.core.tables.least_counted import may_fit_as_counted
 from shardwright.core.tables.memory import MemoryUse, collectives_s
 from shardwright.core.tables.memory_request import MemoryRequest
+from shardwright.core.tables.stage_working import working_of
 from shardwright.core.tables.unit_table import UnitTable
 from shardwright.core.values.found_once import found_once
-from shardwright.core.values.recompute_modes import Recompute, is_computed_again
+from shardwright.core.values.recompute_modes import Recompute
 
 UNCOUNTED_BYTES = 16 * 1024
 """The bytes that no graph shows: losses and their seeds, an optimizer's count of its steps for each parameter, rows of
@@ -64,6 +64,8 @@ class _Held:
     kept: int
     working: int
     sent: int
+    """With those of values without a gradient, ``constant`` bytes."""
+    constant: int
     batch: tuple[int, int]
     """The bytes of the batch, as in `UnitTable.batch_bytes`."""
     away: int
@@ -126,7 +128,7 @@ class RankTables:
             counts.setdefault(id(unit), []).append(index)
         table = self.tables[0]
         added = [np.diff(held[0]) for held in (table.range_elements, table.range_trained, table.range_kept)]
-        added.append(table.range_working[np.arange(self.units), np.arange(self.units) + 1])
+        added.append(working_of(table).range_working[np.arange(self.units), np.arange(self.units) + 1])
         return tuple(
             (tuple(members), tuple(float(each[members].min()) for each in added))
             for members in counts.values()
@@ -205,7 +207,9 @@ class RankTables:
         for rank in placement:
             key = (id(self.tables[rank]), live[rank], room[rank])
             if key not in known:
-                known[key] = self.tables[rank].range_memory(live[rank], held_bytes, trained_bytes) <= room[rank]
+                known[key] = (
+                    working_of(self.tables[rank]).range_memory(live[rank], held_bytes, trained_bytes) <= room[rank]
+                )
             fits.append(known[key])
         if not may_be_cut(fits):
             return None
@@ -285,12 +289,24 @@ class RankTables:
     def buffers(self, starts: Sequence[int], placement: Sequence[int], request: MemoryRequest) -> list[int]:
         """The bytes that passes hold for a while, on every rank."""
         of, starts, placement = self.of_bytes, tuple(starts), tuple(placement)
-        found = list(of._buffers(starts, placement, request.without_messages))
+        found = of._buffers(starts, placement, request.without_messages)
+        return [size + more for size, more in zip(found, of._piled_up(starts, placement, request), strict=True)]
+
+    def messages(self, starts: Sequence[int], placement: Sequence[int], request: MemoryRequest) -> list[int]:
+        """The bytes of messages among them, without those of values that have no gradient."""
+        of, starts, placement = self.of_bytes, tuple(starts), tuple(placement)
+        held = of._held(starts, placement, summed=request.is_replicated, again=request.microbatches > 1)
+        piled_up = of._piled_up(starts, placement, request)
+        return [own.sent - own.constant + more for own, more in zip(held, piled_up, strict=True)]
+
+    def _piled_up(self, starts: tuple[int, ...], placement: tuple[int, ...], request: MemoryRequest) -> list[int]:
+        """The bytes of messages beyond two on either side, on every rank."""
+        found = [0] * self.ranks
         if any(max(messages) > 2 for messages in request.under_way):
-            held = of._held(starts, placement, summed=request.is_replicated, again=request.microbatches > 1)
-            for rank, (table, own, messages) in enumerate(zip(of.tables, held, request.under_way, strict=True)):
+            held = self._held(starts, placement, summed=request.is_replicated, again=request.microbatches > 1)
+            for rank, (table, own, messages) in enumerate(zip(self.tables, held, request.under_way, strict=True)):
                 if max(messages) > 2:
-                    found[rank] += max(self._piling_up(table, ends, messages) for ends in own.stages)
+                    found[rank] = max(self._piling_up(table, ends, messages) for ends in own.stages)
         return found
 
     @found_once
@@ -355,7 +371,7 @@ class RankTables:
         for rank, (a, b) in zip(placement, self.ends(starts), strict=True):
             table = self.tables[rank]
             waiting = 0 if request.is_one_program else table.found_bytes * int(table.range_trained[a, b])
-            found[rank] = max(found[rank], table.gathering(a, b, width) + waiting)
+            found[rank] = max(found[rank], working_of(table).gathering(a, b, width) + waiting)
         return found
 
     @found_once
@@ -371,12 +387,12 @@ class RankTables:
             kept = int(max(table.range_kept[a, b] for a, b in held))
             several = len(placement) > 1
             working = max(
-                table.stage_working(a, b, summed=summed, again=again)
+                working_of(table).stage_working(a, b, summed=summed, again=again)
                 if several or not table.found_bytes
-                else table.whole_working(summed=summed)
+                else working_of(table).whole_working(summed=summed)
                 for a, b in held
             )
-            sent = 0
+            sent = constants = 0
             if self.ranks > 1:  # a value and a gradient at either end, on their way or there before they are used
                 # Stages of one rank run in turn: the one that sends most counts. Compiled stages are dispatched
                 # ahead, so all of them count; the gradient that such a backward makes for the previous stage is
@@ -384,11 +400,13 @@ class RankTables:
                 entering, together = (1, sum) if table.found_bytes else (2, max)
                 crossing = (0, *table.boundary_bytes[1:], 0)
                 constant = (0, *table.constant_bytes[1:], 0) if table.constant_bytes else (0,) * len(crossing)
+                constants = together(constant[a] + constant[b] for a, b in held)
                 sent = together(entering * crossing[a] + 2 * crossing[b] + constant[a] + constant[b] for a, b in held)
             batch = table.batch_bytes(held)
             away = max(sum(table.units[u].saved_bytes for u in table.offloaded if a <= u < b) for a, b in held)
             buffers = tuple(table.model_buffers_bytes(held, replicated=several) for several in (False, True))
-            found.append(_Held(elements, trained, updated, kept, working, sent, batch, away, buffers, tuple(held)))
+            moved = sent, constants
+            found.append(_Held(elements, trained, updated, kept, working, *moved, batch, away, buffers, tuple(held)))
         return found
 
     def keeping(self, units: Collection[int], offloaded: Collection[int] = ()) -> "RankTables":
@@ -402,65 +420,6 @@ class RankTables:
         some = frozenset(units)
         made = {id(table): table.mixing(mode, some) for table in self.tables}
         return replace(self, tables=tuple(made[id(table)] for table in self.tables), unlinked=None)
-
-    def again_in_turns(self, starts: Sequence[int]) -> list[int]:
-        """The units that are computed again, the last one of every stage first, then the last but one of each."""
-        modes = self.tables[0].modes
-        turns = zip_longest(
-            *([u for u in reversed(range(a, b)) if is_computed_again(modes[u])] for a, b in self.ends(starts))
-        )
-        return [unit for turn in turns for unit in turn if unit is not None]
-
-    def kept_units(
-        self, starts: Sequence[int], placement: Sequence[int], live: Sequence[int], request: MemoryRequest
-    ) -> tuple[int, ...]:
-        """The units that need no recomputing, for a cut that fits with every unit recomputed: on every rank the last
-        repeated units of its stages, as many as there is room for. (The last ones, because a backward finds the units
-        after it finished.) Copies of gradients are left out: they appear when activations are gone."""
-        memory, found = self.memory(starts, placement, live, replace(request, bucket_bytes=0)), []
-        for rank, (use, limit, count) in enumerate(zip(memory, self.limits_bytes, live, strict=True)):
-            table = self.tables[rank]
-            modes, room = table.modes, limit - use.total_bytes
-            held = [ends for stage, ends in enumerate(self.ends(starts)) if placement[stage] == rank]
-            # Activations of a rank are counted by its fullest stage: units are kept stage by stage, in turns.
-            turns = zip_longest(*([u for u in reversed(range(a, b)) if modes[u] == "full"] for a, b in held))
-            for turn in turns:
-                chosen = [unit for unit in turn if unit is not None]
-                more = max(table.units[u].saved_bytes - table.units[u].entering_bytes for u in chosen)
-                room -= max(0, more) * count
-                if room < 0:
-                    break
-                found += chosen
-        return tuple(sorted(found))
-
-    def kept_but_one(
-        self, kept: tuple[int, ...], starts: Sequence[int], placement: Sequence[int], memory: Sequence[MemoryUse]
-    ) -> tuple[int, ...]:
-        """The kept units without the first one on every rank that has too little memory."""
-        rank_of = {unit: placement[bisect_right(starts, unit) - 1] for unit in kept}
-        first: dict[int, int] = {}
-        for unit, rank in rank_of.items():
-            if memory[rank].total_bytes > self.limits_bytes[rank]:
-                first.setdefault(rank, unit)
-        return tuple(unit for unit in kept if first.get(rank_of[unit]) != unit)
-
-    def offloaded_units(self, starts: Sequence[int], placement: Sequence[int]) -> tuple[int, ...]:
-        """The recomputed units of a cut that are better offloaded: of every stage the first ones, whose activations are
-        needed last, as many as make its passes shortest (KARMA, arXiv 2008.11421)."""
-        found: list[int] = []
-        for stage, (a, b) in enumerate(self.ends(starts)):
-            table = self.tables[placement[stage]]
-            again = [u for u in range(a, b) if table.modes[u] == "full"]
-            forward, backward = table.passes_s(a, b)
-            swapped, best, count = 0.0, forward + backward, 0
-            for number, unit in enumerate(again, 1):
-                swapped += table.units[unit].saved_bytes / table.host_bytes_per_s
-                backward -= float(table.again_s[unit])
-                both = table.with_swaps(forward, swapped) + table.with_swaps(backward, swapped)
-                if both < best * (1 - 1e-9):
-                    best, count = both, number
-            found += again[:count]
-        return tuple(found)
 
     def over_bytes(self, memory: Sequence[MemoryUse]) -> int:
         """The bytes that the fullest rank lacks, of its device or of its host, 0 when all fits."""
@@ -513,7 +472,7 @@ class RankTables:
             halves = halves_of(self.tables[rank])
             if halves.is_known:
                 own = max(int(halves.range_input_grad_working[at]), halves.weight_grad_working(*at))
-                found[rank] = max(found[rank], own - int(self.tables[rank].range_working[at]))
+                found[rank] = max(found[rank], own - int(working_of(self.tables[rank]).range_working[at]))
         return found
 
     def work(self, starts: Sequence[int], placement: Sequence[int]) -> list["RankWork"]:

@@ -14,7 +14,6 @@ from shardwright.core.cost.unit_seconds import UnitCost
 from shardwright.core.cost.value_flow import SharedValue
 from shardwright.core.partition.exact import Matrix, range_sums
 from shardwright.core.schedule.peak_memory import StageMemory
-from shardwright.core.tables.added_gradients import adding_bytes
 from shardwright.core.tables.call_entries import CallEntries, kinds_of
 from shardwright.core.tables.memory import (
     kept_bytes,
@@ -37,8 +36,7 @@ FOUND_OF_UNITS = (
     "range_kept",
     "range_elements",
     "range_trained",
-    "range_working",
-    "range_working_again",
+    "working",
 )
 """What is found of the units of a table, whatever the links between stages."""
 
@@ -272,6 +270,11 @@ class UnitTable:
         return {}
 
     @cached_property
+    def working(self) -> dict[str, object]:
+        """What passes hold for a while, once it is counted (`core.tables.stage_working`)."""
+        return {}
+
+    @cached_property
     def stage_contents(self) -> dict[tuple[int, int], int | None]:
         """The numbers of what stages hold, as found so far (`core.tables.gathered_units.content_number`)."""
         return {}
@@ -319,14 +322,14 @@ class UnitTable:
         pairs = [
             (one, after, size)
             for value, size in self.shared
-            for one, after in itertools.pairwise(sorted(self._holders(value)))
+            for one, after in itertools.pairwise(sorted(self.holders(value)))
             if (one, after) not in whole
         ]
         pairs += [(unit, after, self.twice_bytes[unit]) for unit, after in whole]
         found: Matrix = kept - _sums_of_pairs(pairs, len(self.units)) + self._arrived()
         return found
 
-    def _holders(self, value: SharedValue) -> set[int]:
+    def holders(self, value: SharedValue) -> set[int]:
         """The units that hold a shared value: those that keep it, and those that it enters and that are recomputed."""
         kept = {unit for unit in value.keepers if self.modes[unit] not in ("full", "offload")}
         return kept | {unit for unit in value.enterers if self.modes[unit] == "full"}
@@ -337,7 +340,7 @@ class UnitTable:
         end = len(self.units)
         begin: Matrix = np.zeros((end + 1, end + 2))  # what is added from a stage's end on
         for (value, _), size in zip(self.shared, self.arrivals, strict=False):
-            holders = self._holders(value)
+            holders = self.holders(value)
             if holders.issuperset(value.enterers):
                 continue
             firsts = np.arange(value.maker + 1, max(value.enterers) + 1)
@@ -353,68 +356,6 @@ class UnitTable:
         found: Matrix = np.cumsum(begin, axis=1)[:, :-1]
         return found
 
-    @cached_property
-    def beside_bytes(self) -> NDArray[np.float64]:
-        """The bytes that each unit's passes hold beside kept activations: values and gradients under way, and all that
-        is recomputed, what is left in objects once more among it. Where copies run beside, an offloaded unit in use
-        exists beside those on their way (`loading_horizon`); else what the op at hand keeps comes back for it."""
-
-        def again(unit: UnitCost, mode: Mode) -> int:
-            if mode == "offload" and self.swaps_beside:
-                return (1 + self.loading_horizon) * unit.saved_bytes
-            if mode == "offload":
-                return unit.fetched_bytes - unit.passing_bytes
-            left = unit.left_bytes[0] if mode == "full" else unit.left_bytes[1] if goes_by_op(mode) else 0
-            return max(0, unit.saved_bytes - kept_bytes(unit, mode) + left) if mode != "none" else 0
-
-        beside = np.array(
-            [
-                unit.passing_bytes + again(unit, mode) if known is None else known
-                for unit, mode, known in zip(self.units, self.modes, self._working_again, strict=True)
-            ],
-            dtype=np.float64,
-        )
-        beside += np.array(self.waiting_bytes or 0)
-        for value, size in self.shared if self.offloaded else ():
-            # On the way to a unit far behind, as over the bottom of a U-Net, where no unit between keeps it.
-            if value.maker >= 0 and value.enterers and not self._holders(value):
-                beside[value.maker + 2 : max(value.enterers) + 1] += size
-        return beside
-
-    @cached_property
-    def _working_again(self) -> list[int | None]:
-        """The bytes that one program holds beside kept activations where it computes a unit again, with the gradients
-        that wait; None for each unit of which that is not known."""
-        if not self.is_one_program or self.offloaded:
-            return [None] * len(self.units)
-        known = zip(self.units, self.modes, strict=True)
-        return [
-            unit.working_again_bytes[mode == "selective"]
-            if unit.working_again_bytes is not None and mode in ("full", "selective")
-            else None
-            for unit, mode in known
-        ]
-
-    @cached_property
-    def leaving_bytes(self) -> Matrix:
-        """The bytes ``[a, u]`` of the last offloaded unit before unit u of a stage that begins with unit a: where
-        copies run beside, it is on the device until another is sent. One that is offloaded counts that itself."""
-        end = len(self.units)
-        found: Matrix = np.zeros((end, end))
-        for first in range(end) if self.swaps_beside and self.offloaded else ():
-            sent = 0
-            for unit in range(first, end):
-                if self.modes[unit] == "offload":
-                    sent = self.units[unit].saved_bytes
-                else:
-                    found[first, unit] = sent
-        return found
-
-    def beside_at(self, first: int, end: int) -> NDArray[np.float64]:
-        """`beside_bytes` of the units of a stage, with those that are leaving."""
-        found: NDArray[np.float64] = self.beside_bytes[first:end] + self.leaving_bytes[first, first:end]
-        return found
-
     def batch_bytes(self, held: Sequence[tuple[int, int]]) -> tuple[int, int]:
         """The bytes of the batch on a rank of these stages: those that all microbatches share, and those of one
         microbatch's part."""
@@ -428,152 +369,6 @@ class UnitTable:
         """The bytes of the model's buffers on a rank of these stages; ``replicated``: with those remembered."""
         used = sum(size for size, users in self.model_buffers if any(a <= unit < b for unit in users for a, b in held))
         return used + (sum(sum(self.remembered_bytes[a:b]) for a, b in held) if replicated else 0)
-
-    @cached_property
-    def range_working(self) -> Matrix:
-        """The bytes that the passes of one microbatch hold beside the kept activations. The backward of a unit finds
-        the units after it finished."""
-        known = np.array([size is not None for size in self._working_again])
-        waiting = self.found_bytes * np.where(known, 0, [u.trained_elements for u in self.units])
-        if self.working_bytes:
-            passing = np.array([u.passing_bytes for u in self.units])
-            waiting = np.maximum(0, np.array(self.working_bytes) - passing)
-        found = self._working(self.beside_bytes + waiting)
-        return self._with_tie_sums(found, again=False)
-
-    @cached_property
-    def range_working_again(self) -> Matrix:
-        """As `range_working`, for microbatches after the first: the gradient of a tied parameter's last use waits for
-        those of the others, beside the gradient of the microbatches before."""
-        return self._with_tie_sums(self.range_working, again=True)
-
-    def tie_sums(self, first: int, end: int) -> NDArray[np.float64]:
-        """The bytes of sums of a tied parameter's gradients beside the gradients themselves, in the backward of each
-        unit of a stage that has all its uses."""
-        found = np.zeros(end - first)
-        for (user, last), size in self._tie_bytes.items():
-            if first <= user and last < end:
-                found[user - first] += size
-        return found
-
-    def ties_waiting(self, first: int, end: int) -> NDArray[np.float64]:
-        """The bytes of a tied parameter's gradient that wait in the backward of each unit of a stage, from its last use
-        on the stage to its first."""
-        found = np.zeros(end - first)
-        for tie in self.ties:
-            here = [user for user in tie.users if first <= user < end]
-            if tie.is_trained and len(here) > 1:
-                found[here[0] - first : here[-1] - first] += tie.elements * self.tie_width
-        return found
-
-    @cached_property
-    def _tie_bytes(self) -> dict[tuple[int, int], int]:
-        """The bytes of the gradients of tied parameters, by their first and their last user."""
-        found: dict[tuple[int, int], int] = {}
-        for tie in self.ties:
-            if tie.is_trained and self.tie_width:
-                between = tie.users[0], tie.users[-1]
-                found[between] = found.get(between, 0) + tie.elements * self.tie_width
-        return found
-
-    def _with_tie_sums(self, working: Matrix, *, again: bool) -> Matrix:
-        units = np.arange(len(self.units) + 1)
-        for (first, last), size in self._tie_bytes.items():
-            beside = self.beside_bytes.copy()
-            beside[first] += size
-            if again:
-                beside[first:last] += size
-            has_both = (units[:, None] <= first) & (units[None, :] > last)
-            working = np.where(has_both, np.maximum(working, self._working(beside)), working)
-        return working
-
-    def gathering(self, first: int, end: int, width: int) -> int:
-        """The bytes that the passes of a stage hold beside kept activations where each unit's sharded parameters, of
-        ``width`` bytes an entry, are whole while it runs."""
-        whole = width * np.array([u.parameter_elements for u in self.units])
-        return int(self._working(self.beside_bytes + whole)[first, end])
-
-    @cached_property
-    def _range_passing(self) -> Matrix:
-        return self._working(self.beside_bytes)
-
-    def given_bytes(self, first: int, end: int) -> NDArray[np.float64]:
-        """The bytes that each unit's backward holds in addition because the gradients from the next stage stay; the
-        last unit reads them itself."""
-        found = np.zeros(end - first)
-        if self.given_stay and end < len(self.units):
-            found[:] = self.boundary_bytes[end]
-            found[-1] = self.units[end - 1].given_bytes
-        return found
-
-    def _working(self, of_units: NDArray[np.float64]) -> Matrix:
-        in_order, beside = np.tri(len(of_units), dtype=bool).T, of_units + self.leaving_bytes
-        if self.operands_stay:
-            fullest: Matrix = np.zeros_like(self.range_kept)
-            fullest[:-1, 1:] = np.maximum.accumulate(np.where(in_order, beside, 0.0), axis=1)
-            return fullest + range_sums([u.looped_bytes for u in self.units])
-        last = np.where(in_order, self.range_kept[:-1, 1:] + beside, 0.0)
-        before = np.zeros_like(last)
-        before[:, 1:] = np.maximum.accumulate(last, axis=1)[:, :-1]
-        if self.given_stay:
-            before += np.where(before > 0, np.array([*self.boundary_bytes[1:], 0]), 0.0)
-            own = np.array([*(u.given_bytes for u in self.units[:-1]), 0])
-            last = np.where(in_order, last + own, 0.0)
-        working: Matrix = np.zeros_like(self.range_kept)
-        working[:-1, 1:] = np.maximum(0.0, np.maximum(before, last) - self.range_kept[:-1, 1:])
-        return working
-
-    def stage_working(self, first: int, end: int, *, summed: bool = False, again: bool = False) -> int:
-        """The bytes that the passes of one of several stages hold beside kept activations, with the gradients that
-        wait. Where these are ``summed`` over replicas, the largest exists twice for a while, as term and as sum. What
-        one use of a tied parameter adds to its gradient waits for the others.
-        ``again``: there are microbatches after the first."""
-        if not self.found_bytes:
-            return int((self.range_working_again if again else self.range_working)[first, end])
-        found = self.found_bytes * self.range_trained[first, end]
-        last = self.found_bytes * self.looked_up[first] if self.looked_up else 0
-        largest = min(found, self.found_bytes * self.largest_parameter)
-        tied = 0
-        if self.adds_in_turn:
-            tied = sum(
-                tie.elements
-                for tie in self.ties
-                if tie.is_trained and sum(first <= user < end for user in tie.users) > 1
-            )
-            found = min(found, largest + self.found_bytes * tied)
-            last = min(last, found)
-        sliced = self.batch_bytes(((first, end),))[1]  # a stage is handed the whole batch, and takes its part of it
-        apart = found + max(0, self._range_passing[first, end] - last)
-        if self._range_adding is None:
-            return int(apart + (largest if summed else 0) + sliced)
-        added = self._range_adding[first, end] + self.found_bytes * tied
-        return int((max(added, apart + largest) if summed else added) + sliced)
-
-    def whole_working(self, *, summed: bool) -> int:
-        """The same of the one stage of a step that is one program."""
-        units = len(self.units)
-        trained = self.range_trained[0, units]
-        adds_at_once = self.working_bytes or None not in self._working_again
-        twice = self.found_bytes * min(trained, self.largest_parameter) if summed and adds_at_once else 0
-        return int(self.range_working[0, units] + twice)
-
-    @cached_property
-    def _range_adding(self) -> Matrix | None:
-        """The bytes of `adding_bytes`; None where gradients wait, or the framework does not say what units hold so."""
-        known = [u.adding_bytes - u.passing_bytes for u in self.units if u.adding_bytes is not None]
-        if not self.adds_in_turn or len(known) < len(self.units):
-            return None
-        beside = self.beside_bytes - np.array(self.waiting_bytes or 0) + np.array(known)
-        return adding_bytes(beside, self.boundary_bytes, [u.looped_bytes for u in self.units])
-
-    def range_memory(self, live: float, held_bytes: float, trained_bytes: float) -> Matrix:
-        """The peak bytes of a stage with ``live`` microbatches under way. A parameter entry takes ``held_bytes``, and
-        ``trained_bytes`` more if it is trained."""
-        memory: Matrix = live * self.range_kept + self.range_working
-        # States on the host take nothing, also of no range of units, which has infinitely many entries.
-        for each, entries in ((held_bytes, self.range_elements), (trained_bytes, self.range_trained)):
-            memory = memory + each * entries if each else memory
-        return memory
 
     def tied_twice(self, held: Sequence[tuple[int, int]], *, trained: bool = False) -> int:
         """The entries of parameters that two stages of one rank share; with ``trained``, only of trained ones."""

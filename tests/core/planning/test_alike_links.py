@@ -12,6 +12,7 @@ from shardwright.core.search.best_first import Search
 from shardwright.core.search.request import Request
 from shardwright.core.search.search import tables_of
 from shardwright.core.search.space import Shape
+from shardwright.core.search.unit_labels import kept_units
 from shardwright.core.tables.memory import live_microbatches
 from shardwright.core.tables.rank_tables import RankTables
 from tests.core.toy import decoder
@@ -50,10 +51,10 @@ def test_ranks_that_differ_in_their_links_alone_count_the_same_bytes(recompute: 
                 live = live_microbatches(pipelining.schedule, pp, shape.microbatches, pipelining.virtual_stages)
                 decision = bounds.decision(shape, policy, pipelining, ranked.free_cut(placement))
                 assert replace(decision) == decision  # which checks it
-                request = search.scorer._request_of(decision)
+                request = search.scorer.request_of(decision)
                 given = decision.stage_starts, placement, live, request
                 assert ranked.memory(*given) == alone.memory(*given)
-                assert ranked.kept_units(*given) == alone.kept_units(*given)
+                assert kept_units(ranked, *given) == kept_units(alone, *given)
                 assert ranked.cut(placement, live, request) == alone.cut(placement, live, request)
                 costs = ranked.stage_costs(decision.stage_starts, placement)
                 assert costs == alone.stage_costs(decision.stage_starts, placement)

@@ -7,6 +7,7 @@ import pytest
 from shardwright.core.cost.unit_seconds import UnitCost
 from shardwright.core.cost.value_flow import SharedValue
 from shardwright.core.tables.memory import Recompute
+from shardwright.core.tables.stage_working import working_of
 from shardwright.core.tables.unit_table import UnitTable
 
 UNIT = UnitCost(
@@ -43,7 +44,8 @@ def test_the_gradient_of_a_table_that_is_looked_up_comes_when_the_passes_are_ove
     """Where gradients wait for a stage's backward: 4 bytes for each of 5 entries, beside 30 that the unit holds."""
     unit = replace(UNIT, passing_bytes=30, trained_elements=5)
     table = replace(TABLE, units=(unit,) * 3, shared=(), twice_bytes=(), found_bytes=4, looked_up=(5, 0, 0))
-    assert [table.stage_working(0, 1), table.stage_working(1, 2), table.stage_working(0, 2)] == [30, 20 + 30, 20 + 30]
+    held = [working_of(table).stage_working(*ends) for ends in ((0, 1), (1, 2), (0, 2))]
+    assert held == [30, 20 + 30, 20 + 30]
 
 
 def test_gradients_from_the_next_stage_stay_to_the_end_of_a_backward() -> None:
@@ -51,13 +53,13 @@ def test_gradients_from_the_next_stage_stay_to_the_end_of_a_backward() -> None:
     30 as the unit before it runs, they count beside those; after the last unit nothing is given."""
     small, large = (replace(UNIT, passing_bytes=size, given_bytes=2) for size in (8, 130))
     table = replace(TABLE, units=(large, small, small), shared=(), twice_bytes=(), given_stay=True)
-    assert table.range_working[1, 2] == 8 + 2
-    assert table.range_working[0, 2] == (100 + 130 + 20) - 200
-    assert table.range_working[2, 3] == 8
-    assert table.given_bytes(0, 2).tolist() == [20, 2]
+    assert working_of(table).range_working[1, 2] == 8 + 2
+    assert working_of(table).range_working[0, 2] == (100 + 130 + 20) - 200
+    assert working_of(table).range_working[2, 3] == 8
+    assert working_of(table).given_bytes(0, 2).tolist() == [20, 2]
     without = replace(table, given_stay=False)
-    assert (without.range_working[1, 2], without.range_working[0, 2]) == (8, 30)
-    assert without.given_bytes(0, 2).tolist() == [0, 0]
+    assert (working_of(without).range_working[1, 2], working_of(without).range_working[0, 2]) == (8, 30)
+    assert working_of(without).given_bytes(0, 2).tolist() == [0, 0]
 
 
 def test_the_models_buffers_lie_where_they_are_used() -> None:

@@ -14,8 +14,10 @@ from shardwright.core.plan.decision import Decision
 from shardwright.core.plan.file import to_text
 from shardwright.core.plan.plan import Plan
 from shardwright.core.search.labelled_units import labelled
+from shardwright.core.search.unit_labels import offloaded_units
 from shardwright.core.tables.memory import MemoryUse
 from shardwright.core.tables.rank_tables import RankTables
+from shardwright.core.tables.stage_working import working_of
 from shardwright.core.tables.unit_table import UnitTable
 from tests.core.toy import decoder
 
@@ -42,7 +44,7 @@ def test_many_equal_blocks_take_what_karmas_formula_says() -> None:
     tables, blocks = one_stage(1.0, 2.0, 4.0, 64), 64
     assert stage_s(tables, ()) / blocks == pytest.approx(4.0)
     assert stage_s(tables, tuple(range(blocks))) / blocks == pytest.approx(8.0)
-    chosen = tables.offloaded_units((0,), (0,))
+    chosen = offloaded_units(tables, (0,), (0,))
     assert chosen == tuple(range(16)), "1 - r = F / S of them, the first: the last are needed at once"
     assert stage_s(tables, chosen) / blocks == pytest.approx(3.75)
 
@@ -54,7 +56,7 @@ def test_as_many_are_offloaded_as_brute_force_says() -> None:
         forward_s, backward_s, swap_s = random.uniform(0.2, 4.0, 3)
         blocks = int(random.integers(1, 12))
         tables = one_stage(forward_s, backward_s, swap_s, blocks)
-        chosen = tables.offloaded_units((0,), (0,))
+        chosen = offloaded_units(tables, (0,), (0,))
         best = min(stage_s(tables, tuple(range(count))) for count in range(blocks + 1))
         assert stage_s(tables, chosen) == pytest.approx(best), f"seed {seed}"
         offloaded += bool(chosen)
@@ -124,7 +126,7 @@ def test_labels_of_few_unlike_units_are_near_the_best_of_all() -> None:
 
         def memory_of(decision: Decision, tables: RankTables, live: object) -> tuple[MemoryUse, ...]:
             own = tables.tables[0]
-            return (MemoryUse(0, 0, 0, int(own.range_kept[0, -1]), int(own.range_working[0, -1])),)
+            return (MemoryUse(0, 0, 0, int(own.range_kept[0, -1]), int(working_of(own).range_working[0, -1])),)
 
         free = memory_of(decision, whole.keeping(range(count)), (1,))[0].total_bytes
         limit = int(free * random.uniform(0.5, 0.95))

@@ -76,6 +76,8 @@ def test_divided_sequences_gather_and_scatter_the_same_bytes() -> None:
     assert sorted(work.forward_moved, key=str) == sorted(pair * 2, key=str)
     assert sorted(work.backward_moved, key=str) == sorted(pair * 2, key=str)
     assert len(work.backward_gathered) == 2
+    kept = WorkCounter(graph).count(unit, 2, "bf16", realise(graph, plan)[1], gathered_stays=True)
+    assert (kept.backward_gathered, kept.forward_moved) == ((), work.forward_moved)
     assert (
         work.saved_bytes < WorkCounter(graph).count(unit, 2, "bf16", realise(graph, planned(4, graph))[1]).saved_bytes
     )

@@ -6,7 +6,12 @@ from shardwright.core.schedule import Schedule, schedule_names
 from shardwright.core.schedule.actions import Action, B, F, I, W
 from shardwright.core.schedule.catalogue import FAMILIES
 from shardwright.core.schedule.family import Sizes
-from shardwright.core.schedule.messages_under_way import messages_under_way, usual_messages_under_way
+from shardwright.core.schedule.messages_under_way import (
+    messages_by_action,
+    messages_under_way,
+    usual_messages_under_way,
+)
+from shardwright.core.schedule.peak_memory import walk_activations
 
 
 @pytest.mark.parametrize("p", [2, 3, 4, 8])
@@ -24,6 +29,26 @@ def test_gpipe_sends_all_before_it_hears_anything(m: int) -> None:
     first, last = messages_under_way(Schedule.build("gpipe", ranks=2, microbatches=m))
     assert first == (0, m)  # with the gradient that is awaited while the last forward runs
     assert last == (0, 0)  # its gradients pile up when activations have begun to go
+
+
+@pytest.mark.parametrize("name", ["1f1b", "gpipe", "eager-1f1b", "zb-h1"])
+def test_action_by_action_messages_are_as_many_on_either_side(name: str) -> None:
+    """Each between its two stages; where as many activations are live as ever, no more than are said for the rank."""
+    schedule = Schedule.build(name, ranks=4, microbatches=6)
+    every = zip(schedule.table, messages_by_action(schedule), messages_under_way(schedule), strict=True)
+    for rank, (order, found, most) in enumerate(every):
+        assert len(found.firsts) == len(order)
+        live = [now for now, _ in walk_activations(order)]
+        sides = [[0] * 4, [0] * 4]
+        sides[0][rank] = 1
+        if rank + 1 < 4:
+            sides[1][rank + 1] = 1
+        fullest = [
+            max((size for size, now in zip(found.sizes(side), live, strict=True) if now == max(live)), default=0)
+            for side in sides
+        ]
+        assert tuple(fullest) == most
+        assert found.sizes([1] * 4) == [sum(pair) for pair in zip(*map(found.sizes, sides), strict=True)]
 
 
 def run_of(schedule: Schedule, rank: int) -> list[Action]:

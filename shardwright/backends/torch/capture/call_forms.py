@@ -71,6 +71,14 @@ class CallForm:
         """The piece that stands for the whole call: the first one through which a gradient flows."""
         return next(n for n, slots in enumerate(self.pieces) if not self.flowing.isdisjoint(slots[: self.inputs[n]]))
 
+    def backward_pieces(self, operands: int) -> frozenset[int]:
+        """The pieces of a call of so many ``operands`` at which what its backward holds is counted: where the gradients
+        of results arrive, or, where such a piece reads no operand that has a gradient, as the mean of a loss, the last
+        piece before it that does. That one is divided over ranks as the operand is."""
+        reading = [n for n, slots in enumerate(self.pieces) if self.flowing.intersection(slots[: self.inputs[n]])]
+        giving = [n for n, slots in enumerate(self.pieces) if any(operands <= slot < self.outer for slot in slots)]
+        return frozenset(max((r for r in reading if r <= n), default=n) for n in giving)
+
 
 def form_of(
     func: Any,

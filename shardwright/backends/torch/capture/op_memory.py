@@ -48,6 +48,7 @@ class OpMemories:
         if small.is_product:
             return tuple(self._of_product(small, *wide, *narrow))
         found, head = [], small.head
+        backward = small.backward_pieces(len(runs[0].gradients))
         for piece, (slots, inputs) in enumerate(zip(small.pieces, small.inputs, strict=True)):
             kept = [place for place, slot in enumerate(slots) if slot in keeps]
             keeps -= set(slots)
@@ -57,8 +58,8 @@ class OpMemories:
                     tuple(n for n in range(inputs) if slots[n] in handed_on or slots[n] >= small.outer),
                     tuple(n for n in range(inputs) if slots[n] in weightless),
                     tuple(n for n, slot in enumerate(slots) if slot >= small.outer),
-                    self._bytes(*wide, slots, small.outer, is_head=piece == head),
-                    self._bytes(*narrow, slots, small.outer, is_head=piece == head),
+                    self._bytes(*wide, slots, is_head=piece == head, has_backward=piece in backward),
+                    self._bytes(*narrow, slots, is_head=piece == head, has_backward=piece in backward),
                 )
             )
         return tuple(found)
@@ -89,10 +90,10 @@ class OpMemories:
         return (narrow if None in wide else wide), (wide if None in narrow else narrow)
 
     def _bytes(
-        self, small: Seen | None, large: Seen | None, slots: Sequence[int], outer: int, *, is_head: bool
+        self, small: Seen | None, large: Seen | None, slots: Sequence[int], *, is_head: bool, has_backward: bool
     ) -> OpBytes:
         """The bytes of one piece of a call. What is kept and what the forward holds is counted at the ``is_head`` one,
-        what the backward holds where the gradients of results arrive."""
+        what the backward holds at those in `CallForm.backward_pieces`."""
         assert small is not None
         assert large is not None
         inputs = len(small.gradients)
@@ -103,7 +104,7 @@ class OpMemories:
         return OpBytes(
             self._line(small.kept, large.kept) if is_head else (0, 0),
             self._line(small.forward, large.forward) if is_head else (0, 0),
-            self._line(*backward) if any(inputs <= slot < outer for slot in slots) else (0, 0),
+            self._line(*backward) if has_backward else (0, 0),
         )
 
     def _line(self, small: int, large: int) -> Line:

@@ -1,0 +1,25 @@
+"""The memory of slices from action to action: by hand."""
+
+from shardwright.core.schedule.actions import Action
+from shardwright.core.search.sliced_memory import _Slice, _walked
+
+FIRST = _Slice(
+    kept=10, handed_on=3, waiting=5, joined=0, gradients=0, forward=4, backward=6, first_backward=9, made=100,
+)  # fmt: skip
+LAST = _Slice(
+    kept=20, handed_on=0, waiting=5, joined=10, gradients=16, forward=2, backward=7, first_backward=40, made=100,
+)  # fmt: skip
+
+
+def test_slices_keep_hand_on_and_wait() -> None:
+    """Forwards add what is kept, handed on and waiting; what waits is put together with the last one's, which lasts to
+    its backward; gradients of what was handed on last until the slice before has read them."""
+    order = [Action.parse(text) for text in ("0F0s0", "0F0s1", "0B0s1", "0B0s0", "0F1s0", "0F1s1", "0B1s1", "0B1s0")]
+    live, beside, most, early = _walked(order, {0: (FIRST, LAST)}, [1, 0, 0, 0, 0, 0, 0, 2])
+    kept = [10 + 3 + 5, 10 + 3 + 20 + 5 + 5, 10 + 3 + 20, 10]
+    moments = [kept[0] + 4 + 1, kept[1] + 2, kept[2] + 40, kept[3] + 16 + 100 + 6]
+    later = [100 + kept[0] + 4, 100 + kept[1] + 2, 100 + kept[2] + 7, 100 + kept[3] + 16 + 6 + 2]
+    assert live == kept[1]
+    assert beside == 16 + 6 + 2
+    assert most == max(moments + later)
+    assert early == max(100 + kept[0] + 4 + 1, 100 + kept[1] + 2, 100 + kept[2] + 7, 100 + kept[3] + 16 + 6 + 2)
