@@ -33,11 +33,9 @@ def slowest_s(table: UnitTable, starts: list[int], ranks: int, microbatches: int
     """The time before which some rank is not done: it waits for the stages before its first one."""
     seconds, forward = table.seconds.tolist(), [unit.forward_s for unit in table.units]
     ends = list(pairwise([*starts, len(seconds)]))
-    worst = 0.0
-    for rank in range(ranks):
-        waited = sum((forward if split else seconds)[: starts[rank]])
-        worst = max(worst, waited + microbatches * sum(sum(seconds[a:b]) for a, b in ends[rank::ranks]))
-    return worst
+    waited = [sum((forward if split else seconds)[: starts[rank]]) for rank in range(ranks)]
+    work = [sum(sum(seconds[a:b]) for a, b in ends[rank::ranks]) for rank in range(ranks)]
+    return max(before + microbatches * own for before, own in zip(waited, work, strict=True))
 
 
 @pytest.mark.parametrize("split", [True, False])
