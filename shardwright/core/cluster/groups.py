@@ -120,7 +120,10 @@ class Group:
             measured_s = link.measured.seconds(kind, self.ranks, size_bytes)
             if measured_s is not None:
                 return measured_s
-        return min(line.fixed_s + size_bytes * line.per_byte_s for line in lines)
+        least_s = math.inf
+        for line in lines:
+            least_s = min(least_s, line.fixed_s + size_bytes * line.per_byte_s)
+        return least_s
 
     def _rings(self, passes: int) -> Iterator[Line]:
         """The line of a ring with each protocol, for one pass (a gather, a scatter) or two (both)."""

@@ -7,6 +7,7 @@ by a step of its own, often 0. A run holds the rows of one block, the steps, and
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
+from operator import sub
 
 from shardwright.core.errors import PlanError
 from shardwright.core.values.fields import Amount, Count
@@ -106,4 +107,4 @@ def _times(rows: Sequence[Row], forms: Sequence[tuple[int, int]], start: int, le
 
 
 def _steps(a: Row, b: Row) -> tuple[int, ...]:
-    return tuple(y - x for x, y in zip(a[1:], b[1:], strict=True))
+    return tuple(map(sub, b[1:], a[1:]))

@@ -6,23 +6,14 @@ before it needed. So a rank that is given much and gives little back, as the las
 runs all forwards first, finds its gradients piling up. Receives are posted one action ahead.
 """
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from typing import NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
 
 from shardwright.core.schedule.action_table import ActionTable
 from shardwright.core.schedule.actions import Action, B, F, I, W
 from shardwright.core.schedule.named_schedule import named_schedule
-
-PASSES = frozenset({F, B, I, W})
-
-Key = tuple[bool, int, int]
-"""Whether it is a gradient, the stage that makes it, the microbatch."""
 
 
 class UnderWay(NamedTuple):
@@ -35,121 +26,79 @@ class UnderWay(NamedTuple):
     """Values sent to stages behind that may not have been taken, and gradients that came early from there."""
 
 
+class _Step(NamedTuple):
+    """One pass of a rank. Messages are numbered, values first and gradients behind them; -1: none."""
+
+    is_forward: bool
+    frees: bool
+    """Whether activations of its microbatch are gone behind it."""
+    needed: int
+    made: int
+    source: int
+    """The rank that makes what it needs."""
+    target: int
+    """The rank that needs what it makes."""
+
+
 def messages_under_way(table: ActionTable) -> tuple[UnderWay, ...]:
     """The messages of every rank."""
-
-    def fullest(moments: list[_Moment]) -> UnderWay:
-        most = max((moment.live for moment in moments), default=0)
-        at_most = [moment.messages for moment in moments if moment.live == most]
-        return UnderWay(*map(max, zip(*at_most, strict=True))) if at_most else UnderWay(0, 0)
-
-    return tuple(fullest([*moments]) for moments in _moments(table))
-
-
-@dataclass(frozen=True, slots=True)
-class MessageCounts:
-    """The messages of one rank while each of its actions runs."""
-
-    counts: NDArray[np.int64]
-    """[part of an action, boundary between stages]: the messages that cross the boundary before each stage."""
-    firsts: NDArray[np.int64]
-    """The first part of every action."""
-
-    def sizes(self, crossing_bytes: Sequence[int]) -> list[int]:
-        """The bytes of the messages while each action runs, by the bytes of one that crosses the boundary before each
-        stage."""
-        parts = self.counts @ np.array(crossing_bytes, dtype=np.int64)
-        found: list[int] = np.maximum.reduceat(parts, self.firsts).tolist() if len(self.firsts) else []
-        return found
-
-
-def messages_by_action(table: ActionTable) -> tuple[MessageCounts, ...]:
-    """The messages of every rank, action by action, each between the stages that it is of."""
-    found = []
-    for order, moments in zip(table.table, _moments(table), strict=True):
-        rows: list[list[int]] = []
-        firsts: list[int] = []
-        for action in order:
-            firsts.append(len(rows))
-            passes = sum(part.kind in PASSES for part in action.flat)
-            for _ in range(max(1, passes)):
-                row = [0] * table.stages
-                for is_gradient, maker, _ in next(moments).keys if passes else ():
-                    row[maker + (not is_gradient)] += 1
-                rows.append(row)
-        shape = len(rows), table.stages
-        found.append(MessageCounts(np.array(rows, dtype=np.int64).reshape(shape), np.array(firsts, dtype=np.int64)))
-    return tuple(found)
-
-
-class _Moment(NamedTuple):
-    """One pass of a rank while it runs."""
-
-    live: int
-    """The live activations."""
-    messages: UnderWay
-    keys: tuple[Key, ...]
-    """The messages themselves."""
-
-
-def _moments(table: ActionTable) -> tuple[Iterator[_Moment], ...]:
-    """The passes of every rank, in order."""
-    runs = [[part for action in order for part in action.flat if part.kind in PASSES] for order in table.table]
-    last = table.stages - 1
-
-    def between_ranks(stage: int, other: int) -> bool:
-        return 0 <= other <= last and table.stage_to_rank(stage) != table.stage_to_rank(other)
-
-    def needs(action: Action) -> Key | None:
-        if action.kind is W:
-            return None
-        is_gradient = action.kind is not F
-        source = action.stage + (1 if is_gradient else -1)
-        return (is_gradient, source, table.pass_of(action)) if between_ranks(action.stage, source) else None
-
-    def makes(action: Action) -> Key | None:
-        if action.kind is W:
-            return None
-        is_gradient = action.kind is not F
-        target = action.stage - (1 if is_gradient else -1)
-        return (is_gradient, action.stage, table.pass_of(action)) if between_ranks(action.stage, target) else None
-
-    taken_with: dict[Key, list[Key]] = {}
-    """Message → those that its maker had taken since the last one that it made for the same rank."""
+    runs = [[*_steps(table, order)] for order in table.table]
+    values = table.stages * table.passes
+    taken_with: dict[int, tuple[int, int]] = {}
+    """Message → how many values and gradients its maker had taken since the last one that it made for the same rank."""
     for run in runs:
-        taken: defaultdict[int, list[Key]] = defaultdict(list)
-        for action in run:
-            if (needed := needs(action)) is not None:
-                taken[table.stage_to_rank(needed[1])].append(needed)
-            if (made := makes(action)) is not None:
-                target = table.stage_to_rank(action.stage - (1 if made[0] else -1))
-                taken_with[made] = taken.pop(target, [])
-
-    def moments(run: list[Action]) -> Iterator[_Moment]:
-        values, gradients, live = set[Key](), set[Key](), 0
-        for here, ahead in zip(run, [*run[1:], None], strict=True):
-            if (came := needs(here)) is not None:
-                values.difference_update(taken_with[came])
-                gradients.difference_update(taken_with[came])
-            early = None if ahead is None else needs(ahead)
-            live += here.kind is F
-            under_way = UnderWay(
-                len(gradients) + (early is not None and not early[0]), len(values) + (early is not None and early[0])
-            )
-            yield _Moment(live, under_way, (*values, *gradients, *((early,) if early is not None else ())))
-            live -= here.kind in (B, W)
-            if (made := makes(here)) is not None:
-                (gradients if made[0] else values).add(made)
-
-    return tuple(map(moments, runs))
+        taken: dict[int, tuple[int, int]] = {}
+        for step in run:
+            if step.needed >= 0:
+                before = taken.get(step.source, (0, 0))
+                is_gradient = step.needed >= values
+                taken[step.source] = before[0] + (not is_gradient), before[1] + is_gradient
+            if step.made >= 0:
+                taken_with[step.made] = taken.pop(step.target, (0, 0))
+    return tuple(_fullest(run, values, taken_with) for run in runs)
 
 
-@lru_cache(maxsize=256)
-def usual_messages_by_action(
-    name: str, ranks: int, microbatches: int, virtual_stages: int
-) -> tuple[MessageCounts, ...]:
-    """The messages of every rank under a named schedule, action by action."""
-    return messages_by_action(named_schedule(name, ranks, microbatches, virtual_stages))
+def _steps(table: ActionTable, order: Sequence[Action]) -> Iterator[_Step]:
+    """The passes of a rank with their messages."""
+    rank_of, last, passes, slices = table.placement, table.stages - 1, table.passes, table.slices
+    crosses = [False, *(a != b for a, b in pairwise(rank_of)), False]
+    """Whether what enters each stage comes from another rank, and behind them, what leaves the last one."""
+    gradients = table.stages * passes
+    for action in order:
+        for part in action.parts or (action,):
+            kind, stage = part.kind, part.stage
+            at = (part.microbatch or 0) * slices + (part.slice or 0)
+            if kind is F:
+                needed = (stage - 1) * passes + at if crosses[stage] else -1
+                made = stage * passes + at if crosses[stage + 1] else -1
+                yield _Step(True, False, needed, made, rank_of[stage - 1], rank_of[min(stage + 1, last)])
+            elif kind is B or kind is I:
+                needed = gradients + (stage + 1) * passes + at if crosses[stage + 1] else -1
+                made = gradients + stage * passes + at if crosses[stage] else -1
+                yield _Step(False, kind is B, needed, made, rank_of[min(stage + 1, last)], rank_of[stage - 1])
+            elif kind is W:
+                yield _Step(False, True, -1, -1, -1, -1)
+
+
+def _fullest(run: Sequence[_Step], values: int, taken_with: dict[int, tuple[int, int]]) -> UnderWay:
+    """The most messages of a rank where as many activations are live as ever. What was taken of its messages it had
+    made before, so that their number is enough."""
+    most, before, behind = 0, 0, 0
+    live, sent, given_back = 0, 0, 0
+    for number, step in enumerate(run):
+        if step.needed >= 0:
+            of_values, of_gradients = taken_with[step.needed]
+            sent, given_back = sent - of_values, given_back - of_gradients
+        early = run[number + 1].needed if number + 1 < len(run) else -1
+        live += step.is_forward
+        if live >= most:
+            ahead, back = given_back + (0 <= early < values), sent + (early >= values)
+            before, behind = (ahead, back) if live > most else (max(before, ahead), max(behind, back))
+            most = live
+        live -= step.frees
+        if step.made >= 0:
+            sent, given_back = (sent + 1, given_back) if step.made < values else (sent, given_back + 1)
+    return UnderWay(before, behind)
 
 
 @lru_cache(maxsize=1024)

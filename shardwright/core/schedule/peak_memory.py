@@ -70,7 +70,25 @@ def peak_live(
     slices: Sequence[SliceBytes] = (),
 ) -> int:
     """The most saved activations that one rank holds at once; the arguments are those of `walk_activations`."""
+    if sizes is None and freed_by_input_grad is None and not slices:
+        return _peak_count(order)
     return max((live for live, _ in walk_activations(order, sizes, freed_by_input_grad, slices)), default=0)
+
+
+def _peak_count(order: Sequence[Action]) -> int:
+    """The most microbatches of any stage that one rank has live at once. Searches ask for that of every schedule."""
+    live = most = 0
+    for action in order:
+        freed = 0
+        for part in action.parts or (action,):
+            kind = part.kind
+            if kind is F:
+                live += 1
+            elif kind is B or kind is W:
+                freed += 1
+        most = max(most, live)
+        live -= freed
+    return most
 
 
 @dataclass(frozen=True, slots=True)

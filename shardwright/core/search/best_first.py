@@ -20,11 +20,12 @@ from typing import Any, NamedTuple
 
 from shardwright.core.cluster.cluster import Cluster
 from shardwright.core.layout.mesh import Mesh
+from shardwright.core.search.cut_bounds import Counted, Cut
 from shardwright.core.search.kept_products import recompute_choices
 from shardwright.core.search.options import Progress
 from shardwright.core.search.polish import Polisher
 from shardwright.core.search.request import Request
-from shardwright.core.search.scoring import Cut, Draft, Scored, Scorer, Timed
+from shardwright.core.search.scoring import Draft, Scored, Scorer, Timed
 from shardwright.core.search.simplicity import Simplicity, least_simplicity, simplicity
 from shardwright.core.search.space import ORDERS, SHARD_GROUPS, Pipelining, Policy, Shape, Space, splits_backward
 from shardwright.core.tables.cost_tables import CostTables
@@ -214,8 +215,8 @@ class Search:
         if isinstance(first, Timed):
             return self.scorer.finished(first)
         if isinstance(first, Cut):
-            if not first.has_room:
-                first = self.scorer.with_room(first)
+            while first.counted < Counted.ROOM:
+                first = self.scorer.cut_bounds.finer(first)
                 if first.bound_s > entry.bound_s:
                     self._push(first.bound_s, first)
                     return None
@@ -241,7 +242,10 @@ class Search:
         of_degrees: dict[tuple[int, int, int], list[_Entry]] = {}
         for entry in self._queue:
             of_degrees.setdefault(_degrees(entry.choice[0]), []).append(entry)
-        promising = sorted(of_degrees.keys() - found.keys(), key=lambda d: min(map(_expected_s, of_degrees[d])))
+        expected_s = {
+            degrees: self._least_expected_s(of_degrees[degrees]) for degrees in of_degrees.keys() - found.keys()
+        }
+        promising = sorted(expected_s, key=expected_s.__getitem__)
         for degrees in promising[: wanted + MORE_DEGREES]:
             self._queue = of_degrees[degrees]
             heapq.heapify(self._queue)
@@ -256,6 +260,21 @@ class Search:
                     found[degrees] = scored
                     break
 
+    def _least_expected_s(self, entries: list[_Entry]) -> float:
+        """The least expected time of some entries; bounds of cuts that leave out what their ranks send are made finer
+        in place as far as that decides."""
+        heap = [(_expected_s(entry), number) for number, entry in enumerate(entries)]
+        heapq.heapify(heap)
+        while True:
+            least_s, number = heap[0]
+            entry = entries[number]
+            first = entry.choice[0]
+            if not isinstance(first, Cut) or first.counted in (Counted.RANKS, Counted.ROOM):
+                return least_s
+            first = self.scorer.cut_bounds.finer(first)
+            entries[number] = entry._replace(bound_s=max(first.bound_s, entry.bound_s), choice=(first,))
+            heapq.heapreplace(heap, (entries[number].bound_s, number))
+
     def _push(self, bound_s: float, *choice: Any) -> None:
         if bound_s != float("inf"):
             settled = FURTHER.get(type(choice[0]), len(choice))
@@ -269,7 +288,7 @@ class Search:
         scorer = self.scorer
         if len(choice) == 1:
             modes: dict[object, list[Policy]] = {}
-            for policy in self.space.policies(shape.mesh.axis_size("dp")):
+            for policy in self.space.policies(shape.degrees[1]):
                 # The number of recomputed units depends on the memory left, so such policies share no pipeline.
                 modes.setdefault(policy if policy.recompute == "full" else policy.recompute, []).append(policy)
             for alike in modes.values():
@@ -277,7 +296,7 @@ class Search:
             return
         policies: tuple[Policy, ...] = choice[1]
         if len(choice) == 2:
-            ways = self._ways(shape.mesh.axis_size("pp"), shape.microbatches, policies[0].recompute)
+            ways = self._ways(shape.degrees[0], shape.microbatches, policies[0].recompute)
             for policy in policies:
                 possible = [
                     (members, live) for members, live in ways
@@ -333,7 +352,7 @@ class Search:
         counted how often the only pipeline gathers a stage."""
         first = pipelinings[0]
         if live is None and policies[0].recompute == "full":
-            live = self.scorer.least_live(shape.mesh.axis_size("pp"), shape.microbatches, pipelinings)
+            live = self.scorer.least_live(shape.degrees[0], shape.microbatches, pipelinings)
         split = splits_backward(first.schedule, first.virtual_stages)
         gathered_by = first if counts_gathers else None
         bounds = self.scorer.bounds

@@ -14,6 +14,7 @@ from shardwright.core.plan.decision import Decision
 from shardwright.core.schedule.messages_under_way import UnderWay
 from shardwright.core.search.exchanges import Held
 from shardwright.core.search.forced_recompute import Forced, Way, forced
+from shardwright.core.search.least_pipeline import least_of_any_stages, least_of_one_stage_each
 from shardwright.core.search.options import VIRTUAL_STAGES
 from shardwright.core.search.predict import LeastEnds, StepModel, largest_unit
 from shardwright.core.search.request import Request
@@ -29,6 +30,8 @@ from shardwright.core.values.recompute_modes import Recompute
 
 LATENCY_SHARE = 0.05
 """The share of a bucket's time that may be latency."""
+FEW_MICROBATCHES = 8
+"""The number of microbatches up to which pipelines are cut anew (`core.search.polish`)."""
 SMALL_SHARE = 16
 """The part of the largest unit's parameters from which on a unit's are gathered for its passes: smaller ones may stay
 whole, and add little to what is whole anyway."""
@@ -46,6 +49,7 @@ class Bounds:
         self._ranked: dict[tuple[object, ...], RankTables] = {}
         self._alike: dict[tuple[object, ...], RankTables] = {}
         self._fluid: dict[tuple[int, int], float] = {}
+        self._of_whole_units: dict[tuple[int, int, int, bool, bool], float] = {}
         self._known_forced: dict[object, Forced] = {}
         self._foreseen: tuple[Shape, Policy, dict[tuple[int, tuple[int, ...]], Forced]] | None = None
 
@@ -119,7 +123,7 @@ class Bounds:
         """Whether shard groups over several nodes gather, and sum, in two stages: as pinned, or where all have the
         stages and a unit of mean size takes less time so than in one ring. Without stages CPUs send every shard to
         every rank by itself, which crosses between nodes as many times as one holds ranks: there stages are taken."""
-        if not policy.shard or shape.mesh.axis_size("dp") == 1 or not self._exchanges_as_planned:
+        if not policy.shard or shape.degrees[1] == 1 or not self._exchanges_as_planned:
             return False
         kinds = self.links.alike(shape.mesh)
         groups = [self.links.shard_groups(shape.mesh, pp, policy.shard_group)[0] for pp, *_ in kinds]
@@ -142,7 +146,7 @@ class Bounds:
         """The size of the buckets in which small whole gradients are summed: as large as the runtime likes, but no
         larger than takes `LATENCY_SHARE` of its time for latency, as what is in the last one is hidden by nothing.
         None where that is not for the plan to say."""
-        if shape.mesh.axis_size("dp") == 1 or policy.shard >= 2 or not self._exchanges_as_planned:
+        if shape.degrees[1] == 1 or policy.shard >= 2 or not self._exchanges_as_planned:
             return None
         most = self.tables.graph.memory_traits.bucket_bytes_on(self.cluster.device(0).kind)
         groups = [self.links.axis(shape.mesh, pp, "dp") for pp, *_ in self.links.alike(shape.mesh)]
@@ -248,6 +252,7 @@ class Bounds:
         pipeline = max(
             self._fluid_s(shape, recompute) * shape.microbatches, self._passing_s(shape, recompute, split=True)
         )
+        pipeline = self._of_whole_units_s(shape, recompute, 0, pipeline, split=True)
         return self._lending_s(shape, recompute, pipeline) * SAFE
 
     def bound_s(
@@ -282,19 +287,46 @@ class Bounds:
         steps = (self._least_ends(shape, policy, recompute, gathered_by).step_s(pipeline) for policy in fit)
         return min(steps) * SAFE
 
+    def least_step_s(self, shape: Shape, policies: Sequence[Policy], pipeline_s: float) -> float:
+        """Seconds below which no step gets under some policies of one recompute mode whose pipeline takes at least
+        ``pipeline_s``, whichever units they keep."""
+        recompute = policies[0].recompute
+        some_may_be_kept = self.request.recomputes_what_memory_asks_for(recompute)
+        if some_may_be_kept or (recompute == self.request.recompute and self.request.names_units):
+            recompute = "none"
+        return min(self._least_ends(shape, each, recompute, None).step_s(pipeline_s) for each in policies) * SAFE
+
     @found_once
     def _least_pipeline_s(self, shape: Shape, recompute: Recompute, virtual_stages: int, *, split: bool) -> float:
         """Seconds below which no pipeline gets whose idle time is not lent."""
         pipeline = self._fluid_s(shape, recompute) * shape.microbatches
         pipeline = max(pipeline, self._passing_s(shape, recompute, split=split))
-        return max(pipeline, self._filled_s(shape, recompute, split=split)) if virtual_stages == 1 else pipeline
+        if virtual_stages == 1:
+            pipeline = max(pipeline, self._filled_s(shape, recompute, split=split))
+        return self._of_whole_units_s(shape, recompute, virtual_stages, pipeline, split=split)
+
+    def _of_whole_units_s(
+        self, shape: Shape, recompute: Recompute, virtual_stages: int, known_s: float, *, split: bool
+    ) -> float:
+        """Seconds below which no pipeline gets, from those that are known, as units are not divided. Pipelines with few
+        microbatches are left out: those of them that were cut are the ones that are looked at for a new cut
+        (`core.search.polish`)."""
+        pp, m = shape.degrees[0], shape.microbatches
+        if pp == 1 or m <= FEW_MICROBATCHES or not self.cluster.is_uniform:
+            return known_s
+        first, is_one_each = self._first(shape, recompute), virtual_stages == 1
+        key = id(first), pp, m, is_one_each, split
+        if key not in self._of_whole_units:
+            find = least_of_one_stage_each if is_one_each else least_of_any_stages
+            self._of_whole_units[key] = find(first, pp, m, known_s, splits_backward=split)
+        return max(known_s, self._of_whole_units[key])
 
     @found_once
     def _least_ends(
         self, shape: Shape, policy: Policy, recompute: Recompute, gathered_by: Pipelining | None
     ) -> LeastEnds:
         """The bounds of where a step ends under a policy, whose units cost as under ``recompute``."""
-        pp, first = shape.mesh.axis_size("pp"), self._first(shape, recompute)
+        pp, first = shape.degrees[0], self._first(shape, recompute)
         busy = 0.0 if self._idle_lent(shape, [first]) else float(first.seconds.sum()) / pp * shape.microbatches
         entries = float(first.range_trained[0, -1]) / pp, float(first.range_elements[0, -1]) / pp
         mean = Held(*entries, busy, len(first.units), largest_unit(first))
@@ -308,7 +340,7 @@ class Bounds:
         if not self.cluster.is_uniform or self.request.names_units:
             return 0.0
         (found,), whole = self._forced(shape, policy, [(virtual_stages, tuple(live))]), self._first(shape, "none")
-        pp, m = shape.mesh.axis_size("pp"), shape.microbatches
+        pp, m = shape.degrees[0], shape.microbatches
         one_pass = self._passing_s(shape, "none", split=split) + found.again_s
         if virtual_stages == 1 and not split:  # as in `_filled_s`
             one_pass = max(one_pass, (float(whole.seconds.sum()) + found.again_s) / (1 - (1 - 1 / m) ** pp))
@@ -344,7 +376,7 @@ class Bounds:
     @found_once
     def may_fit(self, shape: Shape, policy: Policy) -> bool:
         """Whether all ranks together have room for the parameters and one microbatch's activations."""
-        pp = shape.mesh.axis_size("pp")
+        pp = shape.degrees[0]
         # Units in another mode may keep less than the others.
         table = self._first(shape, "full" if self.request.other_units else policy.recompute)
         each, trained = self.least_state(shape, policy, self.request.stages_per_rank or max(VIRTUAL_STAGES))
@@ -387,12 +419,12 @@ class Bounds:
         lent = self._idle_lent(shape, [first])
         if not lent:
             return pipeline_s
-        work_s = float(first.seconds.sum()) * shape.microbatches / shape.mesh.axis_size("pp")
+        work_s = float(first.seconds.sum()) * shape.microbatches / shape.degrees[0]
         return (1 - lent) * pipeline_s + lent * work_s
 
     def _filled_s(self, shape: Shape, recompute: Recompute, *, split: bool) -> float:
         """Seconds below which no pipeline of one stage per rank gets, filling and draining included."""
-        pp, m = shape.mesh.axis_size("pp"), shape.microbatches
+        pp, m = shape.degrees[0], shape.microbatches
         if pp == 1 or not self.cluster.is_uniform:
             return 0.0
         table = self._first(shape, recompute)
@@ -412,7 +444,7 @@ class Bounds:
     def _passing_s(self, shape: Shape, recompute: Recompute, *, split: bool) -> float:
         """Seconds below which no pipeline gets, as every microbatch passes all units there and back. The last one to
         pass a unit, there or back, has waited for all others to pass it so."""
-        if shape.mesh.axis_size("pp") == 1:
+        if shape.degrees[0] == 1:
             return 0.0
         uniform = self.cluster.is_uniform
         tables = [self._first(shape, recompute)] if uniform else self.ranked(shape, recompute).tables
@@ -435,7 +467,7 @@ class Bounds:
         """Seconds of one microbatch if units could be divided freely over the ranks, each as fast as its device."""
         first = self._first(shape, recompute)
         if self.cluster.is_uniform:
-            pp = shape.mesh.axis_size("pp")
+            pp = shape.degrees[0]
             key = (id(first), pp)
             if key not in self._fluid:
                 alike = Counter(map(id, first.units))

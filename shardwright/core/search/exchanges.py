@@ -60,11 +60,20 @@ class Exchanges:
     def __init__(self, links: Links, precision: str, execution: Execution) -> None:
         self.links, self.precision, self.execution = links, precision, execution
         self._known: dict[object, Exchange] = {}
+        self._traffics: dict[object, _ShardTraffic] = {}
         self._last: tuple[Decision, RankTables, tuple[RankExchange, ...]] | None = None
 
     def widths(self, decision: Decision) -> _Widths:
         """The bytes of an entry on its way."""
         return _Widths(PRECISION_BYTES[self.precision], PRECISION_BYTES[decision.gradient_precision or self.precision])
+
+    def _traffic(self, decision: Decision, rank: int) -> "_ShardTraffic":
+        """The traffic of the shard groups of a rank."""
+        degrees = decision.placement_order, decision.pp, decision.dp, decision.tp
+        key = rank, degrees, decision.shard_group, decision.hierarchical_gathers
+        if key not in self._traffics:
+            self._traffics[key] = _ShardTraffic(self, decision, rank)
+        return self._traffics[key]
 
     def slowed(self, devices: Sequence[Device]) -> float:
         """The share of the compute rate that a message takes, of the slowest of some devices."""
@@ -182,7 +191,7 @@ class Exchanges:
     ) -> tuple[UnitTraffic, ...]:
         """Gradients are scattered, shards updated and parameters gathered again. With shard groups, each rank adds up
         its shard with the other groups before the update (arXiv 2205.00119, section 3.4)."""
-        traffic = _ShardTraffic(self, decision, rank)
+        traffic = self._traffic(decision, rank)
         found = with_buckets(units, sums, self.bucket_bytes(decision), traffic.scatter_s)
         found = with_across(found, sums, self.bucket_bytes(decision), traffic.across_s)
         if not self.execution.updated_parameters:
@@ -203,7 +212,7 @@ class Exchanges:
     ) -> tuple[UnitTraffic, ...]:
         """Every pass gathers a unit's parameters, and its gradients are scattered; the parameters of small units stay
         whole, and their gradients are summed once."""
-        traffic = _ShardTraffic(self, decision, rank)
+        traffic = self._traffic(decision, rank)
         found, staying = [], 0.0
         for unit, size, made, count in zip(units, held, sums, messages, strict=True):
             if size < decision.whole_below_bytes:
@@ -228,7 +237,7 @@ class Exchanges:
     ) -> RankExchange:
         """Stages that the schedule gathers whole. Computing hides their traffic, where one may be gathered ahead, but
         for the first gather and the last sum of a stage."""
-        traffic, width = _ShardTraffic(self, decision, rank), self.widths(decision)
+        traffic, width = self._traffic(decision, rank), self.widths(decision)
         gathers = gathers_in_step(decision)
         sums = decision.microbatches if decision.reduces_each else 1
         moved, compute, ends = 0.0, 0.0, 0.0
@@ -268,7 +277,7 @@ class Exchanges:
         """Seconds that the traffic of a rank takes beside its computing at least: all of it, or what it slows that."""
         if decision.gathered_stages is not None and decision.dp > 1 and held.trained:
             # Sums between shard groups come after all else (`_by_stages`).
-            traffic = _ShardTraffic(self, decision, rank)
+            traffic = self._traffic(decision, rank)
             across_s = traffic.across_s(held.trained * self.widths(decision).gradient)
             slowed = self.slowed(self.links.devices(mesh, rank)) if self._hides(mesh, decision, rank) else 1.0
             return across_s + slowed * max(0.0, moved_s - across_s)
@@ -280,7 +289,7 @@ class Exchanges:
             return moved_s
         if sums_apart and decision.shard == 3:
             width = self.widths(decision).gradient
-            moved_s -= _ShardTraffic(self, decision, rank).scatter_s(held.trained * width)
+            moved_s -= self._traffic(decision, rank).scatter_s(held.trained * width)
         return self.slowed(self.links.devices(mesh, rank)) * max(0.0, moved_s)
 
     def least_moved_s(self, held: "Held", mesh: Mesh, decision: Decision, rank: int) -> float:
@@ -291,7 +300,7 @@ class Exchanges:
         width = self.widths(decision)
         if decision.shard == 0:
             return self.links.axis(mesh, rank, "dp").all_reduce_s(trained * width.gradient) if trained else 0.0
-        traffic = _ShardTraffic(self, decision, rank)
+        traffic = self._traffic(decision, rank)
         if decision.shard < 3:
             times = decision.microbatches if decision.reduces_each else 1
             moved = times * traffic.scatter_s(trained * width.gradient) + traffic.gather_s(trained * width.parameter)

@@ -1,7 +1,6 @@
 """The recomputation that memory forces, before there is a cut: of units that are alike, shared out among the ranks."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -13,8 +12,7 @@ from shardwright.core.tables.rank_tables import RankTables
 from shardwright.core.tables.unit_table import UnitTable
 
 
-@dataclass(frozen=True, slots=True)
-class Forced:
+class Forced(NamedTuple):
     """Seconds of one microbatch that no cut gets below."""
 
     rank_s: float

@@ -8,10 +8,12 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from shardwright.core.partition.partitioners import DEFAULT
+from shardwright.core.search.bounds import FEW_MICROBATCHES
+from shardwright.core.search.cut_bounds import Cut
 from shardwright.core.search.recut import Recut
-from shardwright.core.search.scoring import Cut, Draft, Scored, Scorer, Timed
+from shardwright.core.search.scoring import Draft, Scored, Scorer, Timed
 
-MOST_MICROBATCHES = 8
+MOST_MICROBATCHES = FEW_MICROBATCHES
 """The number of microbatches up to which pipelines are cut anew. Beyond it the least largest stage time decides:
 filling and draining a pipeline of p stages are then at most (p - 1) / (m + p - 1) of a step, and do not differ much
 from cut to cut."""
@@ -50,7 +52,7 @@ class Polisher:
         """Whether a choice is a pipeline with so few microbatches that it is cut anew. With a single one nothing is
         gained: it passes all units, however they are cut."""
         if isinstance(choice, Cut | Draft):
-            pp, microbatches = choice.shape.mesh.axis_size("pp"), choice.shape.microbatches
+            pp, microbatches = choice.shape.degrees[0], choice.shape.microbatches
         else:
             pp, microbatches = choice.decision.pp, choice.decision.microbatches
         return self._is_free and pp > 1 and 1 < microbatches <= MOST_MICROBATCHES

@@ -142,15 +142,16 @@ class StepModel:
             for rank, own in zip(ranks, busy, strict=True)
         ]
         shared = self._tied_s(first, tied) + max(rank.once_s for rank in ranks)
-        every = list(enumerate(held))
-        kinds = self.links.alike(first.mesh)
-        unlike = [(alike[0], most) for alike in kinds for most in _most([held[rank] for rank in alike])]
+        mesh = first.mesh
+        most_of: dict[int | None, list[tuple[int, Held]]] = {}
 
         def least_s(decision: Decision) -> float:
-            # Ranks of one data group may have shard groups over one node and over two.
-            apart = every if decision.shard_group else unlike
-            ends = (self.exchanges.least_end_s(own, decision.mesh, decision, rank) for rank, own in apart)
-            return max(pipeline, *ends) + shared + self._slowest_update_s(decision.mesh, decision, ranks)
+            group = decision.shard_group
+            if group not in most_of:
+                kinds = self.links.alike_in_groups(mesh, group) if group else self.links.alike(mesh)
+                most_of[group] = [(alike[0], most) for alike in kinds for most in _most([held[r] for r in alike])]
+            ends = (self.exchanges.least_end_s(own, mesh, decision, rank) for rank, own in most_of[group])
+            return max(pipeline, *ends) + shared + self._slowest_update_s(mesh, decision, ranks)
 
         return [least_s(decision) for decision in decisions]
 

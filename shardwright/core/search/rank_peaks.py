@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from shardwright.core.plan.decision import Decision
 from shardwright.core.schedule.actions import Action, B, W
-from shardwright.core.schedule.messages_under_way import MessageCounts, messages_by_action, usual_messages_by_action
+from shardwright.core.schedule.messages_by_action import MessageCounts, messages_by_action, usual_messages_by_action
 from shardwright.core.schedule.named_schedule import named_schedule
 from shardwright.core.schedule.peak_memory import StageMemory, peak_below_sum
 from shardwright.core.search.space import splits_backward

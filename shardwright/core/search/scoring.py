@@ -10,28 +10,23 @@ from shardwright.core.partition.tree import MEMORY_WEIGHT
 from shardwright.core.plan.decision import Decision, placement_of
 from shardwright.core.plan.record import Predicted
 from shardwright.core.schedule import AUTO, Schedule
-from shardwright.core.schedule.catalogue import FAMILIES
-from shardwright.core.schedule.costs import StageCosts
 from shardwright.core.schedule.messages_under_way import UnderWay, messages_under_way, usual_messages_under_way
 from shardwright.core.schedule.peak_memory import peak_live
 from shardwright.core.search.bounds import SAFE, Bounds
+from shardwright.core.search.cut_bounds import Cut, CutBounds, least_pipeline_s
 from shardwright.core.search.labelled_units import SAME, labelled
 from shardwright.core.search.mixed_modes import as_many_in_another_mode
 from shardwright.core.search.partition_input import partition_input
-from shardwright.core.search.predict import LONGEST_SIMULATED, Pipeline, least_makespan_s
+from shardwright.core.search.predict import Pipeline
 from shardwright.core.search.rank_peaks import by_stage, less_apart, with_activations
 from shardwright.core.search.recomputed_units import as_few_as_memory_asks_for
 from shardwright.core.search.request import Request
 from shardwright.core.search.space import Pipelining, Policy, Shape, require_starts, splits_backward
-from shardwright.core.search.unit_labels import kept_units
 from shardwright.core.tables.cost_tables import CostTables
 from shardwright.core.tables.memory import STAYING, MemoryUse, live_microbatches
 from shardwright.core.tables.memory_request import MemoryRequest
 from shardwright.core.tables.rank_tables import RankTables
 from shardwright.core.values.recompute_modes import Recompute
-
-REMEMBERED_PIPELINES = 512
-"""The number of simulated pipelines that are remembered: policies that wait alike share one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,20 +38,6 @@ class Scored:
     tables: RankTables
     predicted: Predicted
     over_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """Stages, and the policies that may have room for them; their memory is counted when their time matters."""
-
-    shape: Shape
-    pipelining: Pipelining
-    policies: tuple[Policy, ...]
-    starts: tuple[int, ...]
-    bound_s: float
-    """Seconds below which none of the policies gets: whichever units it keeps, or no more than memory has room for."""
-    has_room: bool = False
-    """Whether the bound is of no more kept units than memory has room for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +70,7 @@ class Scorer:
         self.bounds = Bounds(tables, cluster, request)
         self.links, self.step = self.bounds.links, self.bounds.step
         self._cuts: dict[tuple[object, ...], tuple[int, ...] | None] = {}
-        self._pipelines: dict[object, Pipeline] = {}
+        self.cut_bounds = CutBounds(self.bounds, self.request_of)
 
     def request_of(self, decision: Decision) -> MemoryRequest:
         policy = _policy_of(decision)
@@ -173,7 +154,7 @@ class Scorer:
         policies = [policy for policy in policies if policy.has_stages(pipelining)]
         if not policies:
             return []
-        placement = placement_of(name, shape.mesh.axis_size("pp"), virtual)
+        placement = placement_of(name, shape.degrees[0], virtual)
         live = live_microbatches(name, ranked.ranks, shape.microbatches, virtual)
         roomy = [
             p for p in policies
@@ -191,72 +172,8 @@ class Scorer:
                 if fitting is not None and fitting != free:
                     found.setdefault(fitting, []).append(policy)
         return [
-            Cut(shape, pipelining, tuple(those), starts, self._least_s(shape, those, pipelining, starts))
-            for starts, those in found.items()
+            self.cut_bounds.first(Cut(shape, pipelining, tuple(those), starts, 0.0)) for starts, those in found.items()
         ]
-
-    def _least_s(
-        self,
-        shape: Shape,
-        policies: Sequence[Policy],
-        pipelining: Pipelining,
-        starts: tuple[int, ...],
-        ranked: RankTables | None = None,
-        pipeline_s: float | None = None,
-    ) -> float:
-        """Seconds below which no step of a cut gets under the best of some policies; without ``ranked``, whichever
-        units they keep. ``pipeline_s``: seconds below which its pipeline does not get, where more is known than of any
-        schedule."""
-        if ranked is None:
-            recompute = policies[0].recompute
-            some_may_be_kept = self.request.recomputes_what_memory_asks_for(recompute)
-            ranked = self.bounds.ranked(shape, "none" if some_may_be_kept else recompute)
-        placement = placement_of(pipelining.schedule, ranked.ranks, pipelining.virtual_stages)
-        pipeline = pipeline_s or _least_pipeline_s(shape, pipelining, starts, ranked)
-        decisions = [self.bounds.sharing(shape, policy, pipelining) for policy in policies]
-        return min(self.step.least_steps_s(decisions, ranked, starts, placement, pipeline)) * SAFE
-
-    def with_room(self, cut: Cut) -> Cut:
-        """The cut, with the bound of keeping no more units than its memory has room for. A draft keeps these or fewer,
-        and takes many times as long to count."""
-        (policy, *others), shape, pipelining, starts = cut.policies, cut.shape, cut.pipelining, cut.starts
-        if not self.request.recomputes_what_memory_asks_for(policy.recompute):
-            simulated = self._undelayed_s(cut)
-            least = self._least_s(shape, cut.policies, pipelining, starts, pipeline_s=simulated) if simulated else 0.0
-            return replace(cut, bound_s=max(cut.bound_s, least), has_room=True)
-        if others or self._may_offload:
-            return replace(cut, has_room=True)
-        ranked = self.bounds.ranked(shape, policy.recompute)
-        decision = self.bounds.decision(shape, policy, pipelining, starts)
-        live = live_microbatches(pipelining.schedule, ranked.ranks, shape.microbatches, pipelining.virtual_stages)
-        kept = kept_units(ranked, starts, decision.stage_ranks, live, self.request_of(decision))
-        least = self._least_s(shape, [policy], pipelining, starts, ranked.keeping(kept) if kept else ranked)
-        return replace(cut, bound_s=max(cut.bound_s, least), has_room=True)
-
-    def _undelayed_s(self, cut: Cut) -> float | None:
-        """Seconds of a cut's pipeline whose passes wait for no traffic over the data axis, which policies share. None
-        where waiting might shorten it: where idle time is lent, where orders follow from times, and where what long
-        schedules take is extrapolated."""
-        shape, pipelining = cut.shape, cut.pipelining
-        ranked = self.bounds.ranked(shape, cut.policies[0].recompute)
-        if ranked.ranks == 1 or ranked.idle_lent:
-            return None
-        if pipelining.schedule == AUTO or FAMILIES[pipelining.schedule].follows_costs:
-            return None
-        if shape.microbatches > LONGEST_SIMULATED * ranked.ranks:
-            return None
-        decision = self.bounds.decision(shape, cut.policies[0], pipelining, cut.starts)
-        costs = self.step.plain_costs(ranked, cut.starts, decision.stage_ranks)
-        return self._pipeline(decision, costs).makespan_s
-
-    def _pipeline(self, decision: Decision, costs: StageCosts) -> Pipeline:
-        """The simulated pipeline of a decision, remembered."""
-        key = costs, decision.schedule, decision.virtual_stages, decision.microbatches
-        if key not in self._pipelines:
-            if len(self._pipelines) >= REMEMBERED_PIPELINES:
-                self._pipelines.clear()
-            self._pipelines[key] = self.step.pipeline(decision, costs)
-        return self._pipelines[key]
 
     def draft(self, cut: Cut) -> Draft | None:
         """A cut with those of its policies under which it fits; None where none does, or where no unit needs
@@ -285,7 +202,7 @@ class Scorer:
                 decision, ranked, live, self.request_of(decision), self._memory, may_offload=self._may_offload
             )
             fitting = [(policy, memory)]
-        least = self._least_s(shape, [policy for policy, _ in fitting], pipelining, starts, ranked)
+        least = self.cut_bounds.least_s(shape, [policy for policy, _ in fitting], pipelining, starts, ranked)
         return Draft(shape, pipelining, starts, tuple(fitting), max(cut.bound_s, least), ranked, kept)
 
     def _out_of_core(self, cut: Cut, ranked: RankTables, live: Sequence[int]) -> Draft | None:
@@ -295,7 +212,7 @@ class Scorer:
             found = labelled(decision, ranked, live, self._memory, None)
             if found is not None:
                 tables, kept, memory = found
-                least = self._least_s(cut.shape, [policy], cut.pipelining, cut.starts, tables)
+                least = self.cut_bounds.least_s(cut.shape, [policy], cut.pipelining, cut.starts, tables)
                 fitting = ((policy, memory),)
                 return Draft(cut.shape, cut.pipelining, cut.starts, fitting, max(cut.bound_s, least), tables, kept)
         return None
@@ -305,14 +222,14 @@ class Scorer:
         if not self.request.recomputes_what_memory_asks_for(cut.policies[0].recompute):
             return False
         shape, pipelining = cut.shape, cut.pipelining
-        ranks = shape.mesh.axis_size("pp")
+        ranks = shape.degrees[0]
         live = live_microbatches(pipelining.schedule, ranks, shape.microbatches, pipelining.virtual_stages)
         return self._fits_whole(shape, cut.policies[0], pipelining, live)
 
     def _fits_whole(self, shape: Shape, policy: Policy, pipelining: Pipelining, live: Sequence[int]) -> bool:
         """Whether everything fits without recompute: then the choice without recompute already exists."""
         whole = self.bounds.ranked(shape, "none")
-        placement = placement_of(pipelining.schedule, shape.mesh.axis_size("pp"), pipelining.virtual_stages)
+        placement = placement_of(pipelining.schedule, shape.degrees[0], pipelining.virtual_stages)
         if self.request.stage_starts is not None or len(placement) > whole.units:
             return False
         decision = self.bounds.decision(shape, policy, pipelining, whole.free_cut(placement))
@@ -328,7 +245,7 @@ class Scorer:
         starts, ranked = draft.starts, draft.tables
         placement = placement_of(draft.pipelining.schedule, ranked.ranks, draft.pipelining.virtual_stages)
         decisions = [self._decided(draft, policy) for policy, _ in draft.policies]
-        pipeline_s = _least_pipeline_s(draft.shape, draft.pipelining, starts, ranked)
+        pipeline_s = least_pipeline_s(draft.shape, draft.pipelining, starts, ranked)
         bounds = self.step.least_steps_s(decisions, ranked, starts, placement, pipeline_s)
         return [
             replace(draft, policies=(own,), bound_s=max(draft.bound_s, bound_s * SAFE))
@@ -340,7 +257,7 @@ class Scorer:
         ((policy, memory),) = draft.policies
         decision, ranked, pipelining = self._decided(draft, policy), draft.tables, draft.pipelining
         placement = placement_of(pipelining.schedule, ranked.ranks, pipelining.virtual_stages)
-        pipeline = self._pipeline(decision, self.step.stage_costs(decision, ranked, placement))
+        pipeline = self.cut_bounds.pipeline(decision, self.step.stage_costs(decision, ranked, placement))
         return Timed(decision, ranked, self.step.predicted(decision, ranked, memory, placement, pipeline))
 
     def _decided(self, draft: Draft, policy: Policy) -> Decision:
@@ -407,7 +324,7 @@ class Scorer:
         request = self.request_of(decision)
         memory = by_stage(decision, ranked, ranked.memory(starts, placement, live, request), request)
         memory = less_apart(decision, ranked, memory, request)
-        least_s = _least_pipeline_s(shape, pipelining, starts, ranked)
+        least_s = least_pipeline_s(shape, pipelining, starts, ranked)
         known = None if least_s is None else Pipeline(least_s, (least_s,) * ranked.ranks)
         predicted = self.step.predicted(decision, ranked, memory, placement, known)
         return Scored(decision, ranked, predicted, ranked.over_bytes(memory))
@@ -430,8 +347,8 @@ class Scorer:
         if not fit and self.request.partitioner == DEFAULT:
             return ranked.free_cut(tuple(placement))
         whole_below, bucket = self.bounds.whole_below_bytes(shape, policy), self.bounds.bucket_bytes(shape, policy)
-        sizes = len(placement), shape.mesh.axis_size("dp"), shape.microbatches
-        under_way = self._under_way(pipelining, shape.mesh.axis_size("pp"), shape.microbatches)
+        sizes = len(placement), shape.degrees[1], shape.microbatches
+        under_way = self._under_way(pipelining, shape.degrees[0], shape.microbatches)
         request = self.bounds.memory_request(policy, *sizes, whole_below, bucket, under_way)
         if self.request.partitioner == DEFAULT:
             found = ranked.cut(placement, live, request)
@@ -500,13 +417,3 @@ def _policy_of(decision: Decision) -> Policy:
     d = decision
     residency = d.gathered_stages, d.look_ahead, d.reduce_after
     return Policy(d.recompute, d.shard, d.shard_group, *residency, d.offload_states)
-
-
-def _least_pipeline_s(shape: Shape, pipelining: Pipelining, starts: Sequence[int], ranked: RankTables) -> float | None:
-    """Seconds below which no pipeline of these stages gets; None where there is one rank, which has no pipeline."""
-    if ranked.ranks == 1:
-        return None
-    placement = placement_of(pipelining.schedule, ranked.ranks, pipelining.virtual_stages)
-    split = splits_backward(pipelining.schedule, pipelining.virtual_stages)
-    costs = ranked.stage_seconds(tuple(starts), tuple(placement))
-    return least_makespan_s(costs, placement, shape.microbatches, splits_backward=split)

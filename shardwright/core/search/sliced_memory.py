@@ -18,7 +18,7 @@ from shardwright.core.model.fold import Unit
 from shardwright.core.model.graph import Graph
 from shardwright.core.plan.decision import Decision
 from shardwright.core.schedule.actions import Action, B, F, W
-from shardwright.core.schedule.messages_under_way import messages_by_action
+from shardwright.core.schedule.messages_by_action import messages_by_action
 from shardwright.core.slices.sequence_ops import SequenceOps
 from shardwright.core.tables.memory import MemoryUse
 from shardwright.core.tables.memory_request import MemoryRequest

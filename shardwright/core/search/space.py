@@ -57,17 +57,15 @@ class Shape:
     microbatches: int
     _hash: int = field(init=False, repr=False, compare=False)
     """Counted once: bounds and tables are looked up by shapes, many times each."""
+    degrees: tuple[int, int, int] = field(init=False, repr=False, compare=False)
+    """The degrees, as (pp, dp, tp)."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "degrees", tuple(self.mesh.axis_size(axis) for axis in ("pp", "dp", "tp")))
         object.__setattr__(self, "_hash", hash((self.mesh, self.order, self.microbatch, self.microbatches)))
 
     def __hash__(self) -> int:
         return self._hash
-
-    @property
-    def degrees(self) -> tuple[int, int, int]:
-        """The degrees, as (pp, dp, tp)."""
-        return self.mesh.axis_size("pp"), self.mesh.axis_size("dp"), self.mesh.axis_size("tp")
 
 
 @dataclass(frozen=True, slots=True)

@@ -128,8 +128,21 @@ def _least_of(
     """The least that is found for any of some units, all of one kind, found once."""
     key = name, units[0], request.of_passes
     if key not in table.least_of_alike:
-        table.least_of_alike[key] = min(map(find, units))
+        table.least_of_alike[key] = min(map(find, _unlike(table, units)))
     return table.least_of_alike[key]
+
+
+def _unlike(table: UnitTable, units: Sequence[int]) -> list[int]:
+    """One of each of some units, all of one kind, whose passes by themselves hold the same."""
+    if units[0] not in table.unlike_units:
+        found: dict[object, int] = {}
+        for unit in units:
+            alone = unit, unit + 1
+            number = content_number(table, alone)
+            held = float(table.range_kept[alone]), float(working_of(table).given_bytes(*alone)[0])
+            found.setdefault(unit if number is None else (number, held), unit)
+        table.unlike_units[units[0]] = [*found.values()]
+    return table.unlike_units[units[0]]
 
 
 def _passes_bytes(table: UnitTable, unit: int, request: MemoryRequest) -> int:

@@ -60,9 +60,10 @@ class MemoryUse:
     @property
     def total_bytes(self) -> int:
         """The most at once: while passes run, or while the optimizer updates."""
-        classes = self.classes
-        updating = sum(classes[name] for name in STAYING) + self.update_bytes
-        return max(sum(classes.values()) - self.apart_bytes, updating)
+        staying = self.parameters_bytes + self.gradients_bytes + self.optimizer_bytes
+        staying += self.model_buffers_bytes + self.batch_bytes
+        passing = self.activations_bytes + self.buffers_bytes - self.apart_bytes
+        return staying + max(passing, self.update_bytes)
 
 
 STAYING = ("parameters", "gradients", "optimizer states", "model buffers", "batch")

@@ -85,6 +85,11 @@ class MemoryRequest:
         """The request with two messages on either side of each rank, which does not depend on the schedule."""
         return replace(self, under_way=()) if self.under_way else self
 
+    @cached_property
+    def piles_up(self) -> bool:
+        """Whether some rank has more than two messages on one side of it."""
+        return any(max(messages) > 2 for messages in self.under_way)
+
     @property
     def shares_sums(self) -> bool:
         """Whether gradients are summed in shards, call by call, so that none are in buckets of small ones."""

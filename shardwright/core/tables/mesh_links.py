@@ -28,6 +28,16 @@ class Links:
         return tuple(map(tuple, found.values()))
 
     @found_once
+    def alike_in_groups(self, mesh: Mesh, ways: int | None) -> tuple[tuple[int, ...], ...]:
+        """The pipeline ranks in sets that are also alike in their shard groups of ``ways``: those of one data group may
+        lie on one node, and those of another on two."""
+        found: dict[object, list[int]] = {}
+        for number, alike in enumerate(self.alike(mesh)):
+            for pp in alike:
+                found.setdefault((number, self.shard_groups(mesh, pp, ways)), []).append(pp)
+        return tuple(map(tuple, found.values()))
+
+    @found_once
     def pipelines_share_nodes(self, mesh: Mesh) -> bool:
         """Whether there are several pipeline ranks, and those of one pipeline are alike and all on one node."""
         pp, node_of = mesh.axis_size("pp"), self.cluster.node_of

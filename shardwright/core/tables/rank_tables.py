@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwright.core.cost.op_kinds import PRECISION_BYTES
-from shardwright.core.cost.unit_seconds import UnitCost
 from shardwright.core.errors import PlanError
 from shardwright.core.partition.even_cut import even_cut
 from shardwright.core.partition.exact import may_be_cut
@@ -302,7 +301,7 @@ class RankTables:
     def _piled_up(self, starts: tuple[int, ...], placement: tuple[int, ...], request: MemoryRequest) -> list[int]:
         """The bytes of messages beyond two on either side, on every rank."""
         found = [0] * self.ranks
-        if any(max(messages) > 2 for messages in request.under_way):
+        if request.piles_up:
             held = self._held(starts, placement, summed=request.is_replicated, again=request.microbatches > 1)
             for rank, (table, own, messages) in enumerate(zip(self.tables, held, request.under_way, strict=True)):
                 if max(messages) > 2:
@@ -319,9 +318,10 @@ class RankTables:
     @staticmethod
     def _piling_up(table: UnitTable, ends: tuple[int, int], messages: UnderWay) -> int:
         """The bytes of messages of a stage beyond two on either side."""
-        crossing = (0, *table.boundary_bytes[1:], 0)
-        more = (max(0, count - 2) for count in messages)
-        return sum(count * crossing[end] for count, end in zip(more, ends, strict=True))
+        first, end = ends
+        before = table.boundary_bytes[first] if first else 0
+        behind = table.boundary_bytes[end] if end < len(table.units) else 0
+        return max(0, messages.before - 2) * before + max(0, messages.behind - 2) * behind
 
     def buckets(self, starts: Sequence[int], placement: Sequence[int], request: MemoryRequest) -> list[int]:
         """The bytes of one bucket of whole gradients on every rank, which is there from the first of them on."""
@@ -485,14 +485,15 @@ class RankTables:
         for stage, (a, b) in enumerate(self.ends(starts)):
             rank, table = placement[stage], self.tables[placement[stage]]
             before, units = found[rank], table.units[a:b]
+            once_s, hidden_s, update_share = table.stage_sums(a, b)
             found[rank] = RankWork(
                 before.seconds + sum(table.passes_s(a, b)),
                 before.collective_s + sum(map(collectives_s, units, table.modes[a:b])),
-                before.once_s + sum(u.step_s for u in units),
+                before.once_s + once_s,
                 before.elements + int(table.range_trained[a, b]),
                 before.held_elements + int(table.range_elements[a, b]),
-                before.collective_hidden_s + sum(unit.collective_hidden_s for unit in units),
-                before.updated_elements + float(table.range_trained[a, b]) * _update_share(units),
+                before.collective_hidden_s + hidden_s,
+                before.updated_elements + float(table.range_trained[a, b]) * update_share,
             )
         return found
 
@@ -512,9 +513,3 @@ class RankTables:
     def with_limit(self, limit_bytes: int) -> "RankTables":
         """The same tables on devices of another memory."""
         return replace(self, limits_bytes=(limit_bytes,) * self.ranks, unlinked=None)
-
-
-def _update_share(units: Sequence[UnitCost]) -> float:
-    """The share of the counted optimizer time that the step on the units takes; 1 where they train nothing."""
-    trained = sum(unit.trained_elements for unit in units)
-    return sum(unit.update_share * unit.trained_elements for unit in units) / trained if trained else 1.0

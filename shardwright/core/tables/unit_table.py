@@ -28,6 +28,8 @@ FOUND_OF_UNITS = (
     "stage_memories",
     "stage_passes",
     "least_of_alike",
+    "unlike_units",
+    "known_sums",
     "halves",
     "stage_contents",
     "content_numbers",
@@ -176,6 +178,23 @@ class UnitTable:
             return self.unlinked.weight_grad_s(first, end)
         return sum(u.weight_grad_s for u in self.units[first:end])
 
+    def stage_sums(self, first: int, end: int) -> tuple[float, float, float]:
+        """What of a stage does not depend on which units are computed again: seconds that are spent once a step, those
+        of tensor collectives in one microbatch that products hide, and the share of the counted optimizer time that
+        the step on its parameters takes; 1 where it trains nothing."""
+        if (first, end) not in self.known_sums:
+            units = self.units[first:end]
+            trained = sum(u.trained_elements for u in units)
+            share = sum(u.update_share * u.trained_elements for u in units) / trained if trained else 1.0
+            once_s, hidden_s = sum(u.step_s for u in units), sum(u.collective_hidden_s for u in units)
+            self.known_sums[first, end] = once_s, hidden_s, share
+        return self.known_sums[first, end]
+
+    @cached_property
+    def known_sums(self) -> dict[tuple[int, int], tuple[float, float, float]]:
+        """The sums of stages found so far."""
+        return {}
+
     def with_swaps(self, computing_s: float, swapped_s: float) -> float:
         """Seconds of a pass that computes so long, and whose activations travel so long."""
         return max(computing_s, swapped_s) if self.swaps_beside else computing_s + swapped_s
@@ -265,6 +284,11 @@ class UnitTable:
         return {}
 
     @cached_property
+    def unlike_units(self) -> dict[int, list[int]]:
+        """The units of one kind that differ in what their passes hold, by the first of the kind."""
+        return {}
+
+    @cached_property
     def halves(self) -> dict[str, object]:
         """The halves of split backwards, once they are counted (`core.tables.backward_halves`)."""
         return {}
@@ -304,7 +328,14 @@ class UnitTable:
 
     def _with_modes(self, **changes: Any) -> "UnitTable":
         made = replace(self, **changes, unlinked=None)
-        unchanged = "call_kinds", "passes_by_content", "content_numbers", "range_elements", "range_trained"
+        unchanged = (
+            "call_kinds",
+            "passes_by_content",
+            "content_numbers",
+            "range_elements",
+            "range_trained",
+            "known_sums",
+        )
         vars(made).update((name, getattr(self, name)) for name in unchanged)
         return made
 

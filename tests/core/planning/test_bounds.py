@@ -18,6 +18,7 @@ from shardwright.core.plan.decision import placement_of
 from shardwright.core.schedule import Schedule, schedule_names
 from shardwright.core.schedule.peak_memory import StageMemory, peak_below_sum
 from shardwright.core.search.best_first import Search
+from shardwright.core.search.cut_bounds import Counted
 from shardwright.core.search.options import VIRTUAL_STAGES
 from shardwright.core.search.request import Request
 from shardwright.core.search.search import tables_of
@@ -61,10 +62,10 @@ def test_no_bound_is_above_what_it_bounds_where_messages_hide(slowed_by: str) ->
     """With the messages of a system that hides them: on GPUs beside computing, on CPUs beside idle time alone."""
     traits = MemoryTraits(gradients_when_made=True, gathers_units=True)
     graph = replace(GRAPH, memory_traits=traits, execution=SYSTEMS["torch"])
-    cluster, request = Cluster(slowed_by, devices_per_node=4), Request(batch=16, precision="fp32")
+    cluster, request = Cluster(slowed_by, devices_per_node=4), Request(batch=20, precision="fp32")
     search = Search(tables_of(graph, cluster, request), cluster, request)
     scorer, space = search.scorer, search.space
-    simulated = 0
+    simulated, found = 0, set[Counted]()
     for shape in space.shapes():
         pp, dp, tp = shape.degrees
         if tp > 1 or shape.microbatch > 1 or dp == 1:
@@ -76,12 +77,18 @@ def test_no_bound_is_above_what_it_bounds_where_messages_hide(slowed_by: str) ->
                 split = splits_backward(pipelining.schedule, pipelining.virtual_stages)
                 of_kind = scorer.bounds.bound_s(shape, [policy], pipelining.virtual_stages, split=split)
                 for cut in scorer.cuts(shape, [policy], pipelining):
-                    draft = scorer.draft(scorer.with_room(cut))
+                    finer = [cut]
+                    while finer[-1].counted < Counted.ROOM:
+                        finer.append(scorer.cut_bounds.finer(finer[-1]))
+                    assert finer == sorted(finer, key=lambda one: (one.bound_s, one.counted))
+                    found.update(one.counted for one in finer)
+                    draft = scorer.draft(finer[-1])
                     if draft is not None:
                         seconds = scorer.timed(draft).predicted.step_time_s
                         assert max(of_kind, cut.bound_s, draft.bound_s) <= seconds * (1 + 1e-9), (cut, seconds)
                         simulated += 1
     assert simulated > 50
+    assert found == set(Counted)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +131,7 @@ def test_no_bound_is_above_what_it_bounds(cluster: Cluster, frozen: bool) -> Non
                 roomy = scorer.bounds.bound_s(shape, policies, virtual, split=split)
                 assert of_shape <= roomy <= of_kind * (1 + 1e-9)
                 for cut in scorer.cuts(shape, policies, pipelining):
-                    with_room = scorer.with_room(cut)
+                    with_room = scorer.cut_bounds.with_room(cut)
                     draft = scorer.draft(with_room)
                     if draft is None:
                         unfit += 1

@@ -169,7 +169,7 @@ def test_bounds_count_how_often_a_schedule_gathers(
     split = splits_backward(schedule, virtual)
     bound = partial(scorer.bounds.bound_s, shape, [policy], virtual, split=split)
     (cut,) = scorer.cuts(shape, [policy], pipelining)
-    draft = scorer.draft(scorer.with_room(cut))
+    draft = scorer.draft(scorer.cut_bounds.with_room(cut))
     assert draft is not None
     seconds, counted = scorer.timed(draft).predicted.step_time_s, bound(gathered_by=pipelining)
     assert max(counted, cut.bound_s, draft.bound_s) <= seconds * (1 + 1e-9)

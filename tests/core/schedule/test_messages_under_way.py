@@ -6,11 +6,8 @@ from shardwright.core.schedule import Schedule, schedule_names
 from shardwright.core.schedule.actions import Action, B, F, I, W
 from shardwright.core.schedule.catalogue import FAMILIES
 from shardwright.core.schedule.family import Sizes
-from shardwright.core.schedule.messages_under_way import (
-    messages_by_action,
-    messages_under_way,
-    usual_messages_under_way,
-)
+from shardwright.core.schedule.messages_by_action import messages_by_action
+from shardwright.core.schedule.messages_under_way import messages_under_way, usual_messages_under_way
 from shardwright.core.schedule.peak_memory import walk_activations
 
 
