@@ -304,14 +304,31 @@ def token_slices(ratios: Mapping[str, float]) -> Claims:
     return claims
 
 
-def sliced_steps(times: Mapping[str, float]) -> Claims:
-    """Seconds of steps of one sequence on two ranks: in the planner's slices at least 1.3 times as fast as whole, and
-    at most 3% slower than the best other slices."""
-    claims = Claims()
-    planned, nothing = times.get("the planner's", float("nan")), float("nan")
+def sliced_steps(times: Mapping[str, float], predicted: Mapping[str, float]) -> Claims:
+    """Seconds of steps of one sequence on two ranks, by form: in the planner's slices at least 1.3 times as fast as
+    whole, and at most 3% slower than the best other slices; both predicted within 10%; one slice at most 1% slower than
+    none."""
+    claims, nothing = Claims(), float("nan")
+    planned, whole = times.get("the planner's", nothing), times.get("whole", nothing)
     others = [taken for name, taken in times.items() if "+" in name]
-    claims.at_least("whole over the planner's slices", times.get("whole", nothing) / planned, 1.3)
+    claims.at_least("whole over the planner's slices", whole / planned, 1.3)
     claims.at_most("the planner's slices over the best others", planned / min(others, default=nothing), 1.03)
+    claims.at_most("one slice over none", times.get("one slice", nothing) / whole, 1.01)
+    for name in ("whole", "the planner's"):
+        error = abs(predicted.get(name, nothing) / times.get(name, nothing) - 1)
+        claims.at_most(f"{name}: error of the prediction", error, 0.10)
+    return claims
+
+
+def sliced_memory(ratios: Mapping[str, Sequence[float]], lowered: float) -> Claims:
+    """Of each form that ran, predicted over tracked bytes by rank: at least 1 and at most 1.03. ``lowered``: the
+    activations of the fullest rank at 32 thousand tokens in slices over those of whole sequences, at most half."""
+    claims = Claims()
+    claims.at_least("forms measured", len(ratios), 1)
+    for name, ranks in ratios.items():
+        claims.at_least(f"{name}: predicted over tracked, lowest rank", min(ranks, default=float("nan")), 1.0)
+        claims.at_most(f"{name}: predicted over tracked, highest rank", max(ranks, default=float("nan")), 1.03)
+    claims.at_most("activations in slices over those of whole sequences", lowered, 0.5)
     return claims
 
 

@@ -137,6 +137,9 @@ SYSTEMS: dict[str, Execution] = {
         # large layer has. The share of the bandwidth is fitted on the three rows of arXiv 2104.04473, table 2, for
         # ZeRO-3 with 174.6B on 384 to 1,536 A100 (`benchmarks/large_runs.py`).
         Execution("deepspeed", "0.10", tensor_chunks=1, sends=False, by_parameter=True, bandwidth_share=0.32),
+        # TeraPipe's code (github.com/zhuohan123/terapipe) sends between stages by broadcasts, one after the other with
+        # eager kernels, and sums gradients after all passes.
+        Execution("terapipe", "2021", kernels="eager", tensor_chunks=1, sends=False),
         # SageMaker's sharded data parallelism (MiCS) gathers a layer ahead, and overlaps the sums of gradients.
         Execution("sagemaker", "1.15", gradients=True, prefetched_units=1, tensor_chunks=1),
         # MaxText sets XLA's flags for asynchronous collectives, with its latency-hiding scheduler.

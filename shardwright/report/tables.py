@@ -136,6 +136,8 @@ def _heading(plan: Plan) -> Text:
         + (f"; ranks at work get {plan.costs.idle_lent:.0%} of what idle ones leave" if plan.costs.idle_lent else ""),
     ]
     lines += [f"{old}{line}" for line in (*_hidden(plan), *_rates(plan), *_price(plan))]
+    if plan.provenance.slices:
+        lines.append(f"{old}{plan.provenance.slices}")
     if plan.provenance.left_out:
         why = "left out" if plan.is_pinned("devices") else "not worth using, left out"
         lines.insert(1, f"{why}: {plan.provenance.left_out}")

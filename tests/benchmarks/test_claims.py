@@ -67,11 +67,36 @@ JUDGED: dict[str, tuple[Callable[[], Claims], list[Callable[[], Claims]]]] = {
         ),
     ),
     "sliced_steps": (
-        lambda: claims.sliced_steps({"whole": 1.4, "the planner's": 1.0, "1 + 1": 0.99}),
+        lambda: claims.sliced_steps(
+            {"whole": 1.4, "one slice": 1.4, "the planner's": 1.0, "1 + 1": 0.99}, {"whole": 1.3, "the planner's": 1.05}
+        ),
         (
-            lambda: claims.sliced_steps({"whole": 1.2, "the planner's": 1.0, "1 + 1": 1.0}),
-            lambda: claims.sliced_steps({"whole": 1.4, "the planner's": 1.0, "1 + 1": 0.9}),
-            lambda: claims.sliced_steps({}),
+            lambda: claims.sliced_steps(
+                {"whole": 1.2, "one slice": 1.2, "the planner's": 1.0, "1 + 1": 1.0},
+                {"whole": 1.2, "the planner's": 1.0},
+            ),
+            lambda: claims.sliced_steps(
+                {"whole": 1.4, "one slice": 1.4, "the planner's": 1.0, "1 + 1": 0.9},
+                {"whole": 1.4, "the planner's": 1.0},
+            ),
+            lambda: claims.sliced_steps(
+                {"whole": 1.4, "one slice": 1.5, "the planner's": 1.0, "1 + 1": 1.0},
+                {"whole": 1.4, "the planner's": 1.0},
+            ),
+            lambda: claims.sliced_steps(
+                {"whole": 1.4, "one slice": 1.4, "the planner's": 1.0, "1 + 1": 1.0},
+                {"whole": 1.4, "the planner's": 1.2},
+            ),
+            lambda: claims.sliced_steps({}, {}),
+        ),
+    ),
+    "sliced_memory": (
+        lambda: claims.sliced_memory({"a": [1.0, 1.02]}, 0.3),
+        (
+            lambda: claims.sliced_memory({"a": [0.99, 1.02]}, 0.3),
+            lambda: claims.sliced_memory({"a": [1.0, 1.05]}, 0.3),
+            lambda: claims.sliced_memory({"a": [1.0]}, 0.7),
+            lambda: claims.sliced_memory({}, 0.3),
         ),
     ),
     "sliced_zoo": (

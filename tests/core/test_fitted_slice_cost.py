@@ -55,3 +55,13 @@ def test_errors_are_those_of_the_measurements() -> None:
 def test_measurements_that_are_not_enough(measured: dict[tuple[int, int], float], said: str) -> None:
     with pytest.raises(PlanError, match=said):
         FittedCost.of(measured)
+
+
+def test_the_table_of_all_slices_is_what_single_ones_cost() -> None:
+    fit = FittedCost.of({(n, c): 1e-3 + 1e-5 * n * (1 + c / 90) for n in (16, 32, 64) for c in (0, 40, 100)})
+    places = [0, 3, 16, 50, 64, 200]
+    table = fit.table(places)
+    for i, end in enumerate(places):
+        for j, start in enumerate(places):
+            expected = fit(end - start, start) if j < i else math.inf
+            assert table[i, j] == pytest.approx(expected, rel=1e-12)

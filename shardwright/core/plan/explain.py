@@ -52,6 +52,8 @@ def _plan_text(plan: Plan) -> str:
     lines += _fp8_lines(plan)
     if plan.provenance.pinned:
         lines.append(f"pinned: {', '.join(plan.provenance.pinned)}")
+    if plan.provenance.slices:
+        lines.append(f"{old}{plan.provenance.slices}")
     lines += [f"{old}not chosen: {a.summary}: {a.reason}" for a in plan.alternatives]
     lines += [f"{old}whole on the tensor axis: {slot}: {reason}" for slot, reason in plan.unsplit]
     return "\n".join(lines)

@@ -168,6 +168,8 @@ class Provenance:
     """The devices that were given and are not worth using; ``cluster`` and ``world_size`` are of the rest."""
     headroom: Share = 0.0
     """The share of each device's memory that the plan leaves free, as asked for or by default."""
+    slices: str = ""
+    """The reason why sequences go through the pipeline in slices, or whole, where that was searched."""
 
 
 @dataclass(frozen=True, repr=False)

@@ -62,19 +62,20 @@ class _Passes:
     def of_rank(self, rank: int) -> dict[int, int]:
         """The actions that a rank runs, as bits. Raises ScheduleError for one that may not stand where it does."""
         done: dict[int, int] = {}
-        stages, slices, microbatches = len(self.placement), self.slices, self.microbatches
+        placement, slices, microbatches = self.placement, self.slices, self.microbatches
+        stages, is_plain = len(placement), slices == 1
         allowed = {F: (0,), I: (1,), W: (3,), B: (1,)}
         for position, action in enumerate(self.table[rank]):
             for part in action.parts or (action,):
                 stage, mb, piece = part.stage, part.microbatch or 0, part.slice
-                is_there = stage < stages and mb < microbatches and self.placement[stage] == rank
-                if is_there and (piece is None if slices == 1 else self._names_its_slice(part)):
+                is_there = stage < stages and mb < microbatches and placement[stage] == rank
+                if is_there and (piece is None if is_plain else self._names_its_slice(part)):
                     before = allowed.get(part.kind)
                     if before is None:
                         continue
-                    at = (stage * microbatches + mb) * slices + (piece or 0)
+                    at = stage * microbatches + mb if is_plain else (stage * microbatches + mb) * slices + (piece or 0)
                     state = done.get(at, 0)
-                    if state in before and (slices == 1 or self._in_turn(part, at, done)):
+                    if state in before and (is_plain or self._in_turn(part, at, done)):
                         done[at] = state | _BIT[part.kind]
                         continue
                 problem = self._problem(self.table[rank][:position], rank, part)

@@ -190,6 +190,23 @@ def peak_below_sum(
 _ALONE = {F: "forward", I: "input_grad", W: "weight_grad"}
 
 
+def peak_below_sum_of_slices(order: Sequence[Action], slices: Sequence[SliceBytes], gradients: int) -> int:
+    """Bytes by which the peak of one rank is below the sum of its gradients and of the most activations, where
+    sequences run in slices: gradients of a stage appear in the backward of its first slice, and activations of others
+    are there beside them. ``gradients``: the bytes of those of all stages of the rank, taken to be divided evenly."""
+    stages = {part.stage for action in order for part in action.flat if part.kind in (B, W)}
+    began: set[int] = set()
+    live = highest = 0
+    for action, (most, remaining) in zip(order, walk_activations(order, slices=slices), strict=True):
+        highest, held = max(highest, most), gradients * len(began) // max(1, len(stages))
+        first = {part.stage for part in action.flat if part.kind in (B, W)} - began
+        began |= first
+        after = gradients * len(began) // max(1, len(stages))
+        # The gradients of the first backward come as its activations go.
+        live = max(live, most + held, remaining + after)
+    return gradients + highest - live
+
+
 def _beside(part: Action, stage: StageMemory, working: int) -> int:
     """The temporary values of an action, where no other action of the rank holds more than ``working``."""
     alone: int | None = getattr(stage, _ALONE[part.kind]) if part.kind in _ALONE else None

@@ -26,6 +26,7 @@ from shardwright.core.schedule.peak_memory import SliceBytes
 from shardwright.core.schedule.timeline import Timeline, TransferLog, TransferRow
 
 Mode = Literal["asynchronous", "blocking"]
+_NEVER = float("inf")
 
 
 Costs = StageCosts | Sequence[StageCosts]
@@ -133,6 +134,8 @@ class Engine:
         if self.blocking and not self.explicit and schedule.ranks > 1:
             raise ScheduleError("blocking transfers need sends and receives in the schedule: use insert_transfers")
         stages, m, ranks = schedule.stages, schedule.passes, schedule.ranks
+        self.passes, self.slices = m, schedule.slices
+        self.transfer_s = [one.transfer_s for one in costs]
         self.offset = [0]
         for order in schedule.table:
             self.offset.append(self.offset[-1] + len(order))
@@ -188,29 +191,34 @@ class Engine:
 
     def _advance(self, rank: int) -> None:
         order, offset, last_stage = self.schedule.table[rank], self.offset[rank], self.schedule.stages - 1
-        m, credits, slices = self.schedule.passes, self.schedule.credits, self.schedule.slices
+        m, credits, slices = self.passes, self.schedule.credits, self.slices
         forward_in, backward_in, seconds_of = self.forward_in, self.backward_in, self.seconds
-        in_halves = self.in_halves
-        while self.position[rank] < len(order):
-            node = offset + self.position[rank]
-            action = order[self.position[rank]]
-            if action.kind in TRANSFER:
+        in_halves, explicit, starts, ends, causes = self.in_halves, self.explicit, self.start, self.end, self.cause
+        position, count = self.position[rank], len(order)
+        while position < count:
+            node = offset + position
+            action = order[position]
+            if explicit and action.kind in TRANSFER:
                 if not self._post(rank, action, node):
                     return
-                self.position[rank] += 1
+                position += 1
+                self.position[rank] = position
                 continue
             clock = start = self.clock[rank]
-            by = node - 1 if self.position[rank] else -1
-            seconds, shorter = 0.0, float("inf")
+            by = node - 1 if position else -1
+            seconds, shorter = 0.0, _NEVER
             parts = action.parts or (action,)
             for part in parts:
                 stage, kind = part.stage, part.kind
-                if kind not in seconds_of:
+                rows = seconds_of.get(kind)
+                if rows is None:
                     continue  # Gathering and freeing parameters takes no time here.
                 piece = part.slice or 0
                 at = stage * m + (part.microbatch or 0) * slices + piece
-                length = seconds_of[kind][piece][stage]
-                seconds, shorter = seconds + length, min(shorter, length)
+                length = rows[piece][stage]
+                seconds += length
+                if length < shorter:
+                    shorter = length
                 if kind is F:
                     arrival, bringer = forward_in[at], self.forward_by[at]
                 elif kind is W:
@@ -236,15 +244,17 @@ class Engine:
                         start, by = freed
             if len(parts) > 1:
                 seconds -= self.costs.overlap * shorter
-            self.start[node], self.cause[node] = start, by
+            starts[node], causes[node] = start, by
             end = start + seconds
-            if action.kind is B and in_halves:
+            if in_halves and action.kind is B:
                 # In the order of its halves, so that a whole backward ends to the last bit when a split one would.
-                end = start + seconds_of[I][piece][action.stage] + seconds_of[W][piece][action.stage]
-            self.end[node] = self.clock[rank] = end
+                end = start + seconds_of[I][piece][stage] + seconds_of[W][piece][stage]
+            ends[node] = self.clock[rank] = end
             for part in parts:
-                self._hand_on(rank, part, node)
-            self.position[rank] += 1
+                if part.kind is not W and part.kind in seconds_of:
+                    self._hand_on(rank, part, node)
+            position += 1
+            self.position[rank] = position
 
     def _edge(self, part: Action) -> tuple[bool, int] | None:
         """The boundary between ranks that a result crosses, as (whether forward, the stage it leaves), or None."""
@@ -268,14 +278,13 @@ class Engine:
         return None
 
     def _hand_on(self, rank: int, part: Action, node: int) -> None:
-        """Record what an action has made: hand it to the next stage, and give back the credit of what it used."""
-        stage, kind, m = part.stage, part.kind, self.schedule.passes
-        if kind is W or kind not in self.seconds:
-            return
-        forward = kind is F
-        mb = (part.microbatch or 0) * self.schedule.slices + (part.slice or 0)
+        """Record what a forward or an input gradient has made: hand it to the next stage, and give back the credit of
+        what it used."""
+        schedule, stage, forward = self.schedule, part.stage, part.kind is F
+        m = self.passes
+        mb = (part.microbatch or 0) * self.slices + (part.slice or 0)
         (self.forward_done if forward else self.input_done)[stage * m + mb] = 1
-        if self.schedule.credits is not None:
+        if schedule.credits is not None:
             source = (forward, stage - 1 if forward else stage + 1)
             self.used.setdefault(source, []).append((self.end[node], node))
             self._wake(("credit", source))
@@ -283,9 +292,9 @@ class Engine:
             if edge is not None:
                 self.made[edge] = self.made.get(edge, 0) + 1
         to = stage + 1 if forward else stage - 1
-        if not 0 <= to < self.schedule.stages:
+        if not 0 <= to < schedule.stages:
             return
-        target = self.schedule.placement[to]
+        target = schedule.placement[to]
         if target == rank:
             self._arrive(forward, to * m + mb, self.end[node], node)
         elif not self.explicit:
@@ -309,13 +318,13 @@ class Engine:
         if link is None:
             link = self.links[(source, target)] = _Link()
         start, cause = (ready, node) if ready >= link.free_s else (link.free_s, link.last)
-        end = start + self.by_slice[mb % self.schedule.slices].transfer_s[stage if forward else stage - 1]
+        end = start + self.transfer_s[mb % self.slices][stage if forward else stage - 1]
         link.free_s, link.last = end, -2 - len(self.transfers)
         if self.costs.sender_waits:
             self.clock[source] = max(self.clock[source], end)
         self.transfers.append((forward, stage, mb, source, target, start, end))
         self.transfer_cause.append(cause)
-        self._arrive(forward, (stage + 1 if forward else stage - 1) * self.schedule.passes + mb, end, link.last)
+        self._arrive(forward, (stage + 1 if forward else stage - 1) * self.passes + mb, end, link.last)
         return end
 
     def _post(self, rank: int, action: Action, node: int) -> bool:
@@ -326,7 +335,7 @@ class Engine:
         if not 0 <= peer_stage < self.schedule.stages:
             return False
         made = self.forward_done if forward else self.input_done
-        if sends and not made[action.stage * self.schedule.passes + self.schedule.pass_of(action)]:
+        if sends and not made[action.stage * self.passes + self.schedule.pass_of(action)]:
             return False
         peer = self.schedule.placement[peer_stage]
         source, target = (rank, peer) if sends else (peer, rank)

@@ -103,7 +103,7 @@ class Search:
 
         Raises PlanError when the request leaves nothing to choose from.
         """
-        shapes = self._unlike(self.space.shapes())
+        shapes = self.unlike(self.space.shapes())
         for shape in shapes:
             self._push(self.scorer.bounds.shape_bound_s(shape), shape)
         best: list[Scored] = []
@@ -149,7 +149,7 @@ class Search:
         peaked = with_peaks(answer)
         return Found(peaked, peaked if answer is fastest else with_peaks(fastest), [*map(with_peaks, next_best)])
 
-    def _unlike(self, shapes: Sequence[Shape]) -> list[Shape]:
+    def unlike(self, shapes: Sequence[Shape]) -> list[Shape]:
         """The shapes, of those whose links are the same in every part of a step the one that is preferred."""
         if not self.scorer.cluster.is_uniform:
             return list(shapes)

@@ -296,6 +296,21 @@ class Bounds:
             recompute = "none"
         return min(self._least_ends(shape, each, recompute, None).step_s(pipeline_s) for each in policies) * SAFE
 
+    def sliced_bound_s(self, shape: Shape, policy: Policy | None, least_share: float) -> float:
+        """Seconds below which no step gets whose sequences go through the pipeline in slices, however short, where all
+        slices together take at least a share of the seconds of whole sequences; infinity where nothing has room.
+        Without a policy, whatever is kept in memory."""
+        recompute = self.request.recompute if policy is None else policy.recompute
+        few = policy is not None and self.request.recomputes_what_memory_asks_for(recompute)
+        if few or (policy is None and self.request.searches_recompute) or self.request.names_units:
+            recompute = "none"
+        if policy is not None and not self.may_fit(shape, policy):
+            return math.inf
+        pipeline = self._lending_s(shape, recompute, self._fluid_s(shape, recompute) * shape.microbatches) * least_share
+        if policy is not None:
+            pipeline = self._least_ends(shape, policy, recompute, None).step_s(pipeline)
+        return pipeline * SAFE
+
     @found_once
     def _least_pipeline_s(self, shape: Shape, recompute: Recompute, virtual_stages: int, *, split: bool) -> float:
         """Seconds below which no pipeline gets whose idle time is not lent."""

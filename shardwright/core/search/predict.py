@@ -239,7 +239,8 @@ class LeastEnds:
 
 def simulated_pipeline(decision: Decision, costs: Costs) -> Pipeline:
     """The decision's schedule, simulated. Long schedules settle into a period, so they are extrapolated from two
-    shorter ones of 4 and 5 rounds of the pipeline. Generated schedules follow no period and are simulated whole."""
+    shorter ones of 4 and 5 rounds of the pipeline; of slices, which fill it sooner, from shorter ones still. Generated
+    schedules follow no period and are simulated whole."""
 
     def run(microbatches: int) -> Pipeline:
         batch = microbatches * decision.dp * decision.microbatch
@@ -248,7 +249,8 @@ def simulated_pipeline(decision: Decision, costs: Costs) -> Pipeline:
         end = found.makespan_s
         return Pipeline(end, tuple(end - float(times[-1]) if len(times) else end for times in found.end_s))
 
-    short, longer = 4 * decision.pp, LONGEST_SIMULATED * decision.pp
+    rounds = 2 + -(-(LONGEST_SIMULATED - 2) // decision.slice_count)
+    short, longer = (rounds - 1) * decision.pp, rounds * decision.pp
     if decision.microbatches <= longer or decision.schedule == AUTO:
         return run(decision.microbatches)
     first, second = run(short), run(longer)

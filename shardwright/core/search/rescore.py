@@ -297,6 +297,7 @@ def _completed(plan: Plan, found: Plan, edited: set[str]) -> Plan:
             pinned=tuple(pinned),
             pinned_layouts=tuple((slot, said) for slot, said in layouts if said != EDIT or slot in sources),
             left_out=plan.provenance.left_out,
+            slices=plan.provenance.slices if found.decision == (plan.counted or plan.decision) else "",
         ),
         input=plan.input,
     )

@@ -320,7 +320,8 @@ class Scorer:
         starts = self._starts(shape, policy, pipelining, placement, live, ranked, fit=False)
         if starts is None:
             return None
-        decision = self.bounds.decision(shape, policy, pipelining, starts)
+        kept = tuple(sorted(self.request.kept_units or ()))
+        decision = self._decided(Draft(shape, pipelining, starts, (), 0.0, ranked, kept), policy)
         request = self.request_of(decision)
         memory = by_stage(decision, ranked, ranked.memory(starts, placement, live, request), request)
         memory = less_apart(decision, ranked, memory, request)
@@ -328,6 +329,15 @@ class Scorer:
         known = None if least_s is None else Pipeline(least_s, (least_s,) * ranked.ranks)
         predicted = self.step.predicted(decision, ranked, memory, placement, known)
         return Scored(decision, ranked, predicted, ranked.over_bytes(memory))
+
+    def keeping(self, scored: Scored, kept: tuple[int, ...]) -> Scored:
+        """A choice of `without_limit` with some units kept that would be computed again."""
+        tables = scored.tables.keeping(kept)
+        decision = replace(scored.decision, kept_units=kept)
+        live = live_microbatches(decision.schedule, decision.pp, decision.microbatches, decision.virtual_stages)
+        memory = self._memory(decision, tables, live)
+        predicted = replace(scored.predicted, memory_by_stage_rank=memory)
+        return Scored(decision, tables, predicted, tables.over_bytes(memory))
 
     def _starts(
         self,

@@ -14,7 +14,7 @@ from shardwright.core.plan.plan import Plan
 from shardwright.core.plan.plan_input import PlanInput
 from shardwright.core.plan.prediction_error import lead, memory_error
 from shardwright.core.plan.training_run import usd_per_hour
-from shardwright.core.schedule import AUTO, StageCosts
+from shardwright.core.schedule import AUTO
 from shardwright.core.search.answer import as_plan, not_carried_out
 from shardwright.core.search.best_first import REPORTED, Found, Search, preference
 from shardwright.core.search.defaults import defaults
@@ -25,7 +25,7 @@ from shardwright.core.search.options import Progress
 from shardwright.core.search.refusal import refusal
 from shardwright.core.search.request import Request
 from shardwright.core.search.scoring import Scored, Scorer
-from shardwright.core.search.sliced_step import as_recorded, in_slices
+from shardwright.core.search.sliced_search import Sliced, SlicedSearch, as_recorded
 from shardwright.core.search.space import GENERATED_ACTIONS
 from shardwright.core.search.step_work import step_tokens
 from shardwright.core.search.time_limits import out_of_time, require_price
@@ -47,6 +47,17 @@ class Tried:
     part: Part
     search: Search
     found: Found
+    within_s: float
+    """Seconds that a step takes at most for the deadline and the budget."""
+    sliced: Sliced | None = None
+    """The answer where sequences may go through the pipeline in slices."""
+    lacks: str | None = None
+    """What slices lack that were asked for, in words."""
+
+    @property
+    def is_answer(self) -> bool:
+        """Whether something fits, in slices where these are asked for."""
+        return self.sliced is not None if self.search.request.asks_for_slices else self.found.best is not None
 
 
 def make_plan(graph: Graph, cluster: Cluster, request: Request) -> Plan:
@@ -60,16 +71,21 @@ def make_plan(graph: Graph, cluster: Cluster, request: Request) -> Plan:
         request.training_run.steps(request.batch, step_tokens(graph, request.batch)[1])
     asked = with_headroom(graph, request)
     chosen, *left = search_parts(graph, cluster, asked, progress=request.progress)
-    if chosen.found.best is None:
+    if not _in_slices(chosen).is_answer:
         chosen, *left = _with_less_room(graph, cluster, asked)
     asked = chosen.search.request
     scorer, used = chosen.search.scorer, chosen.part.cluster
     best, fastest, others = chosen.found.best, chosen.found.fastest, chosen.found.others
+    sliced = chosen.sliced
+    if sliced is not None and (best is None or sliced.best is not best):
+        best, fastest, others = sliced.best, sliced.best, sliced.others
+    elif sliced is not None:
+        others = sliced.others
     assert best is not None
     if request.schedule == AUTO:
         best, *others = generated(scorer, [best, *others])
         fastest = best
-    elif request.recompute == NAMED:
+    elif request.recompute == NAMED and not best.decision.slice_lengths:
         best = _with_two_modes(chosen.search, best)
         if fastest is not None and best.predicted.step_time_s <= fastest.predicted.step_time_s:
             fastest = best
@@ -77,19 +93,25 @@ def make_plan(graph: Graph, cluster: Cluster, request: Request) -> Plan:
         slow = scorer.tables.slow_tensor_axis(best.decision.tp, best.decision.microbatch)
         if slow is not None:
             warnings.warn(slow, PlanWarning, stacklevel=3)
-    slice_costs: tuple[StageCosts, ...] = ()
-    if request.asks_for_slices:
-        best, others, slice_costs = in_slices(scorer, best, others, asked)
-        fastest = best
     elsewhere = [(tried.part.cluster, tried.found.fastest) for tried in left if tried.found.fastest is not None]
     beside = [] if _pins_degrees(request) else defaults(scorer.tables, used, asked)
-    found = as_plan(
-        scorer, best, others, beside, chosen.part.left_out, elsewhere, fastest, _margin(request, scorer.tables)
-    )
-    if slice_costs:
-        found = replace(found, costs=replace(found.costs, slices=tuple(map(as_recorded, slice_costs))))
+    margin = _margin(request, scorer.tables)
+    found = as_plan(scorer, best, others, beside, chosen.part.left_out, elsewhere, fastest, margin)
+    if sliced is not None:
+        recorded = replace(found.costs, slices=tuple(map(as_recorded, sliced.costs)))
+        found = replace(found, costs=recorded, provenance=replace(found.provenance, slices=sliced.reason))
     given = PlanInput.of(graph, used, request.beside_decision, request.pins, request.runtimes)
     return replace(found, counted_for="", input=given)
+
+
+def _in_slices(tried: Tried) -> Tried:
+    """A part with its answer in slices, where these are asked for. Raises PlanError, or CaptureError, where the model
+    or the schedules run no slices."""
+    if tried.search.request.asks_for_slices:
+        search = SlicedSearch(tried.search, tried.within_s)
+        tried.sliced = search.run(tried.found.best, tried.found.others)
+        tried.lacks = search.lacking()
+    return tried
 
 
 def _with_two_modes(search: Search, best: Scored) -> Scored:
@@ -122,7 +144,7 @@ def _with_less_room(graph: Graph, cluster: Cluster, request: Request) -> list[Tr
     if request.headroom is None:
         share, request = request.left_free, replace(request, left_free=0.0)
         chosen, *left = search_parts(graph, cluster, request)
-        if chosen.found.best is not None:
+        if _in_slices(chosen).is_answer:
             warnings.warn(
                 f"nothing fits that leaves {share:.1%} of each device's memory free, by which predictions of memory "
                 f"have been too low: this plan may run out of it; headroom=0 asks for such plans without a warning",
@@ -132,11 +154,15 @@ def _with_less_room(graph: Graph, cluster: Cluster, request: Request) -> list[Tr
             return [chosen, *left]
     _require_in_time(graph, cluster, request, limited=True)
     chosen, *left = search_parts(graph, cluster, request, limited=False)
-    if chosen.found.best is None:
+    if not _in_slices(chosen).is_answer:
         _require_in_time(graph, cluster, request, limited=False)
+        if chosen.lacks is not None and chosen.found.best is not None:
+            raise PlanError(chosen.lacks)
         tables, search = tables_of(graph, chosen.part.cluster, request), chosen.search
         raise PlanError(refusal(tables, chosen.part.cluster, request, search.scorer, search.space))
-    lacking = not_carried_out(chosen.found.best.decision, request.runtimes)
+    best = chosen.found.best if chosen.sliced is None else chosen.sliced.best
+    assert best is not None
+    lacking = not_carried_out(best.decision, request.runtimes)
     warnings.warn(f"nothing that every runtime carries out fits: {lacking}", PlanWarning, stacklevel=4)
     return [chosen, *left]
 
@@ -193,7 +219,7 @@ def search_parts(
             continue
         if progress is not None and len(admitted) > 1:
             progress(number + 1, len(admitted))
-        tried.append(Tried(part, search, found))
+        tried.append(Tried(part, search, found, within_s))
         if found.fastest is not None:
             least_s = min(least_s, found.fastest.predicted.step_time_s)
     if not tried:

@@ -33,7 +33,7 @@ SETTLED = 3
 
 
 @dataclass(frozen=True, slots=True)
-class SliceCounts:
+class SliceWork:
     """What was counted of one slice: the graph of its tokens (`graph_of_slice`), their share of the sequence, and the
     cost of every unit, the last one without what runs behind all slices."""
 
@@ -89,7 +89,7 @@ class SlicedMemory:
         request: MemoryRequest,
         whole: Graph,
         ops: SequenceOps,
-        slices: Sequence[SliceCounts],
+        slices: Sequence[SliceWork],
         behind: Behind,
         *,
         fuses_dropout: bool,

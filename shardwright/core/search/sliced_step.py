@@ -1,43 +1,44 @@
 """The step of a plan whose sequences go through the pipeline in slices: what slices cost, and which are best.
 
-A slice's seconds and bytes are those of its ops on its own tokens, behind those before it (`graph_of_slice`), as a
-share of what the same count says of whole sequences; what was measured of whole ones holds so for slices too. What
-needs all tokens runs with the last slice.
+A slice's seconds and bytes are those of its ops on its own tokens, behind those before it (`SliceCounts`), as a share
+of what the same count says of whole sequences; what was measured of whole ones holds so for slices too. What needs all
+tokens runs with the last slice.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
-from shardwright.core.cost.op_kinds import PRECISION_BYTES
+import numpy as np
+
 from shardwright.core.cost.unit_seconds import UnitCost
 from shardwright.core.errors import PlanError
-from shardwright.core.model.graph import Graph
-from shardwright.core.plan.decision import Decision, require_slices
+from shardwright.core.plan.decision import Decision
 from shardwright.core.plan.prediction_error import LEAD
-from shardwright.core.plan.record import SliceCosts
 from shardwright.core.schedule.costs import StageCosts
-from shardwright.core.schedule.peak_memory import peak_live
+from shardwright.core.schedule.peak_memory import peak_below_sum_of_slices, peak_live
 from shardwright.core.schedule.simulate import bytes_of
 from shardwright.core.search.answer import place_of
-from shardwright.core.search.predict import simulated_pipeline
-from shardwright.core.search.request import Request
+from shardwright.core.search.predict import Pipeline, simulated_pipeline
 from shardwright.core.search.scoring import Scored, Scorer
-from shardwright.core.search.sliced_memory import Behind, SliceCounts, SlicedMemory
+from shardwright.core.search.slice_counts import Slice, SliceCounts
+from shardwright.core.search.sliced_memory import Behind, SlicedMemory, SliceWork
 from shardwright.core.slices.fitted_cost import FittedCost
-from shardwright.core.slices.graph_of_slice import carried_bytes, graph_of_slice
 from shardwright.core.slices.lengths import best_lengths
-from shardwright.core.slices.sequence_ops import SequenceOps, sequence_inputs, sequence_ops
-from shardwright.core.slices.unit_parts import keep_together, require_sliceable, whole_calls
-from shardwright.core.tables.cost_tables import CostTables
 from shardwright.core.tables.memory import MemoryUse, kept_bytes, recomputed_s
 
 POINTS = 5
 """The lengths, and the contexts, at which the seconds of slices are counted; between them they are interpolated."""
+CONTEXTS = 9
+"""The contexts at which slices of one length are counted for the costs of a plan; between them they are interpolated:
+attention grows evenly with them, and nothing else changes."""
 LEAST = 16
 """The shortest slice whose seconds are counted, in tokens, of sequences that are not shorter themselves."""
-PLACES = 256
+PLACES = 128
 """The places where a sequence may be cut, at most."""
+MOST_UNEQUAL = 8
+"""The number of slices up to which so many of unequal lengths are looked for; more are nearly equal, or as many as the
+rule takes when it may choose."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,49 +48,47 @@ class _Passes:
     forward_s: float = 0.0
     input_grad_s: float = 0.0
     weight_grad_s: float = 0.0
-    kept_bytes: int = 0
+    kept_bytes: float = 0
 
     def __add__(self, other: "_Passes") -> "_Passes":
+        return self.combined(other, 1.0, 1.0)
+
+    def combined(self, other: "_Passes", own: float, others: float) -> "_Passes":
+        """So many times these, and so many times the others, each at least 0."""
         return _Passes(
-            self.forward_s + other.forward_s, self.input_grad_s + other.input_grad_s,
-            self.weight_grad_s + other.weight_grad_s, self.kept_bytes + other.kept_bytes,
-        )  # fmt: skip
+            max(0.0, self.forward_s * own + other.forward_s * others),
+            max(0.0, self.input_grad_s * own + other.input_grad_s * others),
+            max(0.0, self.weight_grad_s * own + other.weight_grad_s * others),
+            max(0, self.kept_bytes * own + other.kept_bytes * others),
+        )
 
 
 class SlicedStep:
-    """The slices of one choice, which was scored for whole sequences.
+    """The slices of one choice, which was scored for whole sequences."""
 
-    Raises PlanError for a model without a sequence, CaptureError for one that cannot run in slices.
-    """
-
-    def __init__(self, scorer: Scorer, scored: Scored) -> None:
-        self.scorer, self.scored = scorer, scored
+    def __init__(self, counts: SliceCounts, scorer: Scorer, scored: Scored) -> None:
+        self.counts, self.scorer, self.scored = counts, scorer, scored
         self.decision, self.tables = scored.decision, scorer.tables
-        graph = self.tables.graph
-        dims = sequence_inputs(graph)
-        self.ops: SequenceOps = keep_together(graph, sequence_ops(graph, dims), whole_calls(graph))
-        require_sliceable(graph, self.ops)
-        tensor, dim = next(iter(dims.items()))
-        self.tokens = graph.tensors[tensor].fixed[dim]
+        self.tokens = counts.tokens
         self._places = [place_of(scorer, scored, pp) for pp in range(self.decision.pp)]
-        self._by_slice: dict[tuple[int, int], tuple[_Passes, ...]] = {}
-        units = self.tables.folded.units
-        behind = [op for op, need in enumerate(self.ops.needs) if need == "all"]
-        self._tail = min((op for op in behind if op >= units[-1].first_op), default=units[-1].end_op)
-        """The first op of the last unit that runs behind the last slice."""
+        self._by_slice: dict[tuple[Slice | None, bool], tuple[_Passes, ...]] = {}
 
     # -- what slices cost -----------------------------------------------------------------------------------------
 
     def costs(self, lengths: Sequence[int]) -> tuple[StageCosts, ...]:
         """The costs of each slice on the stages of the choice."""
-        found, start = [], 0
-        for number, length in enumerate(lengths):
-            found.append(self._costs(length, start, is_last=number == len(lengths) - 1))
-            start += length
-        return tuple(found)
+        starts = [sum(lengths[:number]) for number in range(len(lengths))]
+        contexts: dict[int, list[int]] = {}
+        for length, start in zip(lengths, starts, strict=True):
+            contexts.setdefault(length, []).append(start)
+        last = len(lengths) - 1
+        return tuple(
+            self._costs(length, self._between(length, start, contexts[length]), is_last=number == last)
+            for number, (length, start) in enumerate(zip(lengths, starts, strict=True))
+        )
 
-    def _costs(self, length: int, context: int, *, is_last: bool) -> StageCosts:
-        whole, counted, own = self.whole, self._counted_whole, list(self._counted(length, context))
+    def _costs(self, length: int, own: Sequence[_Passes], *, is_last: bool) -> StageCosts:
+        whole, counted, own = self.whole, self._stages(None, with_tail=True), list(own)
         if is_last:
             own[-1] = own[-1] + self._behind
         waits = self.scorer.step.waits(self.decision, self.scored.tables, self.decision.stage_ranks)
@@ -130,80 +129,54 @@ class SlicedStep:
         return tuple(found)
 
     @cached_property
-    def _counted_whole(self) -> tuple[_Passes, ...]:
-        """The count of whole sequences, by kinds of op as that of slices is."""
-        return self._stages(self._plain, until=None)
-
-    @cached_property
-    def _plain(self) -> CostTables:
-        """The tables of whole sequences without the footprints of units, which slices have not."""
-        return self._laid_out(replace(self.tables.graph, unit_memory=None, in_16_bits=None))
-
-    def _laid_out(self, graph: Graph) -> CostTables:
-        """The tables of a graph of the same ops, with the choice's layouts on the tensor axis."""
-        found = self.tables.of_graph(graph)
-        found.lay_out_as(self.tables, self.decision.tp)
-        return found
-
-    @cached_property
     def _behind(self) -> _Passes:
         """The count of what runs behind the last slice."""
-        until = self._stages(self._plain, until=self._tail)[-1]
-        every = self._counted_whole[-1]
-        return _Passes(
-            max(0.0, every.forward_s - until.forward_s), max(0.0, every.input_grad_s - until.input_grad_s),
-            max(0.0, every.weight_grad_s - until.weight_grad_s), max(0, every.kept_bytes - until.kept_bytes),
-        )  # fmt: skip
+        every, until = (self._stages(None, with_tail=with_tail)[-1] for with_tail in (True, False))
+        return every.combined(until, 1.0, -1.0)
 
-    def _counted(self, length: int, context: int) -> tuple[_Passes, ...]:
-        """The count of a slice, without what runs behind the last one."""
-        key = (length, context)
-        if key not in self._by_slice:
-            graph = graph_of_slice(self.tables.graph, self.ops, length, context)
-            self._by_slice[key] = self._stages(self._laid_out(graph), until=self._tail)
-        return self._by_slice[key]
+    def _between(self, length: int, context: int, contexts: Sequence[int]) -> tuple[_Passes, ...]:
+        """The count of a slice, between those behind two others of some contexts, in order, where these are many."""
+        if len(contexts) <= CONTEXTS:
+            return self._stages((length, context), with_tail=False)
+        counted = [contexts[place * (len(contexts) - 1) // (CONTEXTS - 1)] for place in range(CONTEXTS)]
+        ahead = max(each for each in counted if each <= context)
+        if ahead == context:
+            return self._stages((length, context), with_tail=False)
+        behind = min(each for each in counted if each > context)
+        part = (context - ahead) / (behind - ahead)
+        pairs = zip(*(self._stages((length, each), with_tail=False) for each in (ahead, behind)), strict=True)
+        return tuple(one.combined(other, 1 - part, part) for one, other in pairs)
 
-    def _stages(self, tables: CostTables, *, until: int | None) -> tuple[_Passes, ...]:
-        """The count of every stage, with the last unit's ops ``until`` one."""
-        decision, known, found = self.decision, dict[tuple[object, ...], UnitCost](), []
-        modes, units = self.scored.tables.tables[0].modes, tables.folded.units
-        variants = tables.variants(decision.tp)
-        ends = [*decision.stage_starts[1:], len(units)]
-        for rank, first, end in zip(decision.stage_ranks, decision.stage_starts, ends, strict=True):
-            total, place = _Passes(), self._places[rank]
-            for number in range(first, end):
-                unit, is_cut = units[number], number == len(units) - 1 and until is not None
-                if is_cut:
-                    unit = replace(unit, end_op=max(unit.first_op, until or 0))
-                key = (variants[number], is_cut, place)
-                if key not in known:
-                    known[key] = tables.counted(unit, decision.tp, decision.microbatch, place)
-                total = total + _passes(known[key], modes[number])
-            found.append(total)
-        return tuple(found)
+    def _stages(self, of: Slice | None, *, with_tail: bool) -> tuple[_Passes, ...]:
+        """The count of every stage, of a slice or of whole sequences; ``with_tail`` as in `SliceCounts.unit`."""
+        if (of, with_tail) not in self._by_slice:
+            decision, modes = self.decision, self.scored.tables.tables[0].modes
+            found, asked = [], (decision.tp, decision.microbatch)
+            ends = [*decision.stage_starts[1:], self.scored.tables.units]
+            for rank, first, end in zip(decision.stage_ranks, decision.stage_starts, ends, strict=True):
+                place, total = self._places[rank], _Passes()
+                for number in range(first, end):
+                    total += _passes(self.counts.unit(number, of, *asked, place, with_tail=with_tail), modes[number])
+                found.append(total)
+            self._by_slice[of, with_tail] = tuple(found)
+        return self._by_slice[of, with_tail]
 
     # -- the step -------------------------------------------------------------------------------------------------
 
     def scored_in(self, lengths: Sequence[int]) -> tuple[Scored, tuple[StageCosts, ...]]:
         """The choice with its sequences in these slices, and the costs of each."""
-        costs = self.costs(lengths)
+        costs, tables = self.costs(lengths), self.scored.tables
         decision = replace(self.decision, slice_lengths=tuple(lengths))
+        one = sum(sum(c.forward_s) + sum(c.backward_s) for c in costs)
         if decision.pp == 1:
-            one = sum(sum(c.forward_s) + sum(c.backward_s) for c in costs)
-            makespan = one * decision.microbatches
+            pipeline = Pipeline(one * decision.microbatches, (0.0,))
         else:
-            makespan = simulated_pipeline(decision, costs).makespan_s
-        before = self.scored.predicted
-        busy = sum(sum(c.forward_s) + sum(c.backward_s) for c in costs) * decision.microbatches
-        predicted = replace(
-            before,
-            pipeline_s=makespan,
-            step_time_s=makespan + before.data_parallel_s + before.optimizer_s,
-            bubble_fraction=max(0.0, 1 - busy / (decision.pp * makespan)) if makespan else 0.0,
-            memory_by_stage_rank=self._memory(decision, costs),
-        )
-        over = self.scored.tables.over_bytes(predicted.memory_by_stage_rank)
-        return Scored(decision, self.scored.tables, predicted, over), costs
+            pipeline = simulated_pipeline(decision, costs)
+        memory = self._memory(decision, costs)
+        predicted = self.scorer.step.predicted(decision, tables, memory, decision.stage_ranks, pipeline)
+        busy, all_s = one * decision.microbatches, decision.pp * pipeline.makespan_s
+        predicted = replace(predicted, bubble_fraction=max(0.0, 1 - busy / all_s) if all_s else 0.0)
+        return Scored(decision, tables, predicted, tables.over_bytes(memory)), costs
 
     def _memory(self, decision: Decision, costs: Sequence[StageCosts]) -> tuple[MemoryUse, ...]:
         """The memory of every rank, followed from action to action where that is known of the runtime; else activations
@@ -214,70 +187,97 @@ class SlicedStep:
         microbatches = min(decision.microbatches, 3 * decision.pp)
         batch = microbatches * decision.dp * decision.microbatch
         schedule = replace(decision, batch=batch).compute_schedule(None)
-        graph, width = self.tables.graph, PRECISION_BYTES[self.tables.precision]
-        inside = {unit.index: range(unit.first_op, unit.end_op) for unit in self.tables.folded.units}
-        carried = carried_bytes(graph, self.ops, inside, decision.microbatch, width)
+        carried = self.counts.carried_bytes(decision.microbatch)
         held = [0] * decision.pp
-        ends = [*decision.stage_starts[1:], len(inside)]
+        ends = [*decision.stage_starts[1:], len(carried)]
         for rank, first, end in zip(decision.stage_ranks, decision.stage_starts, ends, strict=True):
-            held[rank] += sum(carried[unit] for unit in range(first, end)) // decision.tp
+            held[rank] += sum(carried[first:end]) // decision.tp
         slices = tuple(map(bytes_of, costs))
+        appear = self.tables.graph.memory_traits.gradients_when_made and decision.shard < 2
         found = []
         for rank, use in enumerate(self.scored.predicted.memory_by_stage_rank):
-            peak = peak_live(schedule.table[rank], slices=slices)
+            order = schedule.table[rank]
+            peak = peak_live(order, slices=slices)
+            apart = min(use.apart_bytes, peak)
+            if appear:
+                apart = min(apart, peak_below_sum_of_slices(order, slices, use.gradients_bytes))
             buffers = use.buffers_bytes + held[rank]
-            found.append(
-                replace(use, activations_bytes=peak, buffers_bytes=buffers, apart_bytes=min(use.apart_bytes, peak))
-            )
+            found.append(replace(use, activations_bytes=peak, buffers_bytes=buffers, apart_bytes=apart))
         return tuple(found)
 
     def _followed(self, decision: Decision) -> tuple[MemoryUse, ...]:
         """The memory of every rank by `SlicedMemory`."""
-        tables, ranked, start, slices = self.tables, self.scored.tables, 0, []
-        units = tables.folded.units
+        counts, asked, start, slices = self.counts, (decision.tp, decision.microbatch), 0, []
+        ranks = self._rank_of_units
         for length in decision.slice_lengths:
-            graph = graph_of_slice(tables.graph, self.ops, length, start)
-            slices.append(SliceCounts(graph, length / self.tokens, self._unit_costs(self._laid_out(graph))))
+            of = length, start
+            units = tuple(
+                counts.unit(number, of, *asked, self._places[rank], with_tail=False)
+                for number, rank in enumerate(ranks)
+            )
+            slices.append(SliceWork(counts.graph(of), length / self.tokens, units))
             start += length
+        cost = counts.behind(*asked, self._places[-1])
         behind = Behind()
-        if self._tail < units[-1].end_op:
-            own = replace(units[-1], first_op=self._tail)
-            cost = self._plain.counted(own, decision.tp, decision.microbatch, self._places[-1])
+        if cost is not None:
             behind = Behind(cost.saved_bytes, cost.forward_beside_bytes, cost.passing_bytes, cost.entering_bytes)
         found = SlicedMemory(
-            decision, ranked, self.scorer.request_of(self.decision), tables.graph, self.ops, slices, behind,
-            fuses_dropout=tables.device.fuses_dropout,
+            decision, self.scored.tables, self.scorer.request_of(self.decision), self.tables.graph, counts.ops, slices,
+            behind, fuses_dropout=self.tables.device.fuses_dropout,
         )  # fmt: skip
-        return found.memory(self.scored.predicted.memory_by_stage_rank, units)
+        return found.memory(self.scored.predicted.memory_by_stage_rank, self.tables.folded.units)
 
-    def _unit_costs(self, tables: CostTables) -> tuple[UnitCost, ...]:
-        """The costs of all units of a slice, the last one without what runs behind all slices."""
-        decision, units, known = self.decision, tables.folded.units, dict[int, UnitCost]()
-        variants, found = tables.variants(decision.tp), list[UnitCost]()
-        for unit, variant in zip(units[:-1], variants, strict=False):
-            if variant not in known:
-                known[variant] = tables.counted(unit, decision.tp, decision.microbatch, self._places[0])
-            found.append(known[variant])
-        last = replace(units[-1], end_op=max(units[-1].first_op, self._tail))
-        return (*found, tables.counted(last, decision.tp, decision.microbatch, self._places[-1]))
+    @property
+    def _rank_of_units(self) -> list[int]:
+        """The pipeline rank of every unit."""
+        starts, found = self.decision.stage_starts, list[int]()
+        for rank, first, end in zip(
+            self.decision.stage_ranks, starts, [*starts[1:], self.scored.tables.units], strict=True
+        ):
+            found += [rank] * (end - first)
+        return found
 
     # -- which slices ---------------------------------------------------------------------------------------------
 
-    def best_lengths(self, slices: int | None) -> tuple[int, ...]:
-        """The lengths whose step is the shortest, of so many slices or of any number: among those by TeraPipe's rule,
-        for which stages are equal and messages take no time, and equal ones, by a simulation of stages and messages."""
-        counts = [slices] if slices else [None, *(1 << power for power in range(1, 8) if self.tokens >> power >= LEAST)]
+    def least_pipeline_s(self, numbers: Sequence[int], share_of_bubble: float) -> float:
+        """About the least seconds of the pipeline in so many equal slices: Σt of the slowest stage, and of the longest
+        slice a share of what it takes on all other stages, messages not counted."""
+        fitted, whole = self.fitted, self.whole
+        stages = [f + i + w for f, i, w in zip(whole.forward_s, whole.input_grad_s, whole.weight_grad_s, strict=True)]
+        others = sum(stages) / max(stages) - 1 if max(stages) else 0.0
+        found = []
+        for number in numbers:
+            lengths = equal_lengths(self.tokens, number)
+            starts = [sum(lengths[:n]) for n in range(number)]
+            taken = [fitted(length, start) for length, start in zip(lengths, starts, strict=True)]
+            found.append(sum(taken) * self.decision.microbatches + share_of_bubble * others * max(taken))
+        return min(found)
+
+    def lengths(self, slices: int | None, *, is_simple: bool, below_s: float) -> list[tuple[int, ...]]:
+        """The lengths of so many slices, or of any number, whose pipeline takes less than ``below_s``, the fastest
+        first: among those by TeraPipe's rule, for which stages are equal and messages take no time, and equal ones, by
+        a simulation of stages and messages. ``is_simple``: of those that predictions do not tell from the fastest, that
+        of the fewest slices comes first."""
         step = max(1, -(-self.tokens // PLACES))
-        found: dict[tuple[int, ...], float] = {}
-        for count in counts:
-            made = best_lengths(
-                self.fitted, self.tokens, self.decision.stages, count, step, microbatches=self.decision.microbatches
-            )
-            number = len(made.lengths)
-            equal = tuple(self.tokens * (n + 1) // number - self.tokens * n // number for n in range(number))
-            for lengths in (made.lengths, equal):
-                found[lengths] = found[lengths] if lengths in found else self._about_s(lengths)
-        return min(found, key=lambda lengths: (found[lengths], len(lengths)))
+        if slices and slices > -(-self.tokens // step):
+            step = max(1, self.tokens // slices)
+        tried: dict[tuple[int, ...], float] = {}
+        for count in [slices] if slices else [None, *numbers_of_slices(self.tokens)]:
+            ways = []
+            if slices or count is None or count <= MOST_UNEQUAL:
+                asked = self.tokens, self.decision.stages, count, step
+                ways.append(best_lengths(self.fitted, *asked, microbatches=self.decision.microbatches).lengths)
+            for lengths in (*ways, equal_lengths(self.tokens, count or len(ways[0]))):
+                if lengths not in tried:
+                    tried[lengths] = self._about_s(lengths)
+        found = sorted(tried, key=lambda lengths: (tried[lengths], len(lengths)))
+        found = [lengths for lengths in found if tried[lengths] < below_s]
+        if is_simple and found:
+            limit = tried[found[0]] * (1 + LEAD / 2)
+            near = [lengths for lengths in found if tried[lengths] <= limit]
+            first = min(near, key=lambda lengths: (len(lengths), max(lengths) - min(lengths), tried[lengths]))
+            found = [first, *(lengths for lengths in found if lengths != first)]
+        return found
 
     def _about_s(self, lengths: Sequence[int]) -> float:
         """The seconds of the pipeline in these slices, where all stages' seconds grow as the slowest one's."""
@@ -295,7 +295,7 @@ class SlicedStep:
             start += length
         decision = replace(self.decision, slice_lengths=tuple(lengths))
         if decision.pp == 1:
-            return sum(sum(c.forward_s) + sum(c.backward_s) for c in costs)
+            return sum(sum(c.forward_s) + sum(c.backward_s) for c in costs) * decision.microbatches
         return simulated_pipeline(decision, costs).makespan_s
 
     @cached_property
@@ -311,68 +311,24 @@ class SlicedStep:
         return FittedCost.of(measured)
 
     def _slowest_s(self, length: int, context: int) -> float:
-        costs = self._costs(length, context, is_last=False)
+        costs = self._costs(length, self._stages((length, context), with_tail=False), is_last=False)
         return max(f + b for f, b in zip(costs.forward_s, costs.backward_s, strict=True))
+
+
+def numbers_of_slices(tokens: int) -> list[int]:
+    """The numbers of slices that are tried: powers of two, of slices that are not too short."""
+    return [1 << power for power in range(1, 8) if tokens >> power >= LEAST]
+
+
+def equal_lengths(tokens: int, number: int) -> tuple[int, ...]:
+    """So many slices of equal lengths, but for a token."""
+    return tuple(int(length) for length in np.diff(np.arange(number + 1) * tokens // number))
 
 
 def _passes(cost: UnitCost, mode: str) -> _Passes:
     return _Passes(
         cost.forward_s, cost.input_grad_s + recomputed_s(cost, mode), cost.weight_grad_s, kept_bytes(cost, mode)
     )
-
-
-def in_slices(
-    scorer: Scorer, best: Scored, others: list[Scored], request: Request
-) -> tuple[Scored, list[Scored], tuple[StageCosts, ...]]:
-    """The best of some choices with their sequences in slices as asked, the next choices, and the costs of the slices;
-    no costs, and the best as it is, where slices were left to choose and do not pay.
-
-    Raises PlanError, or CaptureError, where the model or the schedules run no slices, or memory has no room.
-    """
-    made: list[tuple[Scored, tuple[StageCosts, ...]]] = []
-    refused: PlanError | None = None
-    for choice in (best, *others):
-        try:
-            require_slices(
-                (0, 0), choice.decision.schedule, choice.decision.gathered_stages, choice.decision.reduce_after
-            )
-            made.append(_in_slices(SlicedStep(scorer, choice), request))
-        except PlanError as error:
-            refused = refused or error
-    whole = [best, *others]
-    if request.slices == "auto":
-        pays = [one for one in made if one[0].decision.slice_count > 1 and one[0].over_bytes == 0]
-        first = min(pays, key=lambda one: one[0].predicted.step_time_s, default=None)
-        if first is None or first[0].predicted.step_time_s > best.predicted.step_time_s * (1 - LEAD):
-            rest = [] if first is None else [first[0]]
-            return best, [*rest, *others], ()
-        return first[0], whole, first[1]
-    if not made:
-        raise refused or PlanError("no schedule of the best plans runs slices: pin schedule='1f1b'")
-    fits = [one for one in made if one[0].over_bytes == 0]
-    if not fits:
-        least = min(made, key=lambda one: one[0].over_bytes)[0]
-        raise PlanError(
-            f"{len(least.decision.slice_lengths)} slices lack {least.over_bytes} bytes on the fullest rank: pin "
-            f"recompute='full', a smaller microbatch or more stages"
-        )
-    first = min(fits, key=lambda one: one[0].predicted.step_time_s)
-    return first[0], whole, first[1]
-
-
-def _in_slices(step: SlicedStep, request: Request) -> tuple[Scored, tuple[StageCosts, ...]]:
-    """A choice in the slices that are asked for, or in the best ones."""
-    if request.slice_lengths:
-        require_lengths(request.slice_lengths, step.tokens)
-        if len(request.slice_lengths) == 1:
-            return step.scored, ()
-        return step.scored_in(request.slice_lengths)
-    return step.scored_in(step.best_lengths(None if request.slices == "auto" else int(request.slices or 1)))
-
-
-def as_recorded(costs: StageCosts) -> SliceCosts:
-    """The costs of a slice as a plan holds them."""
-    return SliceCosts(**{field.name: getattr(costs, field.name) for field in fields(SliceCosts)})
 
 
 def require_lengths(lengths: Sequence[int], tokens: int) -> None:

@@ -5,11 +5,12 @@ before them.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 
 import numpy as np
+import numpy.typing as npt
 
 from shardwright.core.errors import PlanError
 
@@ -76,6 +77,19 @@ class FittedCost:
             return alone
         a0, a1, a2, a3 = self.added
         return max(0.0, alone + a0 + a1 * length + a2 * context + a3 * length * context)
+
+    def table(self, places: Sequence[int]) -> npt.NDArray[np.float64]:
+        """The seconds of the slice from place j to place i at [i, j], for all places at once; infinite where j is not
+        before i."""
+        ends = np.array(places, dtype=np.float64)
+        length, context = ends[:, None] - ends[None, :], ends[None, :]
+        longest, last = self.lengths[-1], self.seconds[-1]
+        alone = np.interp(length, self.lengths, self.seconds)
+        alone = np.where(length > longest, last * length / longest, alone)
+        a0, a1, a2, a3 = self.added
+        behind = np.maximum(0.0, alone + a0 + a1 * length + a2 * context + a3 * length * context)
+        found: npt.NDArray[np.float64] = np.where(length > 0, np.where(context > 0, behind, alone), math.inf)
+        return found
 
     def _alone(self, length: int) -> float:
         """t(length, 0): linear between measured lengths, in proportion beyond the longest, as the shortest below it."""

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from annotated_types import Ge
 
 from shardwright.core.errors import PlanError
+from shardwright.core.slices.fitted_cost import FittedCost
 from shardwright.core.values.fields import Count, require_fields
 
 MOST_PLACES = 4096
@@ -99,6 +100,8 @@ def _table(cost: Seconds, places: list[int]) -> npt.NDArray[np.float64]:
 
     Raises PlanError where ``cost`` gives what is no number of at least 0.
     """
+    if isinstance(cost, FittedCost):
+        return cost.table(places)
     table = np.full((len(places), len(places)), math.inf)
     for i, end in enumerate(places):
         for j, start in enumerate(places[:i]):

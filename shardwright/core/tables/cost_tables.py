@@ -14,6 +14,7 @@ from shardwright.core.cluster.hardware.device import MeasuredUnit
 from shardwright.core.cost.op_kinds import PRECISION_BYTES
 from shardwright.core.cost.shared_values import as_they_lie
 from shardwright.core.cost.unit_seconds import UnitCost, seconds_of, unit_cost
+from shardwright.core.cost.unit_work import WorkCounter
 from shardwright.core.cost.value_flow import SharedValue
 from shardwright.core.errors import PlanError
 from shardwright.core.execution import Execution
@@ -120,10 +121,6 @@ class CostTables(LayoutTables):
     def on(self, cluster: Cluster) -> "CostTables":
         """The same model and numbers on another cluster."""
         return CostTables(self.graph, cluster, self.precision, *self._numbers)
-
-    def of_graph(self, graph: Graph) -> "CostTables":
-        """The same numbers on the same cluster for another graph, as of a slice of the model's sequence."""
-        return CostTables(graph, self.cluster, self.precision, *self._numbers)
 
     def slow_tensor_axis(self, tp: int, microbatch: int) -> str | None:
         """A warning, with figures, where a tensor axis across nodes takes each of its ranks at least as long as the
@@ -412,20 +409,25 @@ class CostTables(LayoutTables):
         counted_then = {run.microbatch: as_counted(cost, run) for run in runs}
         return calibrated(cost, runs, microbatch, counted_then.__getitem__)
 
-    def counted(self, unit: Unit, tp: int, microbatch: int, place: Place) -> UnitCost:
-        """The cost of a unit, counted from its ops, on one of the ``tp`` ranks that share it."""
+    def counted(
+        self, unit: Unit, tp: int, microbatch: int, place: Place, counter: WorkCounter | None = None
+    ) -> UnitCost:
+        """The cost of a unit, or of the first of its ops, counted from them, on one of the ``tp`` ranks that share it.
+        ``counter``: of another graph of the same ops, as of a slice of the model's sequence, without footprints."""
         layouts = self.chosen(tp).realised(unit.index) if tp > 1 else None
         like = unit if layouts is None else self.folded.units[layouts.unit]
+        if like.end_op - like.first_op != unit.end_op - unit.first_op:
+            like = replace(like, end_op=like.first_op + unit.end_op - unit.first_op)
+        if counter is None:
+            stays = self._gathered_stays(tp)
+            work = self._read.work(like, microbatch, self.precision, layouts, gathered_stays=stays)
+        else:
+            stays = tp > 1 and (self.execution.keeps_gathered or not self.sequence_parallel(tp))
+            work = counter.count(like, microbatch, self.precision, layouts, gathered_stays=stays)
         held = {p: self._entries(p, unit.index, tp) for p in unit.parameters}
         trained = sum(n for p, n in held.items() if self.graph.parameters[p].trainable)
         return unit_cost(
-            self._read.work(
-                like,
-                microbatch,
-                self.precision,
-                layouts,
-                gathered_stays=self._gathered_stays(tp),
-            ),
+            work,
             place.device,
             self.precision,
             collective_s=seconds_of(place.tensor_group, tp) if tp > 1 else None,

@@ -62,10 +62,6 @@ class LayoutTables:
         """The layouts at a degree, the same by slot, and the pins that could not be kept, each with the reason."""
         return self._read.remembered(("chosen", *self._layout_terms(tp)), lambda: self._choose(tp))
 
-    def lay_out_as(self, other: "LayoutTables", tp: int) -> None:
-        """Take the layouts of other tables, of a graph with the same ops, instead of choosing some."""
-        self._read.remembered(("chosen", *self._layout_terms(tp)), lambda: other._chosen(tp))
-
     def _layout_terms(self, tp: int) -> tuple[Terms, bool | None, tuple[Pin, ...]]:
         """Everything that layouts depend on beside the graph; many clusters share it."""
         state = state_bytes_per_element(self.precision, self.optimizer, gradient_precision=self.gradient_precision)

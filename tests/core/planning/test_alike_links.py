@@ -68,7 +68,7 @@ def test_shapes_are_left_out_only_for_others_whose_steps_take_the_same() -> None
     search = search_on(Cluster("t4", nodes=2, devices_per_node=8))
     scorer, compared = search.scorer, 0
     every = [shape for shape in search.space.shapes() if shape.microbatch == 1]
-    kept = search._unlike(every)
+    kept = search.unlike(every)
     assert len(kept) < len(every)
     assert {shape.degrees for shape in kept} == {shape.degrees for shape in every}
 

@@ -1,0 +1,135 @@
+"""What the units of a model cost in slices of its sequence, counted once for all choices of a search."""
+
+from collections import OrderedDict
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from functools import cached_property
+
+from shardwright.core.cost.op_kinds import PRECISION_BYTES
+from shardwright.core.cost.unit_seconds import UnitCost
+from shardwright.core.cost.unit_work import WorkCounter
+from shardwright.core.cost.work import Product
+from shardwright.core.model.graph import Graph, Op
+from shardwright.core.slices.graph_of_slice import carried_bytes, graph_of_slice
+from shardwright.core.slices.sequence_ops import SequenceOps, sequence_inputs, sequence_ops
+from shardwright.core.slices.unit_parts import keep_together, require_sliceable, whole_calls
+from shardwright.core.tables.cost_tables import CostTables, Place
+from shardwright.core.values.found_once import found_once
+
+Slice = tuple[int, int]
+"""A slice: its length, and the tokens before it."""
+REMEMBERED = 32
+"""The number of slices whose ops are remembered; what units cost in them is remembered of all."""
+BLOCK = 128
+"""The queries that a kernel of causal attention takes at a time: keys behind all of them are passed over. Prior:
+FlashAttention's blocks (arXiv 2307.08691, section 3.1)."""
+
+
+class _Skipping(WorkCounter):
+    """A counter of attention by kernels that pass over what is hidden, where each token sees those before it."""
+
+    def __init__(self, graph: Graph, causal: Collection[int]) -> None:
+        super().__init__(graph)
+        self._causal = {id(graph.ops[number]) for number in causal}
+
+    def product(self, op: Op, batch: int, ways: Mapping[int, int], size_bytes: int) -> Product:
+        made = super().product(op, batch, ways, size_bytes)
+        if id(op) not in self._causal:
+            return made
+        query = self.graph.tensors[op.inputs[0]].fixed
+        tokens = max(1, query[-2])
+        return replace(made, flops=round(made.flops * min(1.0, (1 + BLOCK / tokens) / 2)))
+
+
+class SliceCounts:
+    """The costs of units in slices, by the kinds of their ops, and in whole sequences by the same count.
+
+    Raises PlanError for a model without a sequence, CaptureError for one that cannot run in slices.
+    """
+
+    def __init__(self, tables: CostTables) -> None:
+        self.tables, graph = tables, tables.graph
+        dims = sequence_inputs(graph)
+        self.ops: SequenceOps = keep_together(graph, sequence_ops(graph, dims), whole_calls(graph))
+        require_sliceable(graph, self.ops)
+        tensor, dim = next(iter(dims.items()))
+        self.tokens = graph.tensors[tensor].fixed[dim]
+        last = tables.folded.units[-1]
+        behind = [op for op, need in enumerate(self.ops.needs) if need == "all" and op >= last.first_op]
+        self._tail = min(behind, default=last.end_op)
+        """The first op of the last unit that runs behind the last slice."""
+        self._counters: OrderedDict[Slice | None, WorkCounter] = OrderedDict()
+        self._known: dict[object, UnitCost] = {}
+
+    def unit(
+        self, number: int, of: Slice | None, tp: int, microbatch: int, place: Place, *, with_tail: bool
+    ) -> UnitCost:
+        """The cost of a unit in a slice, or in whole sequences (None). ``with_tail``: with what needs all tokens, which
+        runs behind the last slice."""
+        unit = self.tables.folded.units[number]
+        is_cut = number == len(self.tables.folded.units) - 1 and not with_tail
+        key = self.tables.variants(tp)[number], is_cut, of, tp, microbatch, place
+        if key not in self._known:
+            if is_cut:
+                unit = replace(unit, end_op=max(unit.first_op, self._tail))
+            self._known[key] = self.tables.counted(unit, tp, microbatch, place, counter=self._counter(of))
+        return self._known[key]
+
+    def behind(self, tp: int, microbatch: int, place: Place) -> UnitCost | None:
+        """The cost of what runs once behind the last slice; None where nothing does."""
+        unit = self.tables.folded.units[-1]
+        if self._tail >= unit.end_op:
+            return None
+        own = replace(unit, first_op=self._tail)
+        return self.tables.counted(own, tp, microbatch, place, counter=self._counter(None))
+
+    def graph(self, of: Slice) -> Graph:
+        """The graph of a slice's tokens."""
+        return self._counter(of).graph
+
+    def _counter(self, of: Slice | None) -> WorkCounter:
+        """The counter of the ops of a slice; without the footprints of units, which slices have not."""
+        if of not in self._counters:
+            if of is None:
+                graph = replace(self.tables.graph, unit_memory=None, in_16_bits=None)
+            else:
+                graph = graph_of_slice(self.tables.graph, self.ops, *of)
+            begins = of is None or of[1] == 0  # a slice behind others has a mask, and passes over nothing
+            self._counters[of] = _Skipping(graph, self._skipped if begins else ())
+            while len(self._counters) > REMEMBERED:
+                self._counters.popitem(last=False)
+        self._counters.move_to_end(of)
+        return self._counters[of]
+
+    @cached_property
+    def _skipped(self) -> tuple[int, ...]:
+        """The attention ops whose kernels pass over what is hidden: those of frameworks with kernels written by hand,
+        without a mask of their own."""
+        if self.tables.execution.kernels == "compiled":
+            return ()
+        ops = self.tables.graph.ops
+        return tuple(op for op in self.ops.carried if ops[op].kind == "attention" and op not in self.ops.masks)
+
+    @found_once
+    def carried_bytes(self, microbatch: int) -> tuple[int, ...]:
+        """The bytes of the keys and values of whole sequences in each unit."""
+        graph, width = self.tables.graph, PRECISION_BYTES[self.tables.precision]
+        inside = {unit.index: range(unit.first_op, unit.end_op) for unit in self.tables.folded.units}
+        found = carried_bytes(graph, self.ops, inside, microbatch, width)
+        return tuple(found[unit] for unit in inside)
+
+    @cached_property
+    def least_share(self) -> float:
+        """The share of the seconds of whole sequences below which slices together do not get. Where kernels of whole
+        ones do not pass over what is hidden, attention of a slice, which reads the keys up to its end alone, spares
+        half of all pairs at best; attention is taken to be twice as slow for its FLOPs as other products are."""
+        counter, precision = self._counter(None), self.tables.precision
+        attention = others = 0.0
+        for unit in self.tables.folded.units:
+            for product in counter.count(unit, 1, precision).products:
+                flops = product.flops * (1 + product.backward_input + product.backward_weight)
+                if product.batches:
+                    others += flops
+                else:
+                    attention += 2 * flops
+        return 1.0 if self._skipped or not attention else 1 - attention / (2 * (attention + others))
