@@ -160,8 +160,8 @@ def _recomputing(original: Callable[..., Any], modes: Mapping[str, str], again: 
 
     @functools.wraps(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        path = getattr(self, PATH_ATTRIBUTE, None)
-        if path not in modes:
+        path: str | None = getattr(self, PATH_ATTRIBUTE, None)
+        if path is None or path not in modes:
             return original(self, *args, **kwargs)
         leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=has_state)
         traced = [has_state(leaf) or isinstance(leaf, jax.Array) for leaf in leaves]
