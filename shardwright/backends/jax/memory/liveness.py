@@ -288,7 +288,8 @@ class Liveness:
         readers = self.readers.get(value, [])
         if any(reader.primitive.name not in FUSED for reader, _ in readers):
             return name not in REPEATED
-        is_summed = any(reader.primitive.name == "reduce_sum" for reader, _ in readers)
+        # Of a backward that is a program of its own, such a choice is made again for the sum.
+        is_summed = self.is_part and any(reader.primitive.name == "reduce_sum" for reader, _ in readers)
         return len(readers) > 1 and (name in EXPENSIVE or (is_summed and name == "select_n"))
 
     def _is_added_in_place(self, value: int) -> bool:
