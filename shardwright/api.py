@@ -123,13 +123,22 @@ def require_plannable(graph: object, cluster: object) -> None:
 
 def resolve(options: Options, graph: Graph) -> Request:
     """The request of options for one model: the runtimes that must carry the plan out, and the layouts that are pinned,
-    by the model's own marks too. Raises PlanError for a framework without a runtime, LayoutError as `plan`."""
+    by the model's own marks too. Raises PlanError for a framework without a runtime, or with one that lacks a mode of
+    recompute that is pinned, LayoutError as `plan`."""
     if (unpriced := unpriced_of(graph)) is not None:
         warnings.warn(f"{graph.model_name}: {unpriced}", stacklevel=3)
     if (unknown := unknown_memory_of(graph)) is not None:
         warnings.warn(f"{graph.model_name}: {unknown}", stacklevel=3)
     runtimes = runtimes_of(graph.capabilities, options.frameworks)
     options = as_the_model_asks(graph, options, lambda text: warnings.warn(text, PlanWarning, stacklevel=5))
+    for runtime in () if options.searches_recompute else runtimes:
+        lack = runtime.lack_of_pins(options.recompute, options.other_recompute)
+        if lack is None:
+            continue
+        if options.frameworks is not None:
+            raise PlanError(f"{lack}; take one of these, or leave {runtime.framework!r} out of frameworks")
+        if options.like is None:
+            warnings.warn(f"{lack}: the plan can be read and compared, and not run there", PlanWarning, stacklevel=4)
     return request_for(options, pins_of(graph, options.layouts), runtimes)
 
 

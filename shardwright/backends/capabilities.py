@@ -53,6 +53,7 @@ JAX = Capabilities(
     reduce_ops=("sum", "max", "min"),
     fp8=True,
     recomputes=("none", "selective", "elementwise", "full"),
+    mixes_recompute=True,
     offload=True,
     recomputes_in_halves=True,
     hosts_are_alike=True,

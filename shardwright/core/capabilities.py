@@ -4,7 +4,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from shardwright.core.errors import MissingCapabilityError, ShardwrightError
-from shardwright.core.values.recompute_modes import kind_of
+from shardwright.core.values.recompute_modes import is_computed_again, kind_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +83,24 @@ class Capabilities:
     def require_modes(self, other_recompute: str | None) -> None:
         """Raise MissingCapabilityError for a second mode of recompute that the runtime does not carry out."""
         if (lack := self.lack_of_modes(other_recompute)) is not None:
+            known = [mode for mode in self.recomputes if is_computed_again(mode)]
+            ways = f"does not: it has {', '.join(known)}" if self.mixes_recompute else "does so in one mode"
             raise MissingCapabilityError(
-                f"the plan has {lack}, and the {self.framework} runtime of this version computes units again in one "
-                f"mode: plan again without it"
+                f"the plan has {lack}, in which some of its units are computed again, and the {self.framework} runtime "
+                f"of this version {ways}; plan again without it"
             )
+
+    def lack_of_pins(self, recompute: str, other_recompute: str | None) -> str | None:
+        """The reason why the runtime does not carry out pinned modes of recompute, with the fix, or None."""
+        if kind_of(recompute) in self.recomputes:
+            lack = self.lack_of_modes(other_recompute)
+        else:
+            lack = f"recompute={recompute!r}"
+        if lack is None:
+            return None
+        known = ", ".join(map(repr, self.recomputes))
+        mixed = "two of them in one plan" if self.mixes_recompute else "one of them in a plan"
+        return f"{lack}: the {self.framework} runtime of this version has the modes {known}, and {mixed}"
 
     def goes_with(self, recompute: str, *, split: bool) -> bool:
         """Whether the runtime carries out a recompute policy under a schedule, whose backward may be ``split``."""

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from shardwright.backends.jax.machine.compiler_options import compiler_options
-from shardwright.backends.jax.program.equations import evaluate, value_of
+from shardwright.backends.jax.program.equations import FlatProgram, evaluate, value_of
 from shardwright.backends.jax.program.flattening import flatten
 from shardwright.backends.jax.program.host_operands import evaluate_from_host
 from shardwright.backends.jax.program.in_turn import PRODUCTS, evaluate_in_turn
@@ -79,6 +79,92 @@ def test_less_memory_is_held() -> None:
         taken[in_turn] = compiled.memory_analysis().temp_size_in_bytes
     activation = 4 * BATCH * LENGTH * WIDTH
     assert taken[True] <= taken[False] - activation
+
+
+def test_cheap_values_of_operands_are_made_again_by_each_stretch_that_reads_them() -> None:
+    """Made once, all of them would be there from the first products that read them to the last."""
+    units = 8
+
+    def run(*given: jax.Array) -> list[jax.Array]:
+        weights, saved, x = given[:units], given[units:-1], given[-1]
+        inputs = [jnp.maximum(2 * one, 0) for one in saved]
+        for weight, one in zip(weights, inputs, strict=True):
+            x = (x * one) @ weight
+        sums = []
+        for weight, one in zip(weights, inputs, strict=True):
+            x = x @ weight
+            sums.append(one.T @ x)
+        return sums
+
+    keys = jax.random.split(jax.random.key(0), 2 * units + 1)
+    given = [jax.random.normal(key, (WIDTH, WIDTH)) / 8 for key in keys]
+    flat = flatten(jax.make_jaxpr(run)(*given))
+
+    def function(*given: jax.Array) -> list[jax.Array]:
+        known = dict(zip(flat.arguments, given, strict=True))
+        evaluate_in_turn(flat.equations, known, CHEAP, after=given[-1].sum())
+        return [value_of(flat, output, known) for output in flat.outputs]
+
+    Comparison().values(jax.jit(function)(*given), jax.jit(run)(*given), relative=1e-5, absolute=1e-5).require()
+    counts = [
+        str(jax.make_jaxpr(each)(*given)).count(" max ") for each in (run, function)
+    ]  # fmt: skip
+    assert counts == [units, 2 * units]
+    lowered = jax.jit(function).lower(*given)
+    taken = lowered.compile(compiler_options(jax.devices()[:1])).memory_analysis().temp_size_in_bytes
+    assert taken <= 4 * 4 * WIDTH**2
+
+
+def test_what_would_keep_an_operand_is_not_made_again() -> None:
+    """The operand would take as much as what is made of it; read for something else as well, it is there anyway."""
+    units = 4
+
+    def run(*given: jax.Array, also: bool) -> list[jax.Array]:
+        saved, x = given[:-1], given[-1]
+        inputs = [jnp.maximum(2 * one, 0) for one in saved]
+        for one in (*inputs, *inputs):
+            x = x @ one
+        for one in saved if also else ():
+            x = x @ one
+        return [x]
+
+    given = [jnp.ones((WIDTH, WIDTH)) / WIDTH for _ in range(units + 1)]
+    for also in (False, True):
+        flat = flatten(jax.make_jaxpr(lambda *given, also=also: run(*given, also=also))(*given))
+
+        def function(*given: jax.Array, flat: FlatProgram = flat) -> list[jax.Array]:
+            known = dict(zip(flat.arguments, given, strict=True))
+            evaluate_in_turn(flat.equations, known, CHEAP, after=given[-1].sum())
+            return [value_of(flat, output, known) for output in flat.outputs]
+
+        Comparison().values(function(*given), run(*given, also=also), relative=1e-5, absolute=1e-5).require()
+        assert str(jax.make_jaxpr(function)(*given)).count(" max ") == (2 if also else 1) * units
+
+
+def test_gradients_are_added_where_the_last_of_them_is_made() -> None:
+    """Behind the next barrier, both would be there until something reads the sum."""
+
+    def run(x: jax.Array, *weights: jax.Array) -> jax.Array:
+        y = x @ weights[0]
+        return jnp.tanh(y @ weights[1]) @ weights[2] + jnp.tanh(y @ weights[3]) @ weights[4]
+
+    keys = jax.random.split(jax.random.key(0), 6)
+    given = [jax.random.normal(key, (WIDTH, WIDTH)) / 8 for key in keys]
+    made, derivative = jax.vjp(run, *given)
+    flat = flatten(jax.make_jaxpr(derivative)(made))
+
+    def function(cotangent: jax.Array) -> list[jax.Array]:
+        known = {**flat.constants, flat.arguments[0]: cotangent}
+        evaluate_in_turn(flat.equations, known, CHEAP)
+        return [value_of(flat, output, known) for output in flat.outputs]
+
+    Comparison().values(jax.jit(function)(made), jax.jit(derivative)(made), relative=1e-5, absolute=1e-5).require()
+    equations = jax.make_jaxpr(function)(made).eqns
+    products = {id(v) for e in equations if e.primitive.name in PRODUCTS for v in e.outvars}
+    sums = [n for n, e in enumerate(equations) if e.primitive.name == "add_any" and products & {*map(id, e.invars)}]
+    assert len(sums) == 1
+    before = [e.primitive.name for e in equations[: sums[0]] if e.primitive.name in {*PRODUCTS, "optimization_barrier"}]
+    assert before[-1] in PRODUCTS
 
 
 @pytest.mark.parametrize("kind", ["empty", "cheap alone"])

@@ -112,11 +112,12 @@ class UnitCost:
         return replace(self, saved_bytes=saved, passing_bytes=passing)
 
     def by_calls(self) -> "UnitCost":
-        """The same unit where a plan has one stage and computes something again."""
+        """The same unit where a plan has one stage and computes something again. What it keeps where it is not computed
+        again itself is what a step that is one compiled program keeps."""
         if self.kept_by_calls_bytes is None:
             return self
         full, selective = self.kept_by_calls_bytes
-        return replace(self, entering_bytes=full, saved_selective_bytes=selective)
+        return replace(self.in_one_program(), entering_bytes=full, saved_selective_bytes=selective)
 
     @property
     def total_s(self) -> float:

@@ -234,8 +234,9 @@ class Options:
     frameworks: Annotated[
         Sequence[str] | None,
         Option(
-            'whose runtimes must be able to carry the plan out, "torch", "jax" or both. What is pinned is planned all '
-            "the same; where nothing that they carry out fits, the best of all is taken, with a warning",
+            'whose runtimes must be able to carry the plan out, "torch", "jax" or both. Of what is pinned, a mode of '
+            "recompute that one of them lacks is refused, and the rest planned all the same; where nothing that they "
+            "carry out fits, the best of all is taken, with a warning",
             "that of the captured model; both are named where a model and its twin are to get one plan",
         ),
     ] = None

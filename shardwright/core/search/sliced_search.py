@@ -26,6 +26,7 @@ from shardwright.core.search.scoring import Scored
 from shardwright.core.search.slice_counts import SliceCounts
 from shardwright.core.search.sliced_step import SlicedStep, numbers_of_slices, require_lengths
 from shardwright.core.search.space import Pipelining, Policy, Shape, splits_backward
+from shardwright.core.search.unit_labels import kept_but_one
 from shardwright.core.values.amounts import bytes_text
 
 MOST_PASSES = 1_500_000

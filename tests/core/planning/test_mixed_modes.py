@@ -1,5 +1,6 @@
 """Two modes of recompute in one plan: the best mix for a budget, its file, its edits, and what is refused."""
 
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -8,7 +9,7 @@ import shardwright as sw
 from shardwright import Cluster
 from shardwright.core.capabilities import Capabilities
 from shardwright.core.cluster.hardware import load_profile
-from shardwright.core.errors import MissingCapabilityError, PlanError
+from shardwright.core.errors import MissingCapabilityError, PlanError, PlanWarning
 from shardwright.core.plan.plan import Plan
 from tests.core.planning.test_kept_products import ABLE, BATCH, BLOCKS, RESULTS, graph, named
 
@@ -150,9 +151,37 @@ def test_units_that_are_not_there_or_never_recomputed_are_refused() -> None:
 
 
 def test_a_runtime_that_has_one_mode_says_so() -> None:
-    for runtime, mode in ((ABLE, "elementwise"), (MIXING, "selective")):
+    for runtime, mode, said in ((ABLE, "elementwise", "in one mode"), (MIXING, "selective", "it has elementwise, ")):
         assert runtime.lack_of_modes(mode) == f"other_recompute={mode!r}"
-        with pytest.raises(MissingCapabilityError, match=f"other_recompute='{mode}', and the .* in one mode"):
+        with pytest.raises(MissingCapabilityError, match=f"other_recompute='{mode}', in which .* {said}"):
             runtime.require_modes(mode)
     MIXING.require_modes("elementwise")
     MIXING.require_modes(None)
+
+
+@pytest.mark.parametrize(
+    ("frameworks", "recompute", "pins", "said"),
+    [
+        (["jax"], "alternate", {}, "recompute='alternate': the jax runtime .*'elementwise', 'full', and two of them"),
+        (["torch"], "selective", {}, "recompute='selective': the torch runtime .*take one of these, or leave 'torch'"),
+        (["torch", "jax"], named("up"), {}, "recompute='products:up': the jax runtime"),
+        (["jax"], "full", {"other_recompute": "alternate", "other_units": [1]}, "other_recompute='alternate': the jax"),
+    ],
+)
+def test_a_pinned_mode_that_a_named_runtime_lacks_is_refused(
+    frameworks: list[str], recompute: str, pins: dict[str, object], said: str
+) -> None:
+    with pytest.raises(PlanError, match=said):
+        plan_of(recompute, frameworks=frameworks, **pins)
+
+
+def test_a_pinned_mode_that_the_captured_framework_lacks_comes_with_a_warning() -> None:
+    alone = replace(MIXED, capabilities=ABLE)
+    with pytest.warns(PlanWarning, match="other_recompute='elementwise': the .* and one of them in a plan"):
+        plan_of("full", graph=alone, other_recompute="elementwise", other_units=BLOCK_UNITS[:1])
+    with pytest.warns(PlanWarning, match="recompute='selective': the "):
+        plan_of("selective")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PlanWarning)
+        plan_of("selective", like="megatron-core")
+        plan_of("elementwise", frameworks=["torch", "jax"])

@@ -18,8 +18,8 @@ from shardwright.backends.jax.capture.own_checkpoints import plain_call
 class Recomputing:
     """Calls of modules that a plan computes again."""
 
-    policy: Any
-    """What they keep, an object of its own by which `jax.checkpoint` around them is known."""
+    policies: Mapping[str, Any]
+    """What they keep by the mode, an object of its own by which `jax.checkpoint` around them is known."""
     depth: int = 0
     """The number of such calls around what runs."""
 
@@ -34,10 +34,13 @@ class Recomputing:
 
     def replaces(self, params: Mapping[str, Any]) -> bool:
         """Whether a checkpoint lies inside or around such a call."""
-        if params.get("policy") is self.policy:
+        if self._is_ours(params):
             return False
         inner = (each for each in equations_in(params["jaxpr"]) if each.primitive.name in CHECKPOINTS)
-        return self.depth > 0 or any(each.params.get("policy") is self.policy for each in inner)
+        return self.depth > 0 or any(self._is_ours(each.params) for each in inner)
+
+    def _is_ours(self, params: Mapping[str, Any]) -> bool:
+        return any(params.get("policy") is policy for policy in self.policies.values())
 
 
 class _Stack(threading.local):
@@ -52,15 +55,16 @@ _inside = 0
 
 
 @contextmanager
-def recomputing(policy: Any) -> Iterator[Recomputing]:
-    """A context in which checkpoints that this thread traces inside or around calls with the policy of what it gives
-    are plain calls. ``policy``: as `jax.checkpoint` takes it."""
+def recomputing(policies: Mapping[str, Any]) -> Iterator[Recomputing]:
+    """A context in which checkpoints that this thread traces inside or around calls with a policy of what it gives are
+    plain calls. ``policies``: by the mode, each as `jax.checkpoint` takes it."""
     global _inside
     with _lock:
         if _inside == 0:
             setattr(remat_p, "bind", _bind)  # noqa: B010
         _inside += 1
-    found = Recomputing(partial(policy or jax.checkpoint_policies.nothing_saveable))
+    nothing = jax.checkpoint_policies.nothing_saveable
+    found = Recomputing({mode: partial(policy or nothing) for mode, policy in policies.items()})
     _running.open.append(found)
     try:
         yield found

@@ -8,7 +8,7 @@ number stands for. The scope's text survives `vmap`, `jit`, `remat` and `scan`.
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -129,23 +129,23 @@ def _marking(original: Callable[..., Any], recorder: Recorder) -> Callable[..., 
 
 
 @contextmanager
-def recomputed(model: nnx.Module, paths: Collection[str], recompute: str) -> Iterator[None]:
-    """A context in which calls of the modules at ``paths`` keep what ``recompute`` says (`POLICIES`), and run again in
-    the backward pass. ``model`` must be a private copy: it is written to."""
-    if recompute == "none":
+def recomputed(model: nnx.Module, modes: Mapping[str, str]) -> Iterator[None]:
+    """A context in which calls of modules, by path, keep what a mode says (`POLICIES`), and run again in the backward
+    pass. ``model`` must be a private copy: it is written to."""
+    if not modes:
         yield
         return
     chosen = {".".join(map(str, path)): module for path, module in nnx.iter_modules(model)}
     classes = set()
-    for path in chosen.keys() & set(paths):
+    for path in chosen.keys() & modes.keys():
         setattr(chosen[path], PATH_ATTRIBUTE, path)
         classes.add(type(chosen[path]))
     with ExitStack() as undo:
-        again = undo.enter_context(recomputing(POLICIES[recompute]))
+        again = undo.enter_context(recomputing({mode: POLICIES[mode] for mode in modes.values()}))
         for cls in classes:
-            undo.enter_context(patched(cls, "__call__", _recomputing(cls.__call__, frozenset(paths), again)))
+            undo.enter_context(patched(cls, "__call__", _recomputing(cls.__call__, modes, again)))
         yield
-        for path in chosen.keys() & set(paths):
+        for path in chosen.keys() & modes.keys():
             delattr(chosen[path], PATH_ATTRIBUTE)
 
 
@@ -154,13 +154,14 @@ def has_state(value: Any) -> bool:
     return isinstance(value, nnx.Pytree | nnx.Variable)
 
 
-def _recomputing(original: Callable[..., Any], paths: frozenset[str], again: Recomputing) -> Callable[..., Any]:
+def _recomputing(original: Callable[..., Any], modes: Mapping[str, str], again: Recomputing) -> Callable[..., Any]:
     """The call, computed again in the backward pass. Arrays and arguments with state are handed through. Any other
     argument, as a function, a shape or a value that Python branches on, stays the value that it is."""
 
     @functools.wraps(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if getattr(self, PATH_ATTRIBUTE, None) not in paths:
+        path: str | None = getattr(self, PATH_ATTRIBUTE, None)
+        if path is None or path not in modes:
             return original(self, *args, **kwargs)
         leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=has_state)
         traced = [has_state(leaf) or isinstance(leaf, jax.Array) for leaf in leaves]
@@ -172,7 +173,7 @@ def _recomputing(original: Callable[..., Any], paths: frozenset[str], again: Rec
             with again.one():
                 return original(module, *positional, **named)
 
-        run: Any = nnx.remat(same, policy=again.policy)
+        run: Any = nnx.remat(same, policy=again.policies[modes[path]])
         return run(self, *(leaf for leaf, is_traced in zip(leaves, traced, strict=True) if is_traced))
 
     return call

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from shardwright.backends.jax.capture.inner_programs import OWN_DERIVATIVES
 from shardwright.backends.jax.program.equations import evaluate, value_of
 from shardwright.backends.jax.program.flattening import flatten
-from shardwright.backends.jax.program.in_turn import SHAPES, Finish, evaluate_in_turn
+from shardwright.backends.jax.program.in_turn import SHAPES, Finish, barrier, evaluate_in_turn
 from shardwright.backends.jax.program.random_draws import evaluate_draws_in_turn, masks_of
 from shardwright.backends.jax.program.saved_activations import CHEAP, residuals
 
@@ -107,7 +107,9 @@ def gradients_in_turn(
             masks=masks_of(backward),
         )
     )
-    return beside, [
+    sums = [
         next(soon) if isinstance(atom, int) else add(value_of(backward, atom, values))
         for atom, add in zip(backward.outputs, added, strict=True)
     ]
+    # Where nothing says that a parameter is read before it is updated, the compiler copies it.
+    return beside, barrier(sums) if free else sums

@@ -51,9 +51,9 @@ class LossFunction:
     """The keywords among ``rngs`` and ``state`` that the function takes."""
     compute: Any
     """The dtype in which it computes; None: that of the parameters."""
-    recompute: str
-    blocks: frozenset[str]
-    """The modules whose calls are computed again in the backward pass: those of the plan's units."""
+    modes: tuple[tuple[str, str], ...]
+    """The modules whose calls are computed again in the backward pass, those of the plan's units, and the mode of
+    each."""
     reduction: str | None = None
     """The user's word on how the losses of microbatches combine: "mean", "sum", or None."""
     has_aux: bool = False
@@ -90,12 +90,13 @@ class LossFunction:
         names = {p.name for p in parameters}
         keywords = frozenset({"rngs", "state"} if open_ended else names & {"rngs", "state"})
         units = plan.binding("jax").units
-        blocks = frozenset(call.path for unit in computed_again(plan) for call in units[unit].calls)
         compute = COMPUTE[plan.decision.precision]
         # A pipeline recomputes by stage and unit, whatever the model is made of.
         in_stages = plan.decision.pp > 1 or plan.decision.offloaded_units or plan.decision.slice_count > 1
-        recompute = "none" if in_stages else plan.decision.recompute
-        return cls(function, keywords, compute, recompute, blocks, reduction, has_aux, trained, python)
+        again = () if in_stages else computed_again(plan)
+        of_unit = plan.unit_modes
+        modes = {call.path: of_unit[unit] for unit in again for call in units[unit].calls}
+        return cls(function, keywords, compute, tuple(modes.items()), reduction, has_aux, trained, python)
 
     @property
     def name(self) -> str:
@@ -127,7 +128,7 @@ class LossFunction:
             marking = nnx_calls(model, self.recorder) if self.recorder else nullcontext()
             attributes = nullcontext() if self.python is None else self.python.on(model)
             inputs = calls.around(model) if narrow else nullcontext()
-            with attributes, marking, recomputed(model, self.blocks, self.recompute), inputs:
+            with attributes, marking, recomputed(model, dict(self.modes)), inputs:
                 found = self._read(self.function(model, batch), None, takes_state=False)
             return found._replace(state=jax.tree.map(_as_before, take_apart(model).other, parts.other))
         given = {"rngs": parts.random, "state": parts.other}

@@ -310,9 +310,12 @@ def held_bytes(
     sums, gradients = _added(program, function.makes)
     read = zip(program.arguments, function.reads, strict=True)
     # Shards keep more beside it than is counted of the whole, as their layouts stand between ops.
-    ending = {value for value, key in read if is_part and key[0] == "kept" and not of_shards}
+    parts = [(value, key[0]) for value, key in read if is_part and not of_shards]
+    given = {value for value, kind in parts if kind == "cotangent"}
+    ending = {value for value, kind in parts if kind == "kept"} | given
     waiting = () if with_gradients else gradients
-    return Liveness(program, sums, waiting, is_part=is_part, ending=ending, of_shards=of_shards).moments()
+    moments = Liveness(program, sums, waiting, is_part=is_part, ending=ending, of_shards=of_shards).moments()
+    return [size + sum(map(program.size_bytes, given)) for size in moments]
 
 
 def drawing_bytes(functions: StageFunctions) -> list[int]:
@@ -330,7 +333,7 @@ def drawing_bytes(functions: StageFunctions) -> list[int]:
 @lru_cache(maxsize=128)
 def _program_of(function: StageFunction) -> FlatProgram:
     """The program of a function, traced once for all that is counted of it."""
-    return flatten(jax.make_jaxpr(function.function)(*function.avals))
+    return flatten(jax.make_jaxpr(function.function)(*function.avals), opens_rules=True)
 
 
 def looped_bytes(function: StageFunction) -> int:

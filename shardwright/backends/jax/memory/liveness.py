@@ -137,10 +137,12 @@ class Liveness:
             found.append(alive - shared + sum(map(self.program.size_bytes, copied.get(index, ()))))
             if equation.primitive.name == DRAW:
                 self.draws.append(found[-1])
-            alive -= sum(map(self.program.size_bytes, dying.get(index, ())))
+            ended = dying.get(index, ())
+            alive -= sum(self.program.size_bytes(value) for value in ended if value not in behind)
             if behind:
                 alive += sum(map(self.program.size_bytes, behind))
                 found.append(alive)
+                alive -= sum(self.program.size_bytes(value) for value in ended if value in behind)
         return found
 
     def _memory(self, value: int) -> int:
@@ -150,13 +152,19 @@ class Liveness:
     def _last_reads(self) -> dict[int, int]:
         """The values that take memory as they are made, and the last equation that reads each."""
         made = {value: index for index, (_, _, values) in enumerate(self.equations) for value in values}
+        relaid, _ = self._laid_out
         apart = set() if self.is_part else self.results
         last = {value: index for value, index in made.items() if self._is_stored(value) and value not in apart}
+        for value in relaid.keys() & last.keys() - self.results:
+            in_order = any(self._reads_in_order(equation, value) for equation, _ in self.readers[value])
+            if not in_order and not self._is_copied_from(value):
+                del last[value]
         last.update(dict.fromkeys(self.ending, 0))
         for index, (equation, read, values) in enumerate(self.equations):
             is_sum = not self.sums.isdisjoint(values)
             if equation.primitive.name == BARRIER or is_sum or any(self._is_stored(value) for value in values):
-                for source in set().union(*map(self._sources, read)) & last.keys():
+                plain = [v for v in read if v not in relaid or self._reads_in_order(equation, v)]
+                for source in set().union(*map(self._sources, plain)) & last.keys():
                     # A gradient is added to its sum at once, wherever the program says so.
                     last[source] = max(last[source], made[source] + 1 if is_sum and source in made else index)
         last.update(dict.fromkeys(self.results & last.keys(), len(self.equations)))
@@ -194,13 +202,22 @@ class Liveness:
                     copied.setdefault(index, []).append(value)
         return relaid, copied
 
+    def _reads_in_order(self, equation: Equation, value: int) -> bool:
+        """Whether an equation needs a value as it is made, too: convolutions read nothing but the copy that they lay
+        out anew, while what products read so may stay beside the copy."""
+        is_convolution = equation.primitive.name == "conv_general_dilated"
+        return not is_convolution or value not in map(self._memory, self._operands_in_other_order(equation))
+
     def _operands_in_other_order(self, equation: Equation) -> list[int]:
         """The operands that are read in another order than they are in memory: of a convolution, the updates of a
         scatter, the first operand of a product that is summed along another dim than its last, and operands of many
         small products whose dims do not stand as XLA wants them."""
         name = equation.primitive.name
         if name == "conv_general_dilated":
-            return list(equation.values)
+            # Images are read as they are where their dims are in this order, kernels in none.
+            dims = len(equation.params["dimension_numbers"].lhs_spec)
+            in_order = equation.params["dimension_numbers"].lhs_spec == (0, dims - 1, *range(1, dims - 1))
+            return [atom for atom in equation.inputs[in_order:] if isinstance(atom, int)]
         if name.startswith("scatter"):
             return [atom for atom in equation.inputs[2:3] if isinstance(atom, int)]
         if name != "dot_general":
@@ -271,7 +288,9 @@ class Liveness:
         readers = self.readers.get(value, [])
         if any(reader.primitive.name not in FUSED for reader, _ in readers):
             return name not in REPEATED
-        return len(readers) > 1 and name in EXPENSIVE
+        # Of a backward that is a program of its own, such a choice is made again for the sum.
+        is_summed = self.is_part and any(reader.primitive.name == "reduce_sum" for reader, _ in readers)
+        return len(readers) > 1 and (name in EXPENSIVE or (is_summed and name == "select_n"))
 
     def _is_added_in_place(self, value: int) -> bool:
         """Whether a value is a scatter into zeros that nothing but its sum reads: the sum is scattered into."""

@@ -6,7 +6,7 @@ derivative rules and inner programs that were traced apart), there is no signatu
 """
 
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from shardwright.backends.jax.pipeline.stage_functions import (
     stage_functions,
 )
 from shardwright.backends.jax.program.cut import Cut
-from shardwright.backends.jax.program.equations import Atom, Equation, FlatProgram
+from shardwright.backends.jax.program.equations import NO_OTHERS, Atom, Equation, FlatProgram
 
 NUMBERED = frozenset({"m", "kept", "host", "between", "sum", "row", "fault", "marker"})
 """The kinds of operand whose number is no value of the program."""
@@ -32,9 +32,10 @@ def signature(
     inputs: Sequence[int],
     outputs: Iterable[Atom],
     away: Collection[int] = (),
+    others: Mapping[int, str] = NO_OTHERS,
 ) -> Hashable | None:
-    """A key of what equations make of inputs, whatever values are called; units in ``away`` differ from others. None
-    where that cannot be told.
+    """A key of what equations make of inputs, whatever values are called; units in ``away`` differ from others, and
+    those in ``others`` by their mode. None where that cannot be told.
 
     Parameters of equations that Python calls equal, such as 0.0 and -0.0, are taken as equal; constants are compared
     bit by bit.
@@ -62,6 +63,7 @@ def signature(
                 equation.is_layers,
                 None if equation.unit is None else parts.setdefault(("unit", equation.unit), len(parts)),
                 equation.unit in away,
+                None if equation.unit is None else others.get(equation.unit),
                 region and (parts.setdefault(("region", id(region)), len(parts)), region.policy, region.prevent_cse),
             ))  # fmt: skip
             for value in equation.outputs:
@@ -116,7 +118,7 @@ class TracedStages:
         results = [carried.get(p, ("sum", p)) for p in part.results]
         program = signature(
             cut.flat, part.equations, inputs, [*part.departures, *(cut.flat.outputs[p] for p in part.results)],
-            operands.away,
+            operands.away, operands.others,
         )  # fmt: skip
         if program is None:
             return None, [], []

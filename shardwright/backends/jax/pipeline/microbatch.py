@@ -132,6 +132,7 @@ def cut_microbatch(
         tuple(metrics[:sums]),
         tuple(metrics[sums:]),
         away=frozenset(plan.decision.offloaded_units),
+        others=dict.fromkeys(plan.decision.other_units, plan.decision.other_recompute or "none"),
         copies=_copies(found, microbatches, layouts) if layouts is not None else {},
     )
     divisor, axes = microbatches.divisor, microbatches.axes

@@ -38,6 +38,11 @@ def block_plan(plan: Plan) -> Plan:
             f"the plan has schedule={decision.schedule!r}, and one program for all stages runs {' and '.join(ORDERS)}: "
             "plan with one of them"
         )
+    if decision.other_units:
+        raise MissingCapabilityError(
+            f"the plan has other_recompute={decision.other_recompute!r}, and one program for all stages computes their "
+            f"units again in one mode: run the stages as programs of their own, or plan again without it"
+        )
     if decision.shard:
         raise MissingCapabilityError(
             f"the plan has shard={decision.shard}, which one program for all stages does not lay out: plan with shard=0"

@@ -111,6 +111,8 @@ class Operands:
     of copies are summed in float32."""
     away: frozenset[int] = frozenset()
     """The units that keep on the host what they keep."""
+    others: Mapping[int, str] = field(default_factory=dict)
+    """The units that are computed again in another mode than the rest, and that mode."""
     in_turn: bool = False
     """Whether backwards run their equations in turn (`program.in_turn`)."""
     draws_in_turn: bool = False
@@ -194,7 +196,7 @@ class FunctionsOfStage:
             fixed = [*self.fixed_weights, *self.fixed_arrivals, *self.part.sources]
             known = dict(zip(self.weights, weights, strict=True)) | dict(zip(self.arriving, arriving, strict=True))
             known |= dict(zip(fixed, rest, strict=True)) | self.cut.flat.constants
-            evaluate(self.part.equations, known, self.recompute, self.operands.away)
+            evaluate(self.part.equations, known, self.recompute, self.operands.away, self.operands.others)
             live = [known[v] for v in self.leaving]
             if self.has_total:
                 live.append(self._output(known, TOTAL))

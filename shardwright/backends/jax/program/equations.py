@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -21,6 +22,7 @@ from shardwright.backends.jax.capture.own_checkpoints import plain_call, with_pl
 
 AWAY = "shardwright:away:"
 """In the names of equations, before the number 1: what they make for the backward pass goes to the host until then."""
+NO_OTHERS: Mapping[int, str] = MappingProxyType({})
 Atom = int | jex_core.Literal
 """A value of the program by its number, or a literal."""
 
@@ -118,13 +120,17 @@ def needed(equations: Sequence[Equation], wanted: Iterable[int]) -> list[Equatio
 
 
 def evaluate(
-    equations: Sequence[Equation], known: dict[int, Any], recompute: str = "none", away: Collection[int] = ()
+    equations: Sequence[Equation],
+    known: dict[int, Any],
+    recompute: str = "none",
+    away: Collection[int] = (),
+    others: Mapping[int, str] = NO_OTHERS,
 ) -> None:
     """Run equations. ``known`` holds the values that they read, and receives those that they make.
 
     ``recompute``: the policy (`POLICIES`) for what is kept of every equation's ``unit``, and what is computed again
     in the backward pass; "none" keeps all. ``away``: the units that keep all, whose equations are traced with `AWAY` in
-    their names.
+    their names. ``others``: the units that have another policy.
     """
 
     def region_of(equation: Equation) -> tuple[int, int]:
@@ -152,7 +158,8 @@ def evaluate(
             bind_all(local)
             return [local[value] for value in made]
 
-        policy, prevent_cse = (region.policy, region.prevent_cse) if region else (POLICIES[recompute], True)
+        mode = others.get(unit, recompute)
+        policy, prevent_cse = (region.policy, region.prevent_cse) if region else (POLICIES[mode], True)
         kept: Any = jax.checkpoint(run, policy=policy, prevent_cse=prevent_cse)
         known.update(zip(made, kept(*(known[value] for value in read)), strict=True))
 

@@ -45,21 +45,25 @@ def flatten(
     select: bool = False,
     mark: str = CALL_MARK,
     opens_checkpoints: bool = False,
+    opens_rules: bool = False,
 ) -> FlatProgram:
     """The flat program of a closed jaxpr, without equations that no result needs.
 
     ``home`` gives the stage and the unit of a module call; ``weights`` the stages of the first arguments, which are
     the model's parameters (None: several). Without them, only jits are opened. ``select`` opens branches too: all of
     them run, and the index picks from their results. ``mark``: what comes before the number of a call in the names of
-    its equations. ``opens_checkpoints``: whether every `jax.checkpoint` is opened, as `Region`. Raises PlanError for a
-    function with its own derivative rule that holds several stages.
+    its equations. ``opens_checkpoints``: whether every `jax.checkpoint` is opened, as `Region`. ``opens_rules``:
+    whether functions with derivative rules of their own are opened. Raises PlanError for
+    such a function that holds several stages.
     """
     flat = FlatProgram()
     jaxpr = closed.jaxpr
     flat.arguments = tuple(flat.new(aval(variable)) for variable in jaxpr.invars)
     constants = flat.hold(closed)
     held = dict(zip(flat.arguments, weights, strict=False))
-    flattener = _Flattener(flat, calls if calls is not None else [], home, held, select, mark, opens_checkpoints)
+    flattener = _Flattener(
+        flat, calls if calls is not None else [], home, held, select, mark, opens_checkpoints, opens_rules
+    )
     flat.outputs = tuple(flattener.run(jaxpr, constants, flat.arguments))
     flat.equations = needed(flat.equations, (a for a in flat.outputs if isinstance(a, int)))
     return flat
@@ -75,9 +79,10 @@ class _Flattener:
         select: bool,
         mark: str,
         opens_checkpoints: bool,
+        opens_rules: bool,
     ) -> None:
         self.flat, self.calls, self.home, self.weights, self.select = flat, calls, home, weights, select
-        self.mark, self.opens_checkpoints = mark, opens_checkpoints
+        self.mark, self.opens_checkpoints, self.opens_rules = mark, opens_checkpoints, opens_rules
         self.traced = tuple(calls)
         self.casts: dict[int, Equation] = {}
         """The weights in another dtype → the cast."""
@@ -105,7 +110,7 @@ class _Flattener:
 
     def _equation(self, equation: JaxprEqn, inputs: list[Atom], call: int, region: Region | None) -> Sequence[Atom]:
         name, params = equation.primitive.name, equation.params
-        if name in JITS:
+        if name in JITS or (self.opens_rules and name in OWN_DERIVATIVES):
             return self._open(_inner(params), inputs, call, region)
         if name == "scan":
             return self._scan(equation, inputs, call, region)

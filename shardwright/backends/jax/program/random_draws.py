@@ -15,9 +15,10 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr
 
-from shardwright.backends.jax.capture.inner_programs import CHECKPOINTS, aval, equations_in
+from shardwright.backends.jax.capture.inner_programs import CHECKPOINTS, OWN_DERIVATIVES, aval, equations_in
 from shardwright.backends.jax.program.equations import Equation, FlatProgram, evaluate
 from shardwright.backends.jax.program.in_turn import PRODUCTS, tie
+from shardwright.backends.jax.program.saved_activations import CHEAP
 
 DRAW = "random_bits"
 THREEFRY = "key<fry>"
@@ -28,6 +29,7 @@ def evaluate_draws_in_turn(program: FlatProgram, known: dict[int, Any], kept: Co
     """Run a program's equations as `evaluate` does, its random draws in their turn. ``kept``: the values that the
     backward pass reads."""
     drawn = _made_of_bits(program)
+    read = {value for equation in program.equations for value in equation.values}
     product: int | None = None
     waiting: list[Equation] = []
     for equation in program.equations:
@@ -39,10 +41,12 @@ def evaluate_draws_in_turn(program: FlatProgram, known: dict[int, Any], kept: Co
         waiting.append(equation)
         if name in PRODUCTS or name in CHECKPOINTS:
             product = equation.outputs[0]
-        masks = [value for value in equation.outputs if value in drawn and value in kept]
-        if product is not None and masks:
+        # XLA would make a sum of a residual stream anew of the terms of all sums before it, and keep those.
+        is_kept = name in CHEAP | OWN_DERIVATIVES and read.intersection(equation.outputs)
+        tied = [value for value in equation.outputs if value in kept and (value in drawn or is_kept)]
+        if product is not None and tied:
             _run(waiting, known)
-            tie(product, masks, known)
+            tie(product, tied, known)
     _run(waiting, known)
 
 

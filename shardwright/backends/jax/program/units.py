@@ -30,6 +30,12 @@ def name_units(flat: FlatProgram, plan: Plan, weights: Mapping[int, str], state:
             f"the plan offloads units {looped}, which are iterations of a loop over stacked parameters, and what these "
             f"keep cannot be sent to the host one by one: plan with offload=False"
         )
+    looped = sorted(flat.looped_units & set(plan.decision.other_units))
+    if looped:
+        raise MissingCapabilityError(
+            f"the plan has other_recompute={plan.decision.other_recompute!r} for units {looped}, which are iterations "
+            f"of a loop over stacked parameters, and these are computed again in one mode: plan again without it"
+        )
     missing = set(told_apart(plan)) - {equation.unit for equation in flat.equations} - flat.looped_units
     if not missing:
         return
