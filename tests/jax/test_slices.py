@@ -50,6 +50,8 @@ def graph_of(create: Callable[[], Any], loss: Callable[..., Any] = next_loss) ->
 
 def planned(graph: Any, slices: Sequence[int], pp: int = 2, dp: int = 1, **pins: Any) -> sw.Plan:
     given: dict[str, Any] = {"precision": "fp32", "recompute": "none", "shard": 0, "schedule": "1f1b", "tp": 1} | pins
+    if given["tp"] > 1:
+        given = {"sequence_parallel": False} | given
     cluster = sw.Cluster("cpu", nodes=1, devices_per_node=pp * dp * given["tp"])
     plan = sw.plan(graph, cluster, batch=BATCH, microbatch=MICROBATCH, pp=pp, dp=dp, **given)
     return replace(plan, decision=replace(plan.decision, slice_lengths=tuple(slices)))
@@ -65,6 +67,7 @@ def trained(plan: sw.Plan, create: Callable[[], Any], loss: Callable[..., Any] =
 OFTEN = [
     ("gpt", 2, (5, 4, 3), {}),
     ("window", 2, (1, 11), {"schedule": "zb-h1"}),
+    ("llama", 1, (5, 7), {"tp": 2}),
 ]
 SELDOM = [
     ("llama", 2, (3, 7, 2), {"schedule": "gpipe"}),
@@ -74,6 +77,9 @@ SELDOM = [
     ("gpt", 1, (7, 5), {}),
     ("gpt", 2, (4, 8), {"dp": 2}),
     ("documents", 2, (4, 8), {"dp": 2, "recompute": "selective"}),
+    ("gpt", 2, (5, 4, 3), {"tp": 2}),
+    ("window", 1, (6, 6), {"tp": 2, "recompute": "full"}),
+    ("llama", 2, (4, 8), {"dp": 2, "tp": 2}),
 ]
 
 
@@ -137,7 +143,8 @@ def test_refused_by_name(create: Callable[[], Any], slices: tuple[int, ...], mes
 
 def test_plans_that_no_runtime_of_slices_carries_out() -> None:
     graph = graph_of(MODELS["llama"])
-    with pytest.raises(MissingCapabilityError, match="2 slices and tp=2"):
-        sw.train_step(next_loss, optax.sgd(0.1), planned(graph, (6, 6), pp=1, tp=2), devices=jax.devices()[:2])
+    divided = planned(graph, (6, 6), pp=1, tp=2, sequence_parallel=True)
+    with pytest.raises(MissingCapabilityError, match="2 slices and sequence_parallel=True"):
+        sw.train_step(next_loss, optax.sgd(0.1), divided, devices=jax.devices()[:2])
     with pytest.raises(MissingCapabilityError, match="one_program=True was given, and the plan has 2 slices"):
         sw.train_step(next_loss, optax.sgd(0.1), planned(graph, (6, 6)), devices=jax.devices()[:2], one_program=True)

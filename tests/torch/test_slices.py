@@ -12,14 +12,17 @@ from shardwright.core.errors import CaptureError
 from tests.comparison import Comparison
 from tests.torch.launch import on_ranks
 
-CASES = ("gpt2:2:1:1f1b:5+4+3", "gpt2@0.2:2:1:zb-h1:7+5", "llama+padded:2:1:1f1b:5+4+3:full")
+CASES = ("gpt2:2.1.1:1f1b:5+4+3", "gpt2@0.2:2.1.1:zb-h1:7+5", "llama+padded:2.1.1:1f1b:5+4+3:full",
+         "gpt2@0.2:1.1.2:gpipe:5+4+3", "gpt2-eager@0.2:2.1.1:1f1b:5+4+3")  # fmt: skip
 MORE = {
     2: (
-        "gpt2:2:1:gpipe:12", "gpt2:2:1:1f1b:6+6", "gpt2:2:1:1f1b:3+2+3+2+2", "gpt2:2:1:interleaved-1f1b:5+4+3",
-        "llama:2:1:eager-1f1b:5+4+3", "llama@0.2:2:1:1f1b:5+4+3", "gpt2+padded:2:1:zb-h1:2+2+2+2+4",
-        "llama:1:2:gpipe:2+3+3+4", "gpt2:1:2:gpipe:5+4+3",
+        "gpt2:2.1.1:gpipe:12", "gpt2:2.1.1:1f1b:6+6", "gpt2:2.1.1:1f1b:3+2+3+2+2", "gpt2:2.1.1:interleaved-1f1b:5+4+3",
+        "llama:2.1.1:eager-1f1b:5+4+3", "llama@0.2:2.1.1:1f1b:5+4+3", "gpt2+padded:2.1.1:zb-h1:2+2+2+2+4",
+        "llama:1.2.1:gpipe:2+3+3+4", "gpt2:1.2.1:gpipe:5+4+3", "gpt2:1.1.2:gpipe:5+4+3",
+        "llama+padded:1.1.2:gpipe:7+5:full", "gpt2-eager:1.1.2:gpipe:5+4+3", "gpt2-eager+padded:2.1.1:1f1b:6+6:full",
     ),
-    4: ("gpt2:4:1:1f1b:5+4+3", "llama:4:1:zb-h1:3+2+3+2+2", "gpt2:2:2:1f1b:5+4+3", "llama@0.2:2:2:1f1b:6+6"),
+    4: ("gpt2:4.1.1:1f1b:5+4+3", "llama:4.1.1:zb-h1:3+2+3+2+2", "gpt2:2.2.1:1f1b:5+4+3", "llama@0.2:2.2.1:1f1b:6+6",
+        "gpt2@0.2:2.1.2:zb-h1:5+4+3", "llama:2.1.2:1f1b:5+4+3", "gpt2:1.2.2:gpipe:3+2+3+2+2"),
 }  # fmt: skip
 REFUSED = {
     "a sum": "slice_lengths=[5, 4] add up to 9 tokens, and the captured sequence has 12: give 3 more",
@@ -28,6 +31,7 @@ REFUSED = {
     "another length": "the plan's slices 5 + 4 + 3 have 12 tokens in all, and the model is given 10",
     "a number of its length": "computes with numbers that follow from the length of the sequence",
     "padded on the left": "pad sequences on the right",
+    "a cache": "uses a cache of keys and values that the model returns",
 }
 
 
@@ -42,12 +46,16 @@ def run(folder: Path, ranks: int, *given: str) -> dict[str, dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    return run(tmp_path_factory.mktemp("slices"), 2, *CASES, "misuse")
+    return run(tmp_path_factory.mktemp("slices"), 2, *CASES, "evaluation", "misuse")
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_slices_train_as_whole_sequences(results: dict[str, dict[str, Any]], case: str) -> None:
     Comparison.of_ranks(results[case]["same"]).require("losses", "gradients")
+
+
+def test_steps_return_logits_and_run_without_gradients(results: dict[str, dict[str, Any]]) -> None:
+    Comparison.of_ranks(results["evaluation"]["same"]).require("losses", "logits", "gradients")
 
 
 @pytest.mark.parametrize("what", REFUSED)

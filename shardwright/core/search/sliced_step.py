@@ -302,6 +302,8 @@ def in_slices(
             require_slices(
                 (0, 0), choice.decision.schedule, choice.decision.gathered_stages, choice.decision.reduce_after
             )
+            if choice.decision.tp > 1 and choice.decision.sequence_parallel:
+                raise PlanError("sequences are divided over the tensor axis: pin sequence_parallel=False")
             made.append(_in_slices(SlicedStep(scorer, choice), request))
         except PlanError as error:
             refused = refused or error

@@ -19,6 +19,8 @@ def graph_of_slice(graph: Graph, ops: SequenceOps, length: int, context: int) ->
     tokens = graph.tensors[first[0]].fixed[first[1]]
     for tensor, dim in (*ops.constants.items(), *ops.dims.items()):
         tensors[tensor] = _resized(tensors[tensor], dim, length)
+    for tensor, dim in (*ops.key_constants.items(), *ops.keys.items()):
+        tensors[tensor] = _resized(tensors[tensor], dim, context + length)
     found: list[Op] = []
     made: dict[tuple[int, tuple[int, ...]], int] = {}
 
@@ -35,15 +37,20 @@ def graph_of_slice(graph: Graph, ops: SequenceOps, length: int, context: int) ->
 
     for number, op in enumerate(graph.ops):
         inputs = list(op.inputs)
-        if number in ops.carried and op.kind == "attention":
+        if number in ops.carried and op.kind in ("attention", "contraction"):
+            first = 1 if op.kind == "attention" else 0  # whose query may be its key too
             if context:
-                inputs[1:3] = [grown(tensor, [ops.dims[tensor]], [context + length]) for tensor in inputs[1:3]]
+                inputs = [
+                    grown(t, [ops.dims[t]], [context + length]) if at >= first and t in ops.carried[number] else t
+                    for at, t in enumerate(inputs)
+                ]
             if number in ops.masks:
                 rank = len(graph.tensors[inputs[3]].fixed)
                 inputs[3] = grown(inputs[3], [rank - 2, rank - 1], [length, context + length])
         memory = op.memory
         if memory is not None and ops.needs[number] in ("local", "causal"):
-            memory = memory.of_share(length / tokens)
+            of_keys = (context + length) / tokens if ops.keys.keys() & set(op.outputs) else 1.0
+            memory = memory.of_share(length / tokens * of_keys)
         found.append(replace(op, inputs=tuple(inputs), memory=memory))
     entering = (*graph.inputs, *made.values())
     return replace(graph, tensors=tuple(tensors), ops=tuple(found), inputs=entering, unit_memory=None, in_16_bits=None)

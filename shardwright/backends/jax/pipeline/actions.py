@@ -245,7 +245,8 @@ class Pipeline:
             try:
                 self._act(runs, part, observe)
             except Exception as error:
-                where = f"stage {part.stage}, action {part}, microbatch {part.microbatch}"
+                names = self.micro.names
+                where = f"{names.text(part.stage)}, action {names.action(part)}, microbatch {part.microbatch}"
                 error.add_note(f"[shardwright] {where}: failed, or what came before it on its devices")
                 raise
         sums = [runs[self.sums[which]].shared[("sum", which, 0)] for which in (WEIGHT, TOTAL)]

@@ -25,6 +25,7 @@ from shardwright.backends.jax.state.ownership import Holding
 from shardwright.backends.jax.state.shardings import copies_at
 from shardwright.core.errors import MissingCapabilityError, PlanError
 from shardwright.core.plan.plan import Plan
+from shardwright.core.schedule.passes.slices_as_stages import StageNames
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,11 @@ class CutMicrobatch:
     """The argument that is a factor of the loss, if there is one."""
     stages: int = 0
     """The stages of the plan. With slices each slice of them is a stage of its own (`slices_as_stages`)."""
+
+    @property
+    def names(self) -> StageNames:
+        """The names of the stages, for messages and timelines."""
+        return StageNames(self.stages, len(self.cut.parts) // self.stages)
 
     def home(self, stage: int) -> int:
         """The stage of the plan whose parameters, gradients and sums a stage uses."""

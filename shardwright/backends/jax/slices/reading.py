@@ -19,6 +19,7 @@ from jax.extend.core import ClosedJaxpr
 from shardwright.backends.jax.capture.inner_programs import bound, inner_program
 from shardwright.backends.jax.program.equations import Atom, Equation, FlatProgram, aval_of
 from shardwright.backends.jax.program.flattening import flatten
+from shardwright.backends.jax.program.gradient_layouts import Layouts, layouts_of
 from shardwright.backends.jax.slices.axes import Axis, MixingError
 from shardwright.backends.jax.slices.hidden import Constants, Fact, Where, is_low
 from shardwright.backends.jax.slices.op_dims import ELEMENTWISE, OpDims, op_dims
@@ -45,6 +46,8 @@ class SlicedOp:
     derivative: "Reading | None" = None
     tangents: tuple[int, ...] = ()
     """The operands that have tangents, of such a function."""
+    layouts: Layouts | None = None
+    """Of an equation that lays out a value and its gradient."""
 
 
 @dataclass(slots=True, eq=False)
@@ -155,12 +158,30 @@ class Reading:
                 raise MixingError("has side effects")
             if equation.primitive.name == "custom_jvp_call":
                 self._own_derivative(position, equation, begins)
+            elif equation.primitive.name == "custom_vjp_call":
+                self._lay_out(position, equation)
             else:
                 self._apply(position, equation, begins)
             self._put(equation, "slices")
         except MixingError as why:
             self.mixing[position] = str(why)
             self._put(equation, "behind")
+
+    def _lay_out(self, position: int, equation: Equation) -> None:
+        """Read an equation that only says where a value and its gradient lie. Raises MixingError for another."""
+        avals = [aval_of(self.flat, atom) for atom in equation.inputs]
+        found = layouts_of(equation.primitive, equation.params, avals)
+        if found is None:
+            raise MixingError("has a gradient of its own (jax.custom_vjp), which is not known slice by slice")
+        (given,), (made,) = equation.inputs, equation.outputs
+        assert isinstance(given, int)
+        for held in (self.low, self.zero):
+            if given in held:
+                held[made] = held[given]
+        if given in self.dimmed:
+            self.dimmed.add(made)
+        self.axes[made] = self.axes[given]
+        self.sliced[position] = SlicedOp((self.axes[given],), layouts=found)
 
     def _is_sliced(self, atom: Atom, begins: Collection[int] = ()) -> bool:
         return isinstance(atom, int) and (self.place.get(atom) == "slices" or atom in begins)

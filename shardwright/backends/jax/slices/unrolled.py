@@ -86,6 +86,8 @@ class _Writer:
         params: Mapping[str, Any] = sized(old, equation, shapes, given)
         if op.primal is not None:
             primitive, params = _own_derivative(self, op, which, [aval_of(self.flat, atom) for atom in inputs])
+        if op.layouts is not None:
+            primitive, params = op.layouts.equation(aval_of(self.flat, inputs[0]))
         self.flat.equations.append(
             replace(like, primitive=primitive, params=params, inputs=tuple(inputs), outputs=tuple(outputs))
         )

@@ -300,7 +300,7 @@ class PipelinedStep:
         """The teller of what the evidence of a step means."""
         pipeline = self.pipeline
         labels = [(stage, key[1]) for stage, key in pipeline.faults]
-        return Staged(pipeline.micro.cut, pipeline.schedule.microbatches, labels)
+        return Staged(pipeline.micro.cut, pipeline.micro.names, pipeline.schedule.microbatches, labels)
 
     def __call__(self, state: TrainState, leaves: Sequence[Any], observe: Observer | None = None) -> StepResult:
         """The result of one step on a state, which is used up."""
@@ -338,7 +338,8 @@ class PipelinedStep:
         several processes, whose clocks are not one."""
         self._require_alone("train.measure")
         self.pipeline.finish()
-        with ActionTimer(self.pipeline.micro.cut, self.pipeline.schedule.ranks) as timer:
+        micro = self.pipeline.micro
+        with ActionTimer(micro.cut, micro.names, self.pipeline.schedule.ranks) as timer:
             made = self(state, leaves, timer)
         return made, timer.timeline()
 
