@@ -144,12 +144,12 @@ class Constants:
     def _array(self, value: int) -> np.ndarray:
         if value not in self._arrays:
             known: dict[int, Any] = dict(self.flat.constants)
-            evaluate(needed([_anywhere(self.flat, e) for e in self.flat.equations if not e.effects], [value]), known)
+            evaluate(needed([anywhere(self.flat, e) for e in self.flat.equations if not e.effects], [value]), known)
             self._arrays[value] = np.asarray(known[value])
         return self._arrays[value]
 
 
-def _anywhere(flat: FlatProgram, equation: Equation) -> Equation:
+def anywhere(flat: FlatProgram, equation: Equation) -> Equation:
     """An equation without the layout that it gives to a value on a mesh, which eager arrays cannot have."""
     if equation.primitive.name != "sharding_constraint":
         return equation

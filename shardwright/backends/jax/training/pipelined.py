@@ -312,6 +312,8 @@ class PipelinedStep:
         _require_on_devices((*params, *optimizer))
         dims = self.microbatches.dims
         batch = [self.microbatches.split(leaf, dim) for leaf, dim in zip(leaves, dims, strict=True)]
+        if (masks := self.pipeline.micro.masks) is not None:
+            masks.require(batch)
         made = self.pipeline([*step, params, optimizer, random, other, scaling], batch, observe)
         for leaf in (*params, *optimizer):
             if is_here(leaf.sharding):  # the others have no memory, and serve again

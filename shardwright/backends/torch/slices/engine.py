@@ -82,8 +82,8 @@ class TokenSlices:
             wanted = frozenset(t for t in traces.whole.outputs if t is not None)
             if any(wanted.intersection(held) for held in traces.ops.carried.values()):
                 raise NotReplayableError(
-                    "the step uses a cache of keys and values that the model returns, which slices hand on to each other "
-                    "(use_cache=False leaves it out)"
+                    "the step uses a cache of keys and values that the model returns, which slices hand on to each "
+                    "other (use_cache=False leaves it out)"
                 )
             summed = summed_parameters(layouts, traces.whole)
             builder = Builder(
