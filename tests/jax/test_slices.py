@@ -165,6 +165,17 @@ def test_sequences_are_padded_on_the_right() -> None:
         train(state, left)
 
 
+@pytest.mark.parametrize("name", ["window", "documents", "llama"])
+def test_plans_take_attention_as_one_op_and_written_out(name: str) -> None:
+    pins = {"pp": 2, "dp": 1, "tp": 1, "microbatch": MICROBATCH, "schedule": "1f1b", "recompute": "none"}
+    cluster = sw.Cluster("cpu", devices_per_node=2)
+    plan = sw.plan(graph_of(MODELS[name]), cluster, batch=BATCH, precision="fp32", slice_lengths=[5, 4, 3], **pins)
+    assert plan.decision.slice_lengths == (5, 4, 3)
+    graph = graph_of(llama(zoo_slices.both_ways))
+    with pytest.raises(CaptureError, match="attends in both directions"):
+        sw.plan(graph, cluster, batch=BATCH, precision="fp32", slice_lengths=[5, 4, 3], **pins)
+
+
 def test_plans_that_no_runtime_of_slices_carries_out() -> None:
     graph = graph_of(MODELS["llama"])
     divided = planned(graph, (6, 6), pp=1, tp=2, sequence_parallel=True)

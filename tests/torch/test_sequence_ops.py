@@ -184,7 +184,11 @@ def test_sums_of_all_tokens_so_far_are_causal() -> None:
 
 @pytest.mark.parametrize(
     "hide",
-    [masked, lambda s: masked(s / 4) + torch.zeros(1, 1, TOKENS), lambda s: s + torch.full_like(s[0], -1e30).triu(1)],
+    [
+        masked,
+        lambda s: masked(s / 4) / 2 + torch.zeros(1, 1, TOKENS),
+        lambda s: s + torch.full_like(s[0], -1e30).triu(1),
+    ],
     ids=["filled", "filled and added to", "added to"],
 )
 def test_attention_that_is_written_out_is_causal(hide: Any) -> None:

@@ -7,7 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from shardwright.backends.torch.slices.slice_ops import require_causal
+from shardwright.backends.torch.slices.slice_ops import (
+    require_causal,
+    require_hides,
+    require_low,
+    require_mild,
+    require_seen,
+)
 from shardwright.core.errors import CaptureError
 from tests.comparison import Comparison
 from tests.torch.launch import on_ranks
@@ -71,6 +77,25 @@ def test_masks_are_looked_at() -> None:
         require_causal(torch.ones(6, 6, dtype=torch.bool), "a layer")
     with pytest.raises(CaptureError, match="pad sequences on the right"):
         require_causal(causal & torch.tensor([False, True, True, True, True, True]), "a layer")
+
+
+def test_scores_are_looked_at() -> None:
+    later = torch.ones(6, 6, dtype=torch.bool).triu(1)
+    require_hides(later[None], 1, 2, True, "a layer")
+    require_hides(~later[:, None], 0, 2, False, "a layer")
+    require_hides(torch.zeros(6, 6).masked_fill(later, -torch.inf), 0, 1, True, "a layer")
+    for mask, fills in ((later, False), (~later, True), (torch.zeros(6, 6).masked_fill(later, -1e4), True)):
+        with pytest.raises(CaptureError, match="a layer attends by a mask that shows tokens later ones"):
+            require_hides(mask, 0, 1, fills, "a layer")
+    require_low(torch.tensor(-1e30), torch.float32, "a layer")
+    with pytest.raises(CaptureError, match=r"a layer puts -10000 in the place of the scores that its mask hides"):
+        require_low(-1e4, torch.float32, "a layer")
+    require_mild(8.0, "a layer")
+    with pytest.raises(CaptureError, match=r"a layer scales the scores of its attention by 1e-05"):
+        require_mild(1e-5, "a layer")
+    require_seen(torch.tensor([[-torch.inf, 0.0]]), "a layer")
+    with pytest.raises(CaptureError, match="a layer attends by a mask that hides all tokens up to its own"):
+        require_seen(torch.tensor([[0.0, 0.0], [-1e30, -1e30]]), "a layer")
 
 
 @pytest.mark.slow

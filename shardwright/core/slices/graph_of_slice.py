@@ -38,10 +38,10 @@ def graph_of_slice(graph: Graph, ops: SequenceOps, length: int, context: int) ->
     for number, op in enumerate(graph.ops):
         inputs = list(op.inputs)
         if number in ops.carried and op.kind in ("attention", "contraction"):
-            first = 1 if op.kind == "attention" else 0  # whose query may be its key too
+            behind = 1 if op.kind == "attention" else 0  # its query, which may be its key too
             if context:
                 inputs = [
-                    grown(t, [ops.dims[t]], [context + length]) if at >= first and t in ops.carried[number] else t
+                    grown(t, [ops.dims[t]], [context + length]) if at >= behind and t in ops.carried[number] else t
                     for at, t in enumerate(inputs)
                 ]
             if number in ops.masks:

@@ -128,10 +128,10 @@ class Scores:
         elif op.kind in ("view", "copy", "dropout") or name in SAME:
             self._low.update(made if any(low) else ())
             self._zero.update(made if any(zero) else ())
-        elif name == "mul" or op.kind == "contraction":
-            self._zero.update(made if any(zero) else ())
-        elif name == "div":
-            self._zero.update(made if zero and zero[0] else ())
+        elif name in ("mul", "div") or op.kind == "contraction":
+            self._zero.update(made if zero[0] or (any(zero) and name != "div") else ())
+            if name in ("mul", "div") and low[0] and all(not self.graph.tensors[t].fixed for t in op.inputs[1:]):
+                self._low.update(made)  # by a number, at which a runtime looks
         elif name in ("add", "add_any", "sub") or name in SELECTS:
             if masks and name != "sub":
                 self.hides[number] = masks[0]

@@ -114,6 +114,13 @@ class Reach:
             low = call.slots()[low.index] if isinstance(low, Slot) else low
             dtype = self.lowering.dtype(call.pieces[0][0].outputs[0])
             source.call(slice_ops.require_low, low, dtype, where, is_kept=True)
+        if call.site.name in ("mul", "div"):
+            factor = self._of_whole(call, present[0]).argument("other")
+            others = [tensor for tensor in call.pieces[0][0].inputs if tensor not in ops.keys]
+            if isinstance(factor, Slot) and others and not self.lowering.shape(others[0]):
+                factor = call.slots()[factor.index]
+            if not isinstance(factor, Slot):
+                source.call(slice_ops.require_mild, factor, where, is_kept=True)
         if call.pieces[0][0].kind == "softmax":
             source.call(slice_ops.require_seen, call.inputs(0)[0], where, is_kept=True)
 

@@ -140,9 +140,18 @@ def require_low(value: float | torch.Tensor, dtype: torch.dtype, where: str) -> 
         )
 
 
+def require_mild(factor: float | torch.Tensor, where: str) -> None:
+    """Raise CaptureError for a number times which, or divided by which, hidden scores might no longer be low."""
+    if not 0.01 <= float(factor) <= 100:
+        raise CaptureError(
+            f"{where} scales the scores of its attention by {float(factor):g}, after which those that its mask hides "
+            f"may count: expected a number from 0.01 to 100; leave out slices, or scale queries"
+        )
+
+
 def require_seen(scores: torch.Tensor, where: str) -> None:
-    """Raise CaptureError for a query all of whose scores are hidden."""
-    if bool((scores.detach().amax(-1) <= _lowest(scores.dtype)).any()):
+    """Raise CaptureError for a query all of whose scores are hidden, or that has none left after a scaling."""
+    if bool((scores.detach().amax(-1) <= 0.01 * _lowest(scores.dtype)).any()):
         raise CaptureError(_all_hidden(where))
 
 
