@@ -93,9 +93,9 @@ def test_scores_are_looked_at() -> None:
     require_mild(8.0, "a layer")
     with pytest.raises(CaptureError, match=r"a layer scales the scores of its attention by 1e-05"):
         require_mild(1e-5, "a layer")
-    require_seen(torch.tensor([[-torch.inf, 0.0]]), "a layer")
+    require_seen(torch.tensor([[-torch.inf, 0.0]]), 1, "a layer")
     with pytest.raises(CaptureError, match="a layer attends by a mask that hides all tokens up to its own"):
-        require_seen(torch.tensor([[0.0, 0.0], [-1e30, -1e30]]), "a layer")
+        require_seen(torch.tensor([[0.0, 0.0], [-1e30, -1e30]]), 1, "a layer")
 
 
 @pytest.mark.slow

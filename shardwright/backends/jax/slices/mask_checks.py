@@ -50,7 +50,8 @@ class MaskChecks:
                     [leaf[m] if is_split else leaf for leaf, is_split in zip(leaves, batch.values(), strict=True)]
                 )
 
-            return jax.lax.map(at, jnp.arange(microbatches)).all(0)
+            made: jax.Array = jax.lax.map(at, jnp.arange(microbatches))
+            return made.all(0)
 
         return cls(jax.jit(run), tuple(where))
 

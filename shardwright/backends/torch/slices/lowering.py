@@ -10,7 +10,6 @@ On a tensor axis every op has the layout that it has in whole sequences, which l
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 
@@ -26,6 +25,7 @@ from shardwright.backends.torch.tensor_parallel.unit_call import Call, Lowering
 from shardwright.backends.torch.tensor_parallel.unit_layouts import UnitLayout
 from shardwright.backends.torch.tensor_parallel.unit_lowering import leave, lower_site, write
 from shardwright.core.layout.placements import Placement, Replicate, Split
+from shardwright.core.model.graph import Graph
 from shardwright.core.slices.unit_parts import UnitParts
 
 R = Replicate()
@@ -162,7 +162,7 @@ class Builder:
         if tensor in layout.shared:
             return layout.shared[tensor].value[1]
         maker = self._graph.producer[tensor]
-        outputs = layout.ops[maker - layout.unit.first_op].signature.outputs
+        outputs: tuple[Placement, ...] = layout.ops[maker - layout.unit.first_op].signature.outputs
         return outputs[self._graph.ops[maker].outputs.index(tensor)]
 
     def _leaving(
@@ -257,7 +257,7 @@ class Builder:
         return [whole.sites[i] for i in sorted({whole.site_of_op[op][0] for op in ops})]
 
     @property
-    def _graph(self) -> Any:
+    def _graph(self) -> Graph:
         return self.traces.whole.graph
 
     def _enters(self, tensor: int) -> bool:

@@ -122,7 +122,8 @@ class Reach:
             if not isinstance(factor, Slot):
                 source.call(slice_ops.require_mild, factor, where, is_kept=True)
         if call.pieces[0][0].kind == "softmax":
-            source.call(slice_ops.require_seen, call.inputs(0)[0], where, is_kept=True)
+            keys = ops.keys[call.pieces[0][0].inputs[0]]
+            source.call(slice_ops.require_seen, call.inputs(0)[0], keys, where, is_kept=True)
 
     def _attention(self, call: Call, op: int, own: Mapping[int, Var]) -> bool:
         lowering, traces, site = self.lowering, self.traces, self._whole_site(op)

@@ -149,9 +149,9 @@ def require_mild(factor: float | torch.Tensor, where: str) -> None:
         )
 
 
-def require_seen(scores: torch.Tensor, where: str) -> None:
-    """Raise CaptureError for a query all of whose scores are hidden, or that has none left after a scaling."""
-    if bool((scores.detach().amax(-1) <= 0.01 * _lowest(scores.dtype)).any()):
+def require_seen(scores: torch.Tensor, keys: int, where: str) -> None:
+    """Raise CaptureError for a query all of whose scores are hidden. ``keys``: the dim of keys."""
+    if bool((scores.detach().amax(keys) <= 0.01 * _lowest(scores.dtype)).any()):
         raise CaptureError(_all_hidden(where))
 
 
