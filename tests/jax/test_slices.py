@@ -13,9 +13,13 @@ from flax import nnx
 
 import shardwright.jax as sw
 from examples import gpt2_flax
+from shardwright.backends.jax.pipeline.actions import dispatch_order
 from shardwright.backends.jax.tensor_parallel.blocks import restore
 from shardwright.backends.jax.tensor_parallel.constrained_loss import held_by_blocks
 from shardwright.core.errors import CaptureError, MissingCapabilityError
+from shardwright.core.schedule import Schedule
+from shardwright.core.schedule.catalogue import FAMILIES
+from shardwright.core.schedule.passes.slices_as_stages import slices_as_stages
 from tests.comparison import Comparison
 from tests.jax import zoo_slices
 from tests.jax.chains import module_reference, named, recording, reference, require_same_gradients, require_same_run
@@ -174,6 +178,17 @@ def test_plans_take_attention_as_one_op_and_written_out(name: str) -> None:
     graph = graph_of(llama(zoo_slices.both_ways))
     with pytest.raises(CaptureError, match="attends in both directions"):
         sw.plan(graph, cluster, batch=BATCH, precision="fp32", slice_lengths=[5, 4, 3], **pins)
+
+
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.takes_slices and family.trains])
+def test_actions_of_slices_have_an_order(name: str) -> None:
+    """A slice does not wait for the last stage of the slice before it."""
+    virtual = 2 if name in ("interleaved-1f1b", "interleaved-zb", "looped-bfs") else 1
+    for slices in (2, 5):
+        schedule = Schedule.build(name, ranks=4, microbatches=4, virtual_stages=virtual, slices=slices)
+        made, order = slices_as_stages(schedule), dispatch_order(schedule)
+        for rank, actions in enumerate(made.table):
+            assert [a for a in order if made.stage_to_rank(a.stage) == rank] == [p for a in actions for p in a.flat]
 
 
 def test_plans_that_no_runtime_of_slices_carries_out() -> None:

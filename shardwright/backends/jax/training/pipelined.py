@@ -41,8 +41,8 @@ class PipelinedTraining(InStages):
     """The state on the meshes of the stages that hold it, and a step that is many programs."""
 
     def __post_init__(self) -> None:
-        self.schedule = slices_as_stages(self.plan.build_schedule())
-        self.order = dispatch_order(self.schedule)
+        schedule = self.plan.build_schedule()
+        self.schedule, self.order = slices_as_stages(schedule), dispatch_order(schedule)
         self.meshes = StageMeshes(self.plan, self.devices, self.schedule.placement)
         self._cuts: dict[Any, tuple[tuple[Holding, ...], OptimizerCut]] = {}
 

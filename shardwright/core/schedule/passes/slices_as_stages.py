@@ -38,6 +38,16 @@ class StageNames:
         return Action(own, action.kind, action.microbatch, (), slice_)
 
 
+def as_stage(action: Action, stages: int) -> Action:
+    """The same action of the stage that its slice becomes; one without a slice is given back as it is."""
+    if action.kind is Kind.OVERLAP:
+        forward, backward = action.parts
+        return Action.overlap(as_stage(forward, stages), as_stage(backward, stages))
+    if action.slice is None:
+        return action
+    return Action(stage_of_slice(action.stage, action.slice, stages), action.kind, action.microbatch)
+
+
 def slices_as_stages(schedule: Schedule) -> Schedule:
     """The schedule with every slice of a stage as a stage of its own, on the same rank: the same actions in the same
     order. A schedule without slices is given back as it is.
@@ -49,15 +59,12 @@ def slices_as_stages(schedule: Schedule) -> Schedule:
     stages = schedule.stages
 
     def moved(action: Action) -> Action:
-        if action.kind is Kind.OVERLAP:
-            forward, backward = action.parts
-            return Action.overlap(moved(forward), moved(backward))
         if action.kind in SHARDING:
             raise ScheduleError(
                 f"{action.text} in a schedule of {schedule.slices} slices: parameters are gathered, and gradients "
                 f"reduced, for whole stages; leave out gathered_stages and reduce_after, or take slices=1"
             )
-        return Action(stage_of_slice(action.stage, action.slice or 0, stages), action.kind, action.microbatch)
+        return as_stage(action, stages)
 
     return Schedule(
         schedule.name, schedule.arguments, schedule.ranks, stages * schedule.slices, schedule.microbatches,
