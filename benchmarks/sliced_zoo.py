@@ -28,7 +28,8 @@ import shardwright as sw
 from shardwright.core.slices.sequence_ops import sequence_inputs, sequence_ops
 from tests.models import inputs
 
-LEAST = 0.4
+SOFTMAXES = (F.softmax, torch.softmax, torch.Tensor.softmax)
+LEAST = 0.5
 """The share of the causal classes that runs in slices."""
 
 
@@ -45,7 +46,8 @@ def stays(model: Any, batch: dict[str, Any], key: str) -> bool:
 
 
 class _Masks(TorchFunctionMode):
-    """Notes whether each mask of an attention hides from every query the keys behind it."""
+    """Notes whether each mask of an attention, and what it adds to scores that are written out, hides from every query
+    the keys behind it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,6 +60,10 @@ class _Masks(TorchFunctionMode):
             later = torch.ones(mask.shape[-2:], dtype=torch.bool).triu(1)
             shown = mask if mask.dtype == torch.bool else mask > -1e4
             self.hide &= not bool((shown & later).any())
+        scores = args[0] if func in SOFTMAXES and args else None
+        if scores is not None and scores.dim() > 2 and scores.shape[-1] == scores.shape[-2]:
+            later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+            self.hide &= not bool(((scores > -1e9) & later).any())
         return func(*args, **(kwargs or {}))
 
 
@@ -76,7 +82,7 @@ def row(name: str) -> dict[str, Any]:
     found = sequence_ops(graph)
     causal = stays(model, batch, graph.tensors[tokens].name)
     reason = found.obstacles[0].reason if found.obstacles else ""
-    if found.masks and not reason and not masks_hide(model, batch):
+    if (found.masks or found.hides) and not reason and not masks_hide(model, batch):
         reason = "a mask that shows later tokens"
     return {"sliced": not reason, "reason": reason, "causal": causal, "carried": len(found.carried)}
 

@@ -37,6 +37,14 @@ def masked_twice(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> j
     return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(jnp.where(causal, scores, -1e30)), v)
 
 
+def in_two_masks(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
+    """Attention under a mask, and then under one of the three tokens before each: they may hide all together."""
+    k, v = (jnp.repeat(each, q.shape[2] // each.shape[2], axis=2) for each in (k, v))
+    scores = jnp.where(mask, jnp.einsum("bqhd,bkhd->bhqk", q, k), -1e30)
+    near = jnp.triu(jnp.ones(scores.shape[-2:], bool), -2)
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(jnp.where(near, scores, -1e30)), v)
+
+
 def causal(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
     return jax.nn.dot_product_attention(q, k, v, is_causal=True)
 
@@ -160,6 +168,13 @@ def next_loss(model: Any, batch: dict[str, jax.Array]) -> jax.Array:
     logits = model(batch["ids"])
     losses = optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], batch["ids"][:, 1:])
     return losses.mean()
+
+
+def padded_right(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """A batch of sequences of unlike lengths, with 0 behind their tokens."""
+    ids = np.maximum(batch["ids"], 1)
+    lengths = 3 + np.arange(len(ids)) % (ids.shape[1] - 2)
+    return {"ids": np.where(np.arange(ids.shape[1]) < lengths[:, None], ids, 0).astype(np.int32)}
 
 
 def batches(steps: int, length: int = LENGTH) -> list[dict[str, np.ndarray]]:

@@ -122,12 +122,20 @@ class Block(nn.Module):
         return x + self.narrow(self.operation(torch.tanh(self.wide(x))))
 
 
+def masked(scores: torch.Tensor) -> torch.Tensor:
+    """Scores [batch, queries, keys] with those of later keys hidden."""
+    later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+    return scores.masked_fill(later, torch.finfo(scores.dtype).min)
+
+
 OPERATIONS: dict[str, tuple[Any, str]] = {
     "a mean over tokens": (lambda x: x - x.mean(1, keepdim=True), "adds up over the sequence"),
     "a norm over tokens": (lambda x: x / x.norm(dim=1, keepdim=True), "the sequence"),
     "a shift": (lambda x: F.pad(x, (0, 0, 1, 0))[:, :-1], "sequence"),
     "a flip": (lambda x: x.flip(1), "sequence"),
-    "a product of tokens": (lambda x: (x @ x.transpose(1, 2)).softmax(-1) @ x, "brings tokens together with tokens"),
+    "attention": (lambda x: (x @ x.transpose(1, 2)).softmax(-1) @ x, "attends in both directions"),
+    "a product of tokens": (lambda x: x @ (x.transpose(1, 2) @ x), "adds up over the sequence"),
+    "tokens for keys": (lambda x: masked(x @ x.transpose(1, 2)) @ x[:, :, :1] * x, "attends in both directions"),
     "the last token": (lambda x: x[:, -1:].expand_as(x), "a part of the sequence"),
     "tokens in one row": (lambda x: x.flatten(1).tanh().view(x.shape), "sequence"),
     "a sort": (lambda x: x.sort(1).values, "sequence"),
@@ -172,6 +180,28 @@ def test_sums_of_all_tokens_so_far_are_causal() -> None:
     found = sequence_ops(graph)
     assert found.obstacles == ()
     assert [graph.ops[number].base_name for number in found.carried] == ["cumsum"] * 3
+
+
+@pytest.mark.parametrize(
+    "hide",
+    [
+        masked,
+        lambda s: masked(s / 4) / 2 + torch.zeros(1, 1, TOKENS),
+        lambda s: s + torch.full_like(s[0], -1e30).triu(1),
+    ],
+    ids=["filled", "filled and added to", "added to"],
+)
+def test_attention_that_is_written_out_is_causal(hide: Any) -> None:
+    graph = sw.capture(
+        Row(lambda x: F.dropout(hide(x @ x.transpose(1, 2)).softmax(-1), 0.1) @ x), torch.randint(0, WORDS, (2, TOKENS))
+    )
+    found = sequence_ops(graph)
+    assert found.obstacles == ()
+    assert [graph.ops[number].kind for number in found.carried] == ["contraction"] * 6
+    assert len(found.hides) == 3
+    for tensor, dim in found.keys.items():
+        assert graph.tensors[tensor].fixed[dim] == TOKENS
+        assert dim != found.dims[tensor]
 
 
 def test_inputs_without_a_sequence() -> None:

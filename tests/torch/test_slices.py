@@ -7,19 +7,28 @@ from typing import Any
 import pytest
 import torch
 
-from shardwright.backends.torch.slices.slice_ops import require_causal
+from shardwright.backends.torch.slices.slice_ops import (
+    require_causal,
+    require_hides,
+    require_low,
+    require_mild,
+    require_seen,
+)
 from shardwright.core.errors import CaptureError
 from tests.comparison import Comparison
 from tests.torch.launch import on_ranks
 
-CASES = ("gpt2:2:1:1f1b:5+4+3", "gpt2@0.2:2:1:zb-h1:7+5", "llama+padded:2:1:1f1b:5+4+3:full")
+CASES = ("gpt2:2.1.1:1f1b:5+4+3", "gpt2@0.2:2.1.1:zb-h1:7+5", "llama+padded:2.1.1:1f1b:5+4+3:full",
+         "gpt2@0.2:1.1.2:gpipe:5+4+3", "gpt2-eager@0.2:2.1.1:1f1b:5+4+3")  # fmt: skip
 MORE = {
     2: (
-        "gpt2:2:1:gpipe:12", "gpt2:2:1:1f1b:6+6", "gpt2:2:1:1f1b:3+2+3+2+2", "gpt2:2:1:interleaved-1f1b:5+4+3",
-        "llama:2:1:eager-1f1b:5+4+3", "llama@0.2:2:1:1f1b:5+4+3", "gpt2+padded:2:1:zb-h1:2+2+2+2+4",
-        "llama:1:2:gpipe:2+3+3+4", "gpt2:1:2:gpipe:5+4+3",
+        "gpt2:2.1.1:gpipe:12", "gpt2:2.1.1:1f1b:6+6", "gpt2:2.1.1:1f1b:3+2+3+2+2", "gpt2:2.1.1:interleaved-1f1b:5+4+3",
+        "llama:2.1.1:eager-1f1b:5+4+3", "llama@0.2:2.1.1:1f1b:5+4+3", "gpt2+padded:2.1.1:zb-h1:2+2+2+2+4",
+        "llama:1.2.1:gpipe:2+3+3+4", "gpt2:1.2.1:gpipe:5+4+3", "gpt2:1.1.2:gpipe:5+4+3",
+        "llama+padded:1.1.2:gpipe:7+5:full", "gpt2-eager:1.1.2:gpipe:5+4+3", "gpt2-eager+padded:2.1.1:1f1b:6+6:full",
     ),
-    4: ("gpt2:4:1:1f1b:5+4+3", "llama:4:1:zb-h1:3+2+3+2+2", "gpt2:2:2:1f1b:5+4+3", "llama@0.2:2:2:1f1b:6+6"),
+    4: ("gpt2:4.1.1:1f1b:5+4+3", "llama:4.1.1:zb-h1:3+2+3+2+2", "gpt2:2.2.1:1f1b:5+4+3", "llama@0.2:2.2.1:1f1b:6+6",
+        "gpt2@0.2:2.1.2:zb-h1:5+4+3", "llama:2.1.2:1f1b:5+4+3", "gpt2:1.2.2:gpipe:3+2+3+2+2"),
 }  # fmt: skip
 REFUSED = {
     "a sum": "slice_lengths=[5, 4] add up to 9 tokens, and the captured sequence has 12: give 3 more",
@@ -28,6 +37,7 @@ REFUSED = {
     "another length": "the plan's slices 5 + 4 + 3 have 12 tokens in all, and the model is given 10",
     "a number of its length": "computes with numbers that follow from the length of the sequence",
     "padded on the left": "pad sequences on the right",
+    "a cache": "uses a cache of keys and values that the model returns",
 }
 
 
@@ -42,12 +52,16 @@ def run(folder: Path, ranks: int, *given: str) -> dict[str, dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    return run(tmp_path_factory.mktemp("slices"), 2, *CASES, "misuse")
+    return run(tmp_path_factory.mktemp("slices"), 2, *CASES, "evaluation", "misuse")
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_slices_train_as_whole_sequences(results: dict[str, dict[str, Any]], case: str) -> None:
     Comparison.of_ranks(results[case]["same"]).require("losses", "gradients")
+
+
+def test_steps_return_logits_and_run_without_gradients(results: dict[str, dict[str, Any]]) -> None:
+    Comparison.of_ranks(results["evaluation"]["same"]).require("losses", "logits", "gradients")
 
 
 @pytest.mark.parametrize("what", REFUSED)
@@ -63,6 +77,25 @@ def test_masks_are_looked_at() -> None:
         require_causal(torch.ones(6, 6, dtype=torch.bool), "a layer")
     with pytest.raises(CaptureError, match="pad sequences on the right"):
         require_causal(causal & torch.tensor([False, True, True, True, True, True]), "a layer")
+
+
+def test_scores_are_looked_at() -> None:
+    later = torch.ones(6, 6, dtype=torch.bool).triu(1)
+    require_hides(later[None], 1, 2, True, "a layer")
+    require_hides(~later[:, None], 0, 2, False, "a layer")
+    require_hides(torch.zeros(6, 6).masked_fill(later, -torch.inf), 0, 1, True, "a layer")
+    for mask, fills in ((later, False), (~later, True), (torch.zeros(6, 6).masked_fill(later, -1e4), True)):
+        with pytest.raises(CaptureError, match="a layer attends by a mask that shows tokens later ones"):
+            require_hides(mask, 0, 1, fills, "a layer")
+    require_low(torch.tensor(-1e30), torch.float32, "a layer")
+    with pytest.raises(CaptureError, match=r"a layer puts -10000 in the place of the scores that its mask hides"):
+        require_low(-1e4, torch.float32, "a layer")
+    require_mild(8.0, "a layer")
+    with pytest.raises(CaptureError, match=r"a layer scales the scores of its attention by 1e-05"):
+        require_mild(1e-5, "a layer")
+    require_seen(torch.tensor([[-torch.inf, 0.0]]), 1, "a layer")
+    with pytest.raises(CaptureError, match="a layer attends by a mask that hides all tokens up to its own"):
+        require_seen(torch.tensor([[0.0, 0.0], [-1e30, -1e30]]), 1, "a layer")
 
 
 @pytest.mark.slow

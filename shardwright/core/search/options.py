@@ -393,6 +393,11 @@ class Options:
             )
         if self.asks_for_slices and self.slices != "auto":
             require_slices(lengths or (0, 0), self.schedule, self.gathered_stages or None, self.reduce_after)
+            if self.sequence_parallel:
+                raise PlanError(
+                    "sequence_parallel=True and slices: a sequence is divided over the tensor axis, or goes through "
+                    "the pipeline in slices; leave out one of them"
+                )
 
     def _require_a_training(self) -> None:
         """Raise PlanError for a headroom that leaves nothing, and for a deadline or a budget of nothing."""

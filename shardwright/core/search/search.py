@@ -307,8 +307,12 @@ def _execution(request: Request) -> Execution | None:
 
 
 def _sequence_form(request: Request) -> bool | None:
-    """Whether sequences are divided on the tensor axis, as pinned; None, to search, where all runtimes can do it."""
+    """Whether sequences are divided on the tensor axis, as pinned; None, to search, where all runtimes can do it. They
+    are not where slices of them follow each other."""
+    if request.sequence_parallel is None and request.asks_for_slices and request.slices != "auto":
+        return False
     able = all(runtime.sequence_parallel for runtime in request.runtimes)
+    able = able and not (request.asks_for_slices and request.slices != "auto")
     return request.sequence_parallel if request.sequence_parallel is not None or able else False
 
 

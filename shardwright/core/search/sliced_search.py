@@ -233,6 +233,10 @@ class SlicedSearch:
         """A choice in the best slices that fit, of those whose step may take less than ``below_s``. ``is_final``:
         whether its units are kept and computed again as they are; else as few are as memory asks for."""
         decision, before = step.decision, step.scored.predicted
+        if decision.tp > 1 and decision.sequence_parallel:
+            said = "sequences are divided over the tensor axis: pin sequence_parallel=False"
+            self._refused = self._refused or PlanError(said)
+            return None
         if decision in self._tried:
             return None
         self._tried.add(decision)

@@ -21,6 +21,8 @@ def graph_of_slice(graph: Graph, ops: SequenceOps, length: int, context: int) ->
     tokens = graph.tensors[first[0]].fixed[first[1]]
     for tensor, dim in (*ops.constants.items(), *ops.dims.items()):
         tensors[tensor] = _resized(tensors[tensor], dim, length)
+    for tensor, dim in (*ops.key_constants.items(), *ops.keys.items()):
+        tensors[tensor] = _resized(tensors[tensor], dim, context + length)
     found: list[Op] = []
     made: dict[tuple[int, tuple[int, ...]], int] = {}
 
@@ -37,9 +39,13 @@ def graph_of_slice(graph: Graph, ops: SequenceOps, length: int, context: int) ->
 
     for number, op in enumerate(graph.ops):
         inputs = list(op.inputs)
-        if number in ops.carried and op.kind == "attention":
+        if number in ops.carried and op.kind in ("attention", "contraction"):
+            behind = 1 if op.kind == "attention" else 0  # its query, which may be its key too
             if context:
-                inputs[1:3] = [grown(tensor, [ops.dims[tensor]], [context + length]) for tensor in inputs[1:3]]
+                inputs = [
+                    grown(t, [ops.dims[t]], [context + length]) if at >= behind and t in ops.carried[number] else t
+                    for at, t in enumerate(inputs)
+                ]
             if number in ops.masks:
                 rank = len(graph.tensors[inputs[3]].fixed)
                 inputs[3] = grown(inputs[3], [rank - 2, rank - 1], [length, context + length])
@@ -47,7 +53,8 @@ def graph_of_slice(graph: Graph, ops: SequenceOps, length: int, context: int) ->
         if ops.needs[number] in ("local", "causal"):
             draws = graph.memory_traits.slices_draw_whole
             drawn = _drawn_whole(graph, op, tokens, length, context + length) if draws else None
-            memory = drawn or (None if memory is None else memory.of_share(length / tokens))
+            of_keys = (context + length) / tokens if ops.keys.keys() & set(op.outputs) else 1.0
+            memory = drawn or (None if memory is None else memory.of_share(length / tokens * of_keys))
         found.append(replace(op, inputs=tuple(inputs), memory=memory))
     tensors = [replace(tensor, is_left=False) if tensor.is_left else tensor for tensor in tensors]
     entering = (*graph.inputs, *made.values())

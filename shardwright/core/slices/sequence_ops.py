@@ -9,15 +9,19 @@ where the mask is, which its values say.
 What follows from inputs and parameters apart (positions, masks, shifted labels) is there whole before the first slice,
 whatever ops it took, and each slice takes its part. What needs all tokens can still run once, behind the last slice, in
 the last unit (a loss, a pooled output); elsewhere the model cannot run in slices (TeraPipe, section 3.1).
+
+Attention that is written out is a product of tokens with tokens, whose results are scores of queries by keys, a mask
+that hides later keys, and what softmax makes of them (`core.slices.scores`).
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from shardwright.core.errors import CaptureError
 from shardwright.core.model.fold import fold
 from shardwright.core.model.graph import Graph, Op
+from shardwright.core.slices.scores import BOTH_WAYS, TOGETHER, Scores, Told
 
 Need = Literal["constant", "local", "causal", "all"]
 """What an op needs: nothing that slices make, what its own slice makes, what those before made too, or all of it."""
@@ -47,6 +51,10 @@ class SequenceOps:
         carried: causal op → the tensors of which it needs what earlier slices made.
         masks: attention → its mask of [.., queries, keys], which has to hide later keys from each query.
         obstacles: why the model cannot run in slices; empty where it can.
+        keys: tensor → its dim of keys, for the scores of attention that is written out, and what follows from them: a
+            slice has those of all slices up to it.
+        key_constants: constant → the dim along which ops take of it what belongs to these keys.
+        hides: op → the mask by which it hides later keys in scores.
     """
 
     dims: Mapping[int, int]
@@ -56,6 +64,9 @@ class SequenceOps:
     carried: Mapping[int, tuple[int, ...]]
     masks: Mapping[int, int]
     obstacles: tuple[Obstacle, ...]
+    keys: Mapping[int, int] = field(default_factory=dict)
+    key_constants: Mapping[int, int] = field(default_factory=dict)
+    hides: Mapping[int, int] = field(default_factory=dict)
 
 
 def sequence_inputs(graph: Graph) -> dict[int, int]:
@@ -104,6 +115,9 @@ def sequence_ops(graph: Graph, inputs: Mapping[int, int] | None = None) -> Seque
         reading.carried,
         reading.masks,
         obstacles,
+        reading.scores.dims,
+        reading.scores.constants,
+        reading.scores.hides,
     )
 
 
@@ -120,6 +134,7 @@ class _Reading:
         self.needs: list[Need] = []
         self.carried: dict[int, tuple[int, ...]] = {}
         self.masks: dict[int, int] = {}
+        self.scores = Scores(graph, self.dims)
         self.mixing: dict[int, str] = {}
         """Op → why it needs all tokens, for the first ones on each way."""
         self._whole: set[int] = set()
@@ -139,15 +154,15 @@ class _Reading:
         if op.kind in ("view", "copy") and self._regrouped(op):
             self.needs.append("local")
             return
-        label, carried, why = self._label(op)
-        found = why or self._follow(op, label)
+        told = self._told(op)
+        found = told.why or self._follow(op, told.label) or self.scores.follow(number, op, told, self.constants)
         if found:
             self.needs.append("all")
             self.mixing[number] = f"{op.name}{self._where(op)} {found}"
             self._whole.update(op.outputs)
-        elif carried:
+        elif told.carried:
             self.needs.append("causal")
-            self.carried[number] = carried
+            self.carried[number] = told.carried
             if op.kind == "attention" and len(op.inputs) > 3:
                 self.masks[number] = op.inputs[3]
         else:
@@ -177,43 +192,44 @@ class _Reading:
         path = self.graph.calls[op.call].path
         return f" in {path}" if path else ""
 
-    def _label(self, op: Op) -> tuple[int, tuple[int, ...], str]:
-        """The label of the sequence in an op's outputs, the operands that it needs earlier parts of, and why it cannot
-        be told slice by slice, or ''."""
+    def _told(self, op: Op) -> Told:
+        """What an op does with the labels of the sequence in its operands."""
         if op.kind == "attention":
             return self._attention(op)
+        if self.scores.dims.keys() & set(op.inputs):
+            return self.scores.told(op)
         labels = {labels[self.dims[t]] for t, labels in zip(op.inputs, op.input_labels, strict=False) if t in self.dims}
         if len(labels) > 1:
-            return -1, (), "brings tokens together with tokens (an attention that is written out is not told as one)"
+            return Told(why=TOGETHER) if self.flat.intersection(op.inputs) else self.scores.made(op)
         (label,) = labels
         role = op.role(label)
         if role == "map":
-            return label, (), ""
+            return Told(label)
         if op.base_name in CUMULATIVE and label >= 0 and not self.flat.intersection(op.inputs):
-            return label, op.outputs, ""
+            return Told(label, carried=op.outputs)
         said = {
             "sum": "adds up over the sequence",
             "index": "looks up along the sequence",
             "statistic": "takes statistics over the sequence",
             "whole": "needs the sequence whole",
         }
-        return -1, (), said[role]
+        return Told(why=said[role])
 
-    def _attention(self, op: Op) -> tuple[int, tuple[int, ...], str]:
+    def _attention(self, op: Op) -> Told:
         query, key, *_ = op.input_labels
         of_query, of_key, of_value = (self.dims.get(tensor) for tensor in op.inputs[:3])
         if of_query is None or (of_key is None) != (of_value is None):
-            return -1, (), "attends with queries, keys and values not all of the sequence"
+            return Told(why="attends with queries, keys and values not all of the sequence")
         label = query[of_query]
         if of_key is None:  # to what another sequence says
-            return (label, (), "") if op.role(label) == "map" else (-1, (), "attends to another sequence causally")
+            return Told(label) if op.role(label) == "map" else Told(why="attends to another sequence causally")
         if any(tensor in self.dims for tensor in op.inputs[3:]):
-            return -1, (), "attends by a mask that the tokens' vectors make"
+            return Told(why="attends by a mask that the tokens' vectors make")
         if label < 0 or key[of_key] < 0:
-            return -1, (), "attends along no dim of the sequence"
+            return Told(why="attends along no dim of the sequence")
         if op.role(label) == "whole" or self._is_square(op):
-            return label, op.inputs[1:3], ""
-        return -1, (), "attends in both directions: expected is_causal=True, or a mask that hides later tokens"
+            return Told(label, carried=op.inputs[1:3])
+        return Told(why=BOTH_WAYS)
 
     def _is_square(self, op: Op) -> bool:
         """Whether an attention has a mask of queries by keys."""
@@ -261,7 +277,7 @@ class _Reading:
 
     def _regrouped(self, op: Op) -> bool:
         """Whether an op makes one dim of batch and sequence, or two of one; notes what it makes."""
-        if len(op.inputs) != 1 or len(op.outputs) != 1:
+        if len(op.inputs) != 1 or len(op.outputs) != 1 or op.inputs[0] in self.scores.dims:
             return False
         (given,), (made,) = op.inputs, op.outputs
         one, other = self.graph.tensors[given], self.graph.tensors[made]

@@ -66,7 +66,8 @@ def keep_together(graph: Graph, ops: SequenceOps, groups: Iterable[Sequence[int]
     tokens, or of which some need what slices make and others do not, runs behind the last slice, and so does what
     follows from it."""
     needs = list(ops.needs)
-    group_of = {op: group for group in groups if len({needs[op] for op in group}) > 1 for op in group}
+    when = {need: "sliced" if need in ("local", "causal") else need for need in needs}
+    group_of = {op: group for group in groups if len({when[needs[op]] for op in group}) > 1 for op in group}
     behind: set[int] = set()
     for number, op in enumerate(graph.ops):
         if number in group_of or (needs[number] != "constant" and behind.intersection(op.inputs)):
@@ -93,7 +94,7 @@ def require_sliceable(graph: Graph, ops: SequenceOps) -> None:
     reasons += [
         f"{op.name} in {graph.calls[op.call].path or 'the model'} carries more from slice to slice than keys and values"
         for op, need in zip(graph.ops, ops.needs, strict=True)
-        if need == "causal" and op.kind != "attention"
+        if need == "causal" and op.kind not in ("attention", "contraction")
     ]
     if reasons:
         more = f"; and {len(reasons) - 3} more" if len(reasons) > 3 else ""

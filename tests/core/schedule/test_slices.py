@@ -15,7 +15,7 @@ from shardwright.core.schedule.files import from_csv, to_csv
 from shardwright.core.schedule.measured_costs import measured_costs
 from shardwright.core.schedule.passes import insert_transfers, merge_backward, split_backward
 from shardwright.core.schedule.passes.sharding import insert_sharding
-from shardwright.core.schedule.passes.slices_as_stages import slices_as_stages
+from shardwright.core.schedule.passes.slices_as_stages import StageNames, slices_as_stages
 from shardwright.core.schedule.schedule import AUTO
 
 SLICED = {name: family for name, family in FAMILIES.items() if family.takes_slices}
@@ -181,3 +181,13 @@ def test_stages_are_gathered_whole() -> None:
     sliced = Schedule.build("1f1b", ranks=2, microbatches=4, slices=2)
     with pytest.raises(ScheduleError, match="leave out gathered_stages and reduce_after"):
         slices_as_stages(insert_sharding(sliced, 1))
+
+
+def test_stages_that_slices_became_have_the_names_of_both() -> None:
+    schedule = built("interleaved-1f1b", 2, 2, 3)
+    made, names = slices_as_stages(schedule), StageNames(schedule.stages, 3)
+    named = tuple(tuple(names.action(part) for action in order for part in action.flat) for order in made.table)
+    assert named == tuple(tuple(part for action in order for part in action.flat) for order in schedule.table)
+    assert names.text(9) == "stage 1, slice 2"
+    assert StageNames(4).text(3) == "stage 3"
+    assert StageNames(4).action(Action(3, F, 0)) == Action(3, F, 0)

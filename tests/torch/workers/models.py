@@ -28,11 +28,12 @@ VOCABULARY = 64
 def build(name: str, dropout: float = 0.0, layers: int = 4) -> nn.Module:
     """A model with the same weights in every process."""
     torch.manual_seed(3)
-    if name == "gpt2":
+    if name in ("gpt2", "gpt2-eager"):  # eager: attention written out
         return GPT2LMHeadModel(
             GPT2Config(
                 n_layer=layers, n_embd=32, n_head=2, vocab_size=VOCABULARY, n_positions=32, bos_token_id=0,
                 eos_token_id=0, resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout,
+                attn_implementation="eager" if name == "gpt2-eager" else "sdpa",
             )
         )  # fmt: skip
     if name == "bert":

@@ -16,6 +16,7 @@ import jax
 
 from shardwright.backends.jax.program.cut import Cut
 from shardwright.core.schedule.actions import Action, Kind
+from shardwright.core.schedule.passes.slices_as_stages import StageNames
 from shardwright.core.schedule.timeline import Span, Timeline
 
 _Key = tuple[int, Kind, int | None]
@@ -41,6 +42,7 @@ class ActionTimer:
     """An observer of the actions of one step, which runs while it is entered. `timeline`, after that, waits for all."""
 
     cut: Cut
+    names: StageNames
     ranks: int
     queues: list[queue.SimpleQueue[_Done | None]] = field(init=False)
     threads: list[threading.Thread] = field(init=False)
@@ -76,7 +78,7 @@ class ActionTimer:
             waited = (ended[key] for key in self._reads(done.action) if key in ended)
             start = min(done.ended_s, max(done.issued_s, before[done.rank], *waited))
             before[done.rank] = done.ended_s
-            spans.append(Span(done.rank, done.action, start, done.ended_s))
+            spans.append(Span(done.rank, self.names.action(done.action), start, done.ended_s))
         return Timeline.measured(spans, self.ranks)
 
     def _correct(self) -> None:

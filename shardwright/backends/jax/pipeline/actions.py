@@ -33,6 +33,7 @@ from shardwright.core.model.loss.scaling import LossScale
 from shardwright.core.schedule import Schedule, StageCosts
 from shardwright.core.schedule.actions import Action, Kind
 from shardwright.core.schedule.checks import require_trains
+from shardwright.core.schedule.passes.slices_as_stages import as_stage
 from shardwright.core.schedule.process_order import check_processes, ordered_steps, processes_steps
 from shardwright.core.schedule.simulate import simulate_schedule
 
@@ -245,7 +246,8 @@ class Pipeline:
             try:
                 self._act(runs, part, observe)
             except Exception as error:
-                where = f"stage {part.stage}, action {part}, microbatch {part.microbatch}"
+                names = self.micro.names
+                where = f"{names.text(part.stage)}, action {names.action(part)}, microbatch {part.microbatch}"
                 error.add_note(f"[shardwright] {where}: failed, or what came before it on its devices")
                 raise
         sums = [runs[self.sums[which]].shared[("sum", which, 0)] for which in (WEIGHT, TOTAL)]
@@ -358,8 +360,12 @@ class Loading:
 
 
 def dispatch_order(schedule: Schedule) -> list[Action]:
-    """All actions in the order in which they would start if all stages took the same time. Every rank's own order is
-    kept, and nothing comes before what it waits for. Raises ScheduleError for a schedule that does not train."""
+    """All actions in the order in which they would start if all stages, and slices, took the same time. Every rank's
+    own order is kept, and nothing comes before what it waits for. Slices are stages of their own in it
+    (`slices_as_stages`), which wait for their own slice and for earlier ones, and not for all stages before them.
+
+    Raises ScheduleError for a schedule that does not train.
+    """
     costs = StageCosts.uniform(schedule.stages)
     require_trains(schedule)
     timeline = simulate_schedule(schedule, costs)
@@ -367,5 +373,5 @@ def dispatch_order(schedule: Schedule) -> list[Action]:
     for rank, (actions, starts) in enumerate(zip(timeline.actions, timeline.start_s, strict=True)):
         for index, (action, start) in enumerate(zip(actions, starts.tolist(), strict=True)):
             if action.kind.is_compute:
-                started.append((start, rank, index, action))
+                started.append((start, rank, index, as_stage(action, schedule.stages)))
     return [action for *_, action in sorted(started, key=lambda item: item[:3])]

@@ -30,6 +30,7 @@ from shardwright.backends.jax.program.equations import evaluate, value_of
 from shardwright.backends.jax.state.ownership import holdings_of
 from shardwright.backends.jax.state.trainable import replaced
 from shardwright.core.plan.plan import Plan
+from shardwright.core.schedule.actions import Action, Kind
 
 MARK = "shardwright:equation:"
 LIBRARIES = ("flax", "optax", "jax")
@@ -123,8 +124,10 @@ class OpChecks:
         call = site.call if site.call >= 0 else equation.call if equation is not None else 0
         stage = self._stages.get(equation.outputs[0]) if equation is not None and equation.outputs else None
         path = self.micro.paths[call] if 0 <= call < len(self.micro.paths) else ""
-        letter, way = ("B", "backward") if site.is_backward else ("F", "forward")
-        place = f"; stage {stage}, action {stage}{letter}{m}" if stage is not None else ""
+        kind, way = (Kind.BACKWARD, "backward") if site.is_backward else (Kind.FORWARD, "forward")
+        place, names = "", self.micro.names
+        if stage is not None:
+            place = f"; {names.text(stage)}, action {names.action(Action(stage, kind, m))}"
         line = _line(site.source) or _line(equation.source if equation is not None else None)
         where = f"in {path}" if path else "between modules"
         return f"{site.name} {where} ({way}{place}, microbatch {m}{f'; {line}' if line else ''})"

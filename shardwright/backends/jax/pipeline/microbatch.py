@@ -20,11 +20,13 @@ from shardwright.backends.jax.program.equations import FlatProgram
 from shardwright.backends.jax.program.flattening import Home, flatten
 from shardwright.backends.jax.program.state_places import Carried
 from shardwright.backends.jax.program.units import name_units
+from shardwright.backends.jax.slices.mask_checks import MaskChecks
 from shardwright.backends.jax.slices.program import in_slices, sequence_dims
 from shardwright.backends.jax.state.ownership import Holding
 from shardwright.backends.jax.state.shardings import copies_at
 from shardwright.core.errors import MissingCapabilityError, PlanError
 from shardwright.core.plan.plan import Plan
+from shardwright.core.schedule.passes.slices_as_stages import StageNames
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,13 @@ class CutMicrobatch:
     """The argument that is a factor of the loss, if there is one."""
     stages: int = 0
     """The stages of the plan. With slices each slice of them is a stage of its own (`slices_as_stages`)."""
+    masks: MaskChecks | None = None
+    """What of the batch's masks is looked at before a step in slices runs."""
+
+    @property
+    def names(self) -> StageNames:
+        """The names of the stages, for messages and timelines."""
+        return StageNames(self.stages, len(self.cut.parts) // self.stages)
 
     def home(self, stage: int) -> int:
         """The stage of the plan whose parameters, gradients and sums a stage uses."""
@@ -113,13 +122,18 @@ def cut_microbatch(
             for leaf, dim in zip(split, microbatches.dims, strict=True)
         ]
         specs = _batch_specs(flat, _trace(plan, wider, parts, more, weights_given, is_scaled)[0], microbatches)
-    stages = plan.stages * plan.decision.slice_count
+    stages, masks = plan.stages * plan.decision.slice_count, None
     if plan.decision.slice_count > 1:
         _refuse_stacks(holdings, names)
         sequences = _sequences(plan, microbatches, batch, split)
         in_order = in_slices(
-            flat, plan, dict(zip(weights, names, strict=True)), sequences, carried, calls, microbatches.loss.name
-        )
+            flat, plan, dict(zip(weights, names, strict=True)), sequences, batch, carried, calls,
+            microbatches.loss.name,
+        )  # fmt: skip
+        if in_order.checks:
+            split_by = {value: dim is not None for value, dim in zip(batch, microbatches.dims, strict=True)}
+            checks, where = zip(*in_order.checks, strict=True)
+            masks = MaskChecks.of(flat, split_by, microbatches.microbatches, checks, where)
         flat = in_order.flat
         specs |= {value: specs[whole] for value, whole in in_order.whole.items() if whole in specs}
     found = cut(flat, stages, weights, names, planned, holdings, carried, trained)
@@ -138,7 +152,7 @@ def cut_microbatch(
     divisor, axes = microbatches.divisor, microbatches.axes
     paths = tuple(call.path for call in calls)
     return CutMicrobatch(
-        found, operands, random, step, state, batch, specs, divisor, paths, axes, scale, plan.stages
+        found, operands, random, step, state, batch, specs, divisor, paths, axes, scale, plan.stages, masks
     )  # fmt: skip
 
 

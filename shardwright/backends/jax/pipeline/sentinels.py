@@ -24,6 +24,8 @@ from shardwright.backends.jax.pipeline.stage_functions import BACKWARD, FORWARD,
 from shardwright.backends.jax.program.cut import Cut
 from shardwright.core.errors import NonFiniteError, ShardwrightError
 from shardwright.core.model.loss.scaling import LossScale
+from shardwright.core.schedule.actions import Action, Kind
+from shardwright.core.schedule.passes.slices_as_stages import StageNames
 
 log = logging.getLogger("shardwright")
 Answer = Literal["warn", "error", "ignore"]
@@ -79,6 +81,7 @@ class Staged:
     none is known), and the notes on messages and losses of each stage (`StageFunctions`)."""
 
     cut: Cut
+    names: StageNames
     microbatches: int
     labels: Sequence[tuple[int, int]]
     """The (stage, kind of what was looked at) of every note."""
@@ -98,15 +101,15 @@ class Staged:
 
     def _origin(self, way: int, bad: Mapping[int, np.ndarray], end: int, microbatch: int) -> str:
         """A text on the stage that made it. bad: the stages that a non-finite value came to; end: where it was seen."""
-        letter = "F" if way == FORWARD else "B"
+        ran = Kind.FORWARD if way == FORWARD else Kind.BACKWARD
         kind = 0 if any(row[:, 0].any() for row in bad.values()) else 1
         came = [stage for stage, row in bad.items() if row[:, kind].any()]
         if not came and end < 0:
             return "all that stages sent to each other was finite"
         if not came:
-            action = f" (action {end}{letter}{microbatch})" if microbatch >= 0 else ""
-            passed = "backward" if way == BACKWARD else "forward"
-            return f"it was made in the {passed} of stage {end}{action}; all that came in from other stages was finite"
+            action = f" (action {self._action(end, ran, microbatch)})" if microbatch >= 0 else ""
+            passed, where = "backward" if way == BACKWARD else "forward", self.names.text(end)
+            return f"it was made in the {passed} of {where}{action}; all that came in from other stages was finite"
         first = min(came) if way == FORWARD else max(came)
         m, replica = _microbatch(bad[first], kind)
         if way == FORWARD:
@@ -114,9 +117,12 @@ class Staged:
         else:
             senders = set(self.cut.readers(first))
         made = sorted(senders - set(came)) or sorted(senders)
-        actions = " or ".join(f"stage {stage} (action {stage}{letter}{m}{replica})" for stage in made)
+        actions = " or ".join(f"{self.names.text(s)} (action {self._action(s, ran, m)}{replica})" for s in made)
         what = "a NaN" if kind == 0 else "an infinity, unless a mask has it,"
-        return f"{what} came to stage {first} from {actions}, which made it of what was finite"
+        return f"{what} came to {self.names.text(first)} from {actions}, which made it of what was finite"
+
+    def _action(self, stage: int, kind: Kind, microbatch: int) -> Action:
+        return self.names.action(Action(stage, kind, microbatch))
 
 
 class Sentinel:

@@ -6,6 +6,7 @@ array is equal on the diagonal (the segments of packed documents).
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 import jax
@@ -20,7 +21,7 @@ Where = Literal["later", "diagonal", "everywhere"]
 MOST_ENTRIES = 1 << 27
 """The most entries of a mask that is computed to be looked at."""
 SHAPES = frozenset({"broadcast_in_dim", "reshape", "transpose", "squeeze", "convert_element_type", "copy", "copy_p",
-                    "stop_gradient"})  # fmt: skip
+                    "sharding_constraint", "stop_gradient"})  # fmt: skip
 
 
 def is_low(value: Any, dtype: Any) -> bool:
@@ -143,9 +144,17 @@ class Constants:
     def _array(self, value: int) -> np.ndarray:
         if value not in self._arrays:
             known: dict[int, Any] = dict(self.flat.constants)
-            evaluate(needed([e for e in self.flat.equations if not e.effects], [value]), known)
+            evaluate(needed([anywhere(self.flat, e) for e in self.flat.equations if not e.effects], [value]), known)
             self._arrays[value] = np.asarray(known[value])
         return self._arrays[value]
+
+
+def anywhere(flat: FlatProgram, equation: Equation) -> Equation:
+    """An equation without the layout that it gives to a value on a mesh, which eager arrays cannot have."""
+    if equation.primitive.name != "sharding_constraint":
+        return equation
+    same = {"new_sizes": flat.avals[equation.outputs[0]].shape, "dimensions": None, "sharding": None}
+    return replace(equation, primitive=jax.lax.reshape_p, params=same)
 
 
 def source_dims(flat: FlatProgram, equation: Equation) -> Mapping[int, int]:

@@ -1,6 +1,7 @@
 """The program of a microbatch in the slices that a plan says."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from shardwright.backends.jax.capture.trace import TracedCall
@@ -18,6 +19,7 @@ def in_slices(
     plan: Plan,
     weights: Mapping[int, str],
     batch: Mapping[int, int],
+    leaves: Collection[int],
     state: Mapping[int, Carried],
     calls: Sequence[TracedCall],
     name: str,
@@ -25,21 +27,23 @@ def in_slices(
     """The program unrolled over the plan's slices.
 
     weights: the arguments that are parameters, and their names; batch: those that have the sequence, and their dims of
-    it; state: those that carry what the model changes; calls: the module calls of the program; name: of the model, for
-    messages.
+    it; leaves: all that are of the batch; state: those that carry what the model changes; calls: the module calls of
+    the program; name: of the model, for messages.
 
     Raises CaptureError for a program that cannot run in slices: it says what forbids it.
     """
     lengths, tokens = plan.decision.slice_lengths, sum(plan.decision.slice_lengths)
     reading = Reading(flat, tokens)
-    reading.read(batch, weights)
+    reading.read(batch, weights, leaves)
     units = _Units(flat, plan, weights, calls)
     _require_sliceable(reading, units, name)
     reading.settle()
     planned = plan.parameter_stages("jax")
     weight_stages = {value: planned.get(name, ()) for value, name in weights.items()}
     placed = Placer(flat, plan.stages, weight_stages, state).run()
-    return unrolled(reading, lengths, placed, plan.stages, _made_anywhere(flat, {*weights, *state}))
+    found = unrolled(reading, lengths, placed, plan.stages, _made_anywhere(flat, {*weights, *state}))
+    checks = reading.masking.checks.values()
+    return replace(found, checks=tuple((c, units.path(flat.equations[c.position]) or name) for c in checks))
 
 
 def sequence_dims(

@@ -19,15 +19,12 @@ from jax.extend.core import ClosedJaxpr
 from shardwright.backends.jax.capture.inner_programs import bound, inner_program
 from shardwright.backends.jax.program.equations import Atom, Equation, FlatProgram, aval_of
 from shardwright.backends.jax.program.flattening import flatten
+from shardwright.backends.jax.program.gradient_layouts import Layouts, layouts_of
 from shardwright.backends.jax.slices.axes import Axis, MixingError
-from shardwright.backends.jax.slices.hidden import Constants, Fact, Where, is_low
-from shardwright.backends.jax.slices.op_dims import ELEMENTWISE, OpDims, op_dims
+from shardwright.backends.jax.slices.masking import Axes, Masking
+from shardwright.backends.jax.slices.op_dims import OpDims, op_dims
 
 Place = Literal["whole", "slices", "behind"]
-Axes = tuple[Axis | None, ...]
-ZERO_OF_ZERO = frozenset({"abs", "expm1", "log1p", "sign", "sin", "sqrt", "square", "tan", "tanh"})
-KEEPS = frozenset({"broadcast_in_dim", "convert_element_type", "copy", "copy_p", "name", "reduce_precision", "reshape",
-                   "sharding_constraint", "squeeze", "stop_gradient", "transpose"})  # fmt: skip
 BOTH_WAYS = "attends in both directions, or by a mask of which it cannot be told that it hides later tokens"
 
 
@@ -45,6 +42,8 @@ class SlicedOp:
     derivative: "Reading | None" = None
     tangents: tuple[int, ...] = ()
     """The operands that have tangents, of such a function."""
+    layouts: Layouts | None = None
+    """Of an equation that lays out a value and its gradient."""
 
 
 @dataclass(slots=True, eq=False)
@@ -64,33 +63,34 @@ class Reading:
     axes: dict[int, Axes] = field(default_factory=dict)
     sliced: dict[int, SlicedOp] = field(default_factory=dict)
     mixing: dict[int, str] = field(default_factory=dict)
-    low: dict[int, frozenset[int]] = field(default_factory=dict)
-    """Value → the dims along which later entries are so low that they are 0 behind others' exponentials."""
-    zero: dict[int, frozenset[int]] = field(default_factory=dict)
-    """Value → the dims along which later entries are 0."""
-    dimmed: set[int] = field(default_factory=set)
-    """The scores that may be low for a token's own entry and all before it: then later ones count as much."""
-    of_parameters: set[int] = field(default_factory=set)
-    """The values that follow from parameters, and from no token."""
     is_inner: bool = False
     """Whether the program is inside an equation of another, whose own derivative rule is used."""
-    constants: Constants = field(init=False)
+    masking: Masking = field(init=False)
 
     def __post_init__(self) -> None:
-        self.constants = Constants(self.flat)
+        self.masking = Masking(self.flat, self.tokens, self.axes, self.is_inner)
+
+    @property
+    def of_parameters(self) -> set[int]:
+        """The values that follow from parameters, and from no token."""
+        return self.masking.of_parameters
 
     # -- the program ----------------------------------------------------------------------------------------------
 
-    def read(self, batch: Mapping[int, int], parameters: Collection[int]) -> None:
+    def read(self, batch: Mapping[int, int], parameters: Collection[int], everything: Collection[int] = ()) -> None:
         """Read a whole program. ``batch``: the arguments with tokens, and their dims of them; ``parameters``: those
-        that are parameters."""
+        that are parameters; ``everything``: all that are of the batch."""
         of_parameters = self.of_parameters
         of_parameters.update(parameters)
+        self.masking.of_batch.update((*self.flat.constants, *everything))
         for value, dim in batch.items():
             own = [None] * len(self.flat.avals[value].shape)
             self.axes[value] = tuple(Axis("tokens") if d == dim else None for d, _ in enumerate(own))
         for position, equation in enumerate(self.flat.equations):
+            self.masking.position = position
             places = [self.place.get(value, "whole") for value in equation.values]
+            if not equation.effects and all(value in self.masking.of_batch for value in equation.values):
+                self.masking.of_batch.update(equation.outputs)
             if "behind" in places:
                 self._put(equation, "behind")
                 continue
@@ -109,7 +109,12 @@ class Reading:
         more than its own slice."""
         for value, (place, axes, low, zero) in zip(self.flat.arguments, given, strict=True):
             if place == "slices":
-                self.place[value], self.axes[value], self.low[value], self.zero[value] = place, axes, low, zero
+                self.place[value], self.axes[value], self.masking.low[value], self.masking.zero[value] = (
+                    place,
+                    axes,
+                    low,
+                    zero,
+                )
         for position, equation in enumerate(self.flat.equations):
             if any(self.place.get(value) == "slices" for value in equation.values):
                 self._slice(position, equation, ())
@@ -155,12 +160,26 @@ class Reading:
                 raise MixingError("has side effects")
             if equation.primitive.name == "custom_jvp_call":
                 self._own_derivative(position, equation, begins)
+            elif equation.primitive.name == "custom_vjp_call":
+                self._lay_out(position, equation)
             else:
                 self._apply(position, equation, begins)
             self._put(equation, "slices")
         except MixingError as why:
             self.mixing[position] = str(why)
             self._put(equation, "behind")
+
+    def _lay_out(self, position: int, equation: Equation) -> None:
+        """Read an equation that only says where a value and its gradient lie. Raises MixingError for another."""
+        avals = [aval_of(self.flat, atom) for atom in equation.inputs]
+        found = layouts_of(equation.primitive, equation.params, avals)
+        if found is None:
+            raise MixingError("has a gradient of its own (jax.custom_vjp), which is not known slice by slice")
+        (given,), (made,) = equation.inputs, equation.outputs
+        assert isinstance(given, int)
+        self.masking.keep(given, made)
+        self.axes[made] = self.axes[given]
+        self.sliced[position] = SlicedOp((self.axes[given],), layouts=found)
 
     def _is_sliced(self, atom: Atom, begins: Collection[int] = ()) -> bool:
         return isinstance(atom, int) and (self.place.get(atom) == "slices" or atom in begins)
@@ -175,7 +194,7 @@ class Reading:
         made = self._carry(equation, dims, moves, new=True)
         for value, axes in made.items():
             self.axes[value] = axes
-        self._note_hidden(equation, dims, moves)
+        self.masking.note(equation, dims, moves)
         out = made[equation.outputs[0]]
         wanted = []
         for number, atom in enumerate(equation.inputs):
@@ -203,7 +222,8 @@ class Reading:
                     continue
                 if axis.is_stretched or axis.role == "tokens":
                     raise MixingError(why)
-                hidden = self.zero if name in ("reduce_sum", "reduce_or") else self.low
+                masking = self.masking
+                hidden = masking.zero if name in ("reduce_sum", "reduce_or") else masking.low
                 if name not in ("reduce_sum", "reduce_or", "reduce_max", "argmax"):
                     raise MixingError(why.replace("the sequence", "the keys"))
                 if dim not in hidden.get(atom, frozenset()):  # type: ignore[arg-type]
@@ -233,7 +253,7 @@ class Reading:
             atom, axis = equation.inputs[number], axes[number]
             assert isinstance(atom, int)
             assert axis is not None
-            if pair[number] not in self.zero.get(atom, frozenset()):
+            if pair[number] not in self.masking.zero.get(atom, frozenset()):
                 raise MixingError(BOTH_WAYS)
             axis.become("keys")
             found.setdefault(number, {})[pair[number]] = axis
@@ -291,125 +311,6 @@ class Reading:
             raise MixingError("takes a part of the sequence, or adds to it")
         return {value: tuple(out) for value in equation.outputs}
 
-    # -- what is hidden -------------------------------------------------------------------------------------------
-
-    def _note_hidden(self, equation: Equation, dims: OpDims, moves: Any) -> None:
-        name, inputs, made = equation.primitive.name, equation.inputs, equation.outputs[0]
-        axes = self.axes[made]
-        places = [
-            d for d, axis in enumerate(axes) if axis is not None and axis.role != "plain" and not axis.is_stretched
-        ]
-
-        def of(held: Mapping[int, frozenset[int]], number: int) -> frozenset[int]:
-            atom = inputs[number]
-            if not isinstance(atom, int) or not moves(atom):
-                return frozenset()
-            return frozenset(dims.carried[number][d] for d in held.get(atom, ()) if d in dims.carried[number])
-
-        low: frozenset[int] = frozenset()
-        zero: frozenset[int] = frozenset()
-        if name in KEEPS:
-            low, zero = of(self.low, 0), of(self.zero, 0)
-        elif name in ZERO_OF_ZERO or name == "neg" or (name == "integer_pow" and equation.params["y"] > 0):
-            zero = of(self.zero, 0)
-        elif name == "mul":
-            zero = of(self.zero, 0) | of(self.zero, 1)
-            for one, other in ((0, 1), (1, 0)):
-                factor = None if moves(inputs[other]) else self.constants.scalar(inputs[other])
-                if factor is not None and factor >= 0.01:
-                    low |= of(self.low, one)
-        elif name == "div":
-            zero, divisor = of(self.zero, 0), None if moves(inputs[1]) else self.constants.scalar(inputs[1])
-            low = of(self.low, 0) if divisor is not None and 0 < divisor <= 100 else low
-        elif name in ("add", "add_any"):
-            low, zero = of(self.low, 0) | of(self.low, 1), of(self.zero, 0) & of(self.zero, 1)
-            for one, other in ((0, 1), (1, 0)):
-                if moves(inputs[one]) and not moves(inputs[other]):
-                    low |= self._hides(inputs[other], made, places, "low", "shown")
-        elif name == "sub":
-            low, zero = of(self.low, 0), of(self.zero, 0) & of(self.zero, 1)
-        elif name in ("exp", "exp2"):
-            zero = of(self.low, 0)
-        elif name == "reduce_sum":
-            zero = of(self.zero, 0)
-        elif name == "reduce_max":
-            low = of(self.low, 0)
-        elif name == "dot_general":
-            zero = of(self.zero, 0) | of(self.zero, 1)
-        elif name == "select_n" and len(inputs) == 3:
-            low, zero = self._selected(equation, places, of, moves)
-        elif name in ("slice", "concatenate", "pad") and len(inputs) == 1:
-            low, zero = of(self.low, 0), of(self.zero, 0)
-        if len(places) == 2 and self._is_dimmed(equation, places, moves):
-            self.dimmed.add(made)
-        elif low:
-            self.low[made] = low
-        if zero:
-            self.zero[made] = zero
-
-    def _is_dimmed(self, equation: Equation, places: Sequence[int], moves: Any) -> bool:
-        """Whether an op may make low what a token sees of itself: by what it selects, or adds."""
-        name, inputs = equation.primitive.name, equation.inputs
-        if any(moves(atom) and atom in self.dimmed for atom in inputs):
-            return name in KEEPS or name in ELEMENTWISE
-        query, key = places
-
-        def is_shown(atom: Atom) -> bool:
-            if moves(atom) or atom in self.of_parameters:
-                return True
-            aval = aval_of(self.flat, atom)
-            is_whole = len(aval.shape) == len(self.axes[equation.outputs[0]])
-            where: Where = "diagonal" if is_whole else "everywhere"
-            is_real = jnp.issubdtype(aval.dtype, jnp.floating)
-            return not is_real or self.constants.has(atom, "shown", where, query, key)
-
-        if name in ("add", "add_any", "sub", "min", "clamp"):
-            return not all(map(is_shown, inputs))
-        if name != "select_n" or len(inputs) != 3:
-            return False
-        chosen, no, yes = inputs
-        if is_shown(no) and is_shown(yes):
-            return False
-        is_whole = not moves(chosen) and len(aval_of(self.flat, chosen).shape) == len(self.axes[equation.outputs[0]])
-        kept: Fact = "nonzero" if is_shown(yes) else "zero"
-        return not (is_whole and self.constants.has(chosen, kept, "diagonal", query, key))
-
-    def _selected(
-        self, equation: Equation, places: Sequence[int], of: Any, moves: Any
-    ) -> tuple[frozenset[int], frozenset[int]]:
-        """The dims along which what is selected is low, and 0, for later entries."""
-        chosen, *cases = equation.inputs
-        made = equation.outputs[0]
-        found = []
-        for kind, held in (("low", self.low), ("zero", self.zero)):
-            parts = []
-            for number, case in enumerate(cases, 1):
-                if moves(case):
-                    parts.append(of(held, number))
-                    continue
-                value, dtype = self.constants.scalar(case), aval_of(self.flat, case).dtype
-                fits = value is not None and (is_low(value, dtype) if kind == "low" else value == 0)
-                parts.append(frozenset(places) if fits else frozenset())
-            both = parts[0] & parts[1]
-            if not moves(chosen):
-                both |= parts[0] & self._hides(chosen, made, places, "zero", "nonzero")
-                both |= parts[1] & self._hides(chosen, made, places, "nonzero", "zero")
-            found.append(both)
-        return found[0], found[1]
-
-    def _hides(self, mask: Atom, made: int, places: Sequence[int], later: Any, own: Any) -> frozenset[int]:
-        """The dims of a result along which a mask hides later entries, and from no entry its own."""
-        aval = aval_of(self.flat, mask)
-        if len(places) != 2 or len(aval.shape) != len(self.axes[made]):
-            return frozenset()
-        return frozenset(
-            key
-            for query, key in (places, places[::-1])
-            if aval.shape[query] == aval.shape[key] == self.tokens
-            and self.constants.has(mask, later, "later", query, key)
-            and self.constants.has(mask, own, "diagonal", query, key)
-        )
-
     # -- functions with their own derivative rule -------------------------------------------------------------------
 
     def _own_derivative(self, position: int, equation: Equation, begins: Collection[int]) -> None:
@@ -439,7 +340,7 @@ class Reading:
             assert isinstance(atom, int)
             if is_tangent:
                 return "slices", self.axes[atom], none, none
-            return "slices", self.axes[atom], self.low.get(atom, none), self.zero.get(atom, none)
+            return "slices", self.axes[atom], self.masking.low.get(atom, none), self.masking.zero.get(atom, none)
 
         states = [state(n, is_tangent=False) for n in range(len(avals))]
         primal.read_inner(states)
@@ -447,7 +348,10 @@ class Reading:
             if not isinstance(atom, int) or primal.place.get(atom) != "slices":
                 raise MixingError("gives a value without the sequence as a dim of its own")
             self.axes[value] = primal.axes[atom]
-            self.low[value], self.zero[value] = primal.low.get(atom, none), primal.zero.get(atom, none)
+            self.masking.low[value] = primal.masking.low.get(atom, none)
+            self.masking.zero[value] = primal.masking.zero.get(atom, none)
+            if not self.masking.looked_at.isdisjoint(equation.values):
+                self.masking.looked_at.add(value)
         wanted = tuple(
             self.axes[atom] if self._is_sliced(atom, begins) else (None,) * len(aval.shape)  # type: ignore[index]
             for atom, aval in zip(equation.inputs, avals, strict=True)

@@ -14,8 +14,9 @@ import jax.numpy as jnp
 from jax.core import ShapedArray
 
 from shardwright.backends.jax.program.equations import Atom, Equation, FlatProgram, Region, aval_of, evaluate
+from shardwright.backends.jax.slices.masking import Axes, Check
 from shardwright.backends.jax.slices.op_dims import sized
-from shardwright.backends.jax.slices.reading import Axes, Reading, SlicedOp
+from shardwright.backends.jax.slices.reading import Reading, SlicedOp
 from shardwright.core.errors import CaptureError
 from shardwright.core.schedule.passes.slices_as_stages import stage_of_slice
 
@@ -26,10 +27,12 @@ class Unrolled:
 
     Attributes:
         whole: value of a slice → the value of the whole program that it is a part of.
+        checks: of masks, and the module calls that mask by them.
     """
 
     flat: FlatProgram
     whole: Mapping[int, int]
+    checks: tuple[tuple[Check, str], ...] = ()
 
 
 def unrolled(
@@ -86,6 +89,8 @@ class _Writer:
         params: Mapping[str, Any] = sized(old, equation, shapes, given)
         if op.primal is not None:
             primitive, params = _own_derivative(self, op, which, [aval_of(self.flat, atom) for atom in inputs])
+        if op.layouts is not None:
+            primitive, params = op.layouts.equation(aval_of(self.flat, inputs[0]))
         self.flat.equations.append(
             replace(like, primitive=primitive, params=params, inputs=tuple(inputs), outputs=tuple(outputs))
         )

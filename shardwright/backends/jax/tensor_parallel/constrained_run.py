@@ -29,6 +29,7 @@ from shardwright.backends.jax.capture.ops import ELEMENTWISE
 from shardwright.backends.jax.capture.steps import Path
 from shardwright.backends.jax.machine.mesh import DataAxes
 from shardwright.backends.jax.program.fp8_products import Numbers, product
+from shardwright.backends.jax.program.gradient_layouts import lay_out
 from shardwright.backends.jax.program.split_lookups import can_look_up, look_up
 from shardwright.backends.jax.tensor_parallel.block_rules import (
     RULES,
@@ -123,7 +124,7 @@ class _Runner:
         if jnp.issubdtype(array.dtype, jax.dtypes.extended):
             return value
         if guide.gradient is not None and guide.gradient != guide.value:
-            array = _constrain(array, None, self._sharding(array, guide.gradient, guide))
+            array = lay_out(array, None, self._sharding(array, guide.gradient, guide))
         if guide.value is None:
             return Value(array, value.tags)
         at = self._sharding(array, guide.value, guide)
@@ -131,7 +132,7 @@ class _Runner:
         if wanted != value.tags:
             array = hold(restore(array, value.tags, self.ways), wanted, self.ways)
         if guide.is_constraint:
-            array = _constrain(array, at, at if guide.gradient == guide.value else None)
+            array = lay_out(array, at, at if guide.gradient == guide.value else None)
         return Value(array, wanted)
 
     def _copied(self, value: Value, guide: Guide) -> Value:
@@ -301,24 +302,3 @@ def _key(value: Value, chain: Sequence[Guide]) -> tuple[int, tuple[tuple[int, ..
 
 def _tags_of(placement: Placement | None) -> Tags:
     return {placement.dim: placement.blocks} if isinstance(placement, Split) and placement.blocks else {}
-
-
-def _constrain(x: Any, at: NamedSharding | None, gradient_at: NamedSharding | None) -> Any:
-    """``x`` with its own layout ``at`` and its gradient's ``gradient_at``; None says nothing."""
-    if at == gradient_at:
-        return x if at is None else jax.lax.with_sharding_constraint(x, at)
-
-    @jax.custom_vjp
-    def lay(x: Any) -> Any:
-        return x if at is None else jax.lax.with_sharding_constraint(x, at)
-
-    def forward(x: Any) -> tuple[Any, None]:
-        return lay(x), None
-
-    def backward(_: None, gradient: Any) -> tuple[Any]:
-        if gradient_at is None or gradient.dtype == jax.dtypes.float0:
-            return (gradient,)
-        return (jax.lax.with_sharding_constraint(gradient, gradient_at),)
-
-    lay.defvjp(forward, backward)
-    return lay(x)

@@ -32,10 +32,10 @@ def require_supported(plan: Plan) -> None:
             f"this version what a stage keeps on the host comes back at once: plan again without it"
         )
     CAPABILITIES.require_residency(decision.shard, decision.gathered_stages, decision.reduce_after)
-    if decision.slice_count > 1 and decision.tp > 1:
+    if decision.slice_count > 1 and decision.tp > 1 and decision.sequence_parallel:
         raise MissingCapabilityError(
-            f"the plan has {decision.slice_count} slices and tp={decision.tp}, and the jax runtime of this version "
-            f"runs slices with whole layers: plan with tp=1, or without slices"
+            f"the plan has {decision.slice_count} slices and sequence_parallel=True, and the jax runtime of this "
+            f"version does not divide slices over the tensor axis: plan with sequence_parallel=False, or without slices"
         )
     if decision.slice_count > 1 and decision.fp8_weights:
         raise MissingCapabilityError(

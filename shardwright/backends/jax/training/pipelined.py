@@ -41,8 +41,8 @@ class PipelinedTraining(InStages):
     """The state on the meshes of the stages that hold it, and a step that is many programs."""
 
     def __post_init__(self) -> None:
-        self.schedule = slices_as_stages(self.plan.build_schedule())
-        self.order = dispatch_order(self.schedule)
+        schedule = self.plan.build_schedule()
+        self.schedule, self.order = slices_as_stages(schedule), dispatch_order(schedule)
         self.meshes = StageMeshes(self.plan, self.devices, self.schedule.placement)
         self._cuts: dict[Any, tuple[tuple[Holding, ...], OptimizerCut]] = {}
 
@@ -300,7 +300,7 @@ class PipelinedStep:
         """The teller of what the evidence of a step means."""
         pipeline = self.pipeline
         labels = [(stage, key[1]) for stage, key in pipeline.faults]
-        return Staged(pipeline.micro.cut, pipeline.schedule.microbatches, labels)
+        return Staged(pipeline.micro.cut, pipeline.micro.names, pipeline.schedule.microbatches, labels)
 
     def __call__(self, state: TrainState, leaves: Sequence[Any], observe: Observer | None = None) -> StepResult:
         """The result of one step on a state, which is used up."""
@@ -312,6 +312,8 @@ class PipelinedStep:
         _require_on_devices((*params, *optimizer))
         dims = self.microbatches.dims
         batch = [self.microbatches.split(leaf, dim) for leaf, dim in zip(leaves, dims, strict=True)]
+        if (masks := self.pipeline.micro.masks) is not None:
+            masks.require(batch)
         made = self.pipeline([*step, params, optimizer, random, other, scaling], batch, observe)
         for leaf in (*params, *optimizer):
             if is_here(leaf.sharding):  # the others have no memory, and serve again
@@ -338,7 +340,8 @@ class PipelinedStep:
         several processes, whose clocks are not one."""
         self._require_alone("train.measure")
         self.pipeline.finish()
-        with ActionTimer(self.pipeline.micro.cut, self.pipeline.schedule.ranks) as timer:
+        micro = self.pipeline.micro
+        with ActionTimer(micro.cut, micro.names, self.pipeline.schedule.ranks) as timer:
             made = self(state, leaves, timer)
         return made, timer.timeline()
 

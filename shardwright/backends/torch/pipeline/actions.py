@@ -29,6 +29,7 @@ from shardwright.backends.torch.program.stages import Division, Edge
 from shardwright.core.schedule import Schedule
 from shardwright.core.schedule.actions import SHARDING, Action, Kind
 from shardwright.core.schedule.passes.sharding import without_idle_gathers
+from shardwright.core.schedule.passes.slices_as_stages import StageNames
 from shardwright.core.values.recompute_modes import Mode
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
@@ -51,6 +52,8 @@ class _Task:
     """The message that brings the input over each of ``edges``; None where that is on this rank."""
     depart: Depart
     text: str
+    shown: Action
+    """The action as the plan's schedule has it, in which slices are not stages."""
     is_followed_by_backward: bool = False
     """Whether it is a forward, and the next action is its backward."""
     ahead: tuple[Message, ...] = ()
@@ -73,6 +76,7 @@ class Pipeline:
         policies: the module calls that do not keep what their backward reads, and what becomes of it.
         residency: gathers sharded parameters ahead of their use.
         adds_at_once: whether weight gradients may be added to those of earlier microbatches by functions of our own.
+        slices: of each sequence; each slice of a stage is a stage of its own here.
     """
 
     def __init__(
@@ -89,10 +93,12 @@ class Pipeline:
         *,
         adds_at_once: bool = True,
         loading_horizon: int = 1,
+        slices: int = 1,
     ) -> None:
         self.divisions, self.schedule = tuple(divisions), schedule
         self.transport, self.watchdog, self.streams = transport, watchdog, streams
-        self.traffic = Traffic(self.divisions, schedule, rank)
+        self.names = StageNames(schedule.stages // slices, slices)
+        self.traffic = Traffic(self.divisions, schedule, rank, self.names)
         self.trains = self.traffic.trains
         self.actions = self.traffic.actions
         self.modules = modules
@@ -104,7 +110,7 @@ class Pipeline:
         for action in self.actions:
             division = self.divisions[microbatch_of(action)]
             key = (id(division), action.stage)
-            replays[key] = replays.get(key) or Replay(division, action.stage, means)
+            replays[key] = replays.get(key) or Replay(division, action.stage, means, self.names.text(action.stage))
         split = {(a.stage, microbatch_of(a)) for a in self.actions if a.kind is Kind.WEIGHT_GRAD}
         self._tasks = [
             self._task(a, replays[id(self.divisions[microbatch_of(a)]), a.stage], (a.stage, microbatch_of(a)) in split)
@@ -132,8 +138,9 @@ class Pipeline:
         if action.kind is Kind.WEIGHT_GRAD:
             edges = ()
         messages = tuple(self.traffic.message(edge, mb, gradient) for edge in edges)
-        text = f"stage {action.stage}, action {action.text}, microbatch {mb}"
-        return _Task(action, mb, replay, is_split, edges, messages, partial(self._depart, mb, gradient), text)
+        shown = self.names.action(action)
+        text = f"{self.names.text(action.stage)}, action {shown.text}, microbatch {mb}"
+        return _Task(action, mb, replay, is_split, edges, messages, partial(self._depart, mb, gradient), text, shown)
 
     def _take_sharding(self, rank: int) -> tuple[Action, ...]:
         """Give each task the gathers and frees that come before it; returns those behind the last one."""
@@ -216,7 +223,7 @@ class Pipeline:
                             if taken is not None:
                                 sentinel.arrived(taken.text, came)
                     if recorder is not None:
-                        recorder.start(task.action)
+                        recorder.start(task.shown)
                     if streams.active:
                         streams.begin(step, first_microbatch + mb, recomputing=task.action.kind is not Kind.FORWARD)
                     if exchange is None:

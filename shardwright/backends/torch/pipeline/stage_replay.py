@@ -76,10 +76,11 @@ class _Env:
 
 
 class Replay:
-    """The replay of one stage of a division, with the means of `Means`."""
+    """The replay of one stage of a division, with the means of `Means`. ``text``: the stage in words."""
 
-    def __init__(self, division: Division, stage: int, means: Means) -> None:
+    def __init__(self, division: Division, stage: int, means: Means, text: str) -> None:
         self.program, self.part, self.stage, self.means = division.program, division.parts[stage], stage, means
+        self.text = text
         self._calls = [
             (_Call(self, step), step, release) for step, release in zip(self.part.steps, self.part.release, strict=True)
         ]
@@ -170,7 +171,7 @@ class Replay:
             weight = self._weight(loss.weight, env)
             out.loss_weights.setdefault(index, {})[mb] = weight
             held = env.lasting.get(loss.value, values[loss.value])
-            out.losses.append((f"loss of microbatch {mb} (stage {self.stage})", held.detach()))
+            out.losses.append((f"loss of microbatch {mb} ({self.text})", held.detach()))
             if grad:
                 kept.roots.append((index, values[loss.value], weight))
         for leaf in part.results:

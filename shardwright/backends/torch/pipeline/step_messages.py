@@ -7,6 +7,7 @@ from shardwright.backends.torch.machine.pipeline_messages import Key, Message, S
 from shardwright.backends.torch.program.stages import Division, Edge
 from shardwright.core.schedule import Schedule
 from shardwright.core.schedule.actions import Action, Kind
+from shardwright.core.schedule.passes.slices_as_stages import StageNames
 
 COMPUTED = {
     False: (Kind.FORWARD,),
@@ -26,6 +27,7 @@ class Traffic:
     Args:
         divisions: for each microbatch the program, divided into as many stages as the schedule has.
         rank: this rank's coordinate on pp.
+        names: of the stages, for messages to people.
 
     Attributes:
         actions: the actions of this rank, in order.
@@ -35,8 +37,8 @@ class Traffic:
         pairs: the (source, target) coordinates between which anything is sent, on any rank.
     """
 
-    def __init__(self, divisions: Sequence[Division], schedule: Schedule, rank: int) -> None:
-        self.divisions, self.schedule, self.rank = divisions, schedule, rank
+    def __init__(self, divisions: Sequence[Division], schedule: Schedule, rank: int, names: StageNames) -> None:
+        self.divisions, self.schedule, self.rank, self.names = divisions, schedule, rank, names
         self.trains = bool(divisions[0].program.losses)
         self._messages = self._all_messages()
         self.actions = self._run_by(rank)
@@ -67,8 +69,8 @@ class Traffic:
                 source, target = (self.schedule.stage_to_rank(s) for s in (edge.source, edge.target))
                 if source == target:
                     continue
-                activations = f"activations of microbatch {mb} from stage {edge.source}"
-                gradients = f"gradients of microbatch {mb} from stage {edge.target}"
+                activations = f"activations of microbatch {mb} from {self.names.text(edge.source)}"
+                gradients = f"gradients of microbatch {mb} from {self.names.text(edge.target)}"
                 for ends, gradient, held, text in (
                     ((source, target), False, edge.values, activations),
                     ((target, source), True, edge.gradients, gradients),

@@ -92,11 +92,14 @@ class StageMap:
 
 def _require_policies(plan: Plan) -> None:
     decision = plan.decision
-    for asked, name in ((decision.tp > 1, f"tp={decision.tp}"), (decision.precision == "fp8", "precision='fp8'")):
+    for asked, name, other in (
+        (decision.tp > 1 and decision.sequence_parallel, "sequence_parallel=True", "with sequence_parallel=False"),
+        (decision.precision == "fp8", "precision='fp8'", "in another precision"),
+    ):
         if decision.slice_count > 1 and asked:
             raise MissingCapabilityError(
                 f"the plan has {name} and {decision.slice_count} slices of each sequence, and the torch runtime of "
-                f"this version carries out one of them: plan again without {name.partition('=')[0]}, or with slices=1"
+                f"this version carries out one of them: plan again {other}, or with slices=1"
             )
     CAPABILITIES.require_on_device(decision.offloaded_units)
     CAPABILITIES.require_modes(decision.other_recompute)

@@ -1,6 +1,7 @@
 """Token slices inside the runtime: a step's call of the model becomes its units, slice by slice."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,14 +13,16 @@ from shardwright.backends.torch.machine.tensor_axis import Axis
 from shardwright.backends.torch.program.program import Leaf, Program
 from shardwright.backends.torch.program.randomness import Streams
 from shardwright.backends.torch.slices.expanded_step import SlicedCall, expand
-from shardwright.backends.torch.slices.lowering import Builder, Part, Traces, alike, require_same_numbers
+from shardwright.backends.torch.slices.lowering import Builder
+from shardwright.backends.torch.slices.traces import Part, Traces, alike, require_same_numbers
 from shardwright.backends.torch.tensor_parallel.by_module_calls import autocast_of
-from shardwright.backends.torch.tensor_parallel.engine import Draws, UnitCall
+from shardwright.backends.torch.tensor_parallel.engine import Draws, TensorParallel, UnitCall
 from shardwright.backends.torch.tensor_parallel.expanded_step import find_call
 from shardwright.backends.torch.tensor_parallel.hooks import refuse_hooks
-from shardwright.backends.torch.tensor_parallel.lowered_model import Replay
+from shardwright.backends.torch.tensor_parallel.lowered_model import Replay, places_of
 from shardwright.backends.torch.tensor_parallel.trace import NotReplayableError, Traced, trace
 from shardwright.backends.torch.tensor_parallel.unit_layouts import Hop, OpLayout, UnitLayout
+from shardwright.backends.torch.tensor_parallel.unit_lowering import summed_parameters
 from shardwright.core.errors import CaptureError
 from shardwright.core.layout.placements import Placement, Replicate
 from shardwright.core.layout.signature import Signature
@@ -37,13 +40,17 @@ R = Replicate()
 class TokenSlices:
     """The slices of one rank's model.
 
+    Args:
+        axis: the tensor axis, of this rank alone where there is none.
+        tensor: the model's layouts on it, where there is one.
+
     Attributes:
         stage_of_call: the stage, of the schedule of slices as stages, of every part, by (name, 0).
         policies: the parts that do not keep what their backward reads, and what becomes of it.
     """
 
-    def __init__(self, model: nn.Module, plan: Plan, axis: Axis) -> None:
-        self.model, self.plan, self.axis = model, plan, axis
+    def __init__(self, model: nn.Module, plan: Plan, axis: Axis, tensor: TensorParallel | None = None) -> None:
+        self.model, self.plan, self.axis, self.tensor = model, plan, axis, tensor
         self.stage_of_call: dict[tuple[str, int], int] = {}
         self.policies: dict[tuple[str, int], Mode] = {}
         self._calls: dict[str, nn.Module] = {}
@@ -69,25 +76,36 @@ class TokenSlices:
             with autocast_of(call.step):
                 traces = self._traces(sample, growth, call.asked)
             graph = traces.whole.graph
-            layouts = [_whole_layout(graph, unit) for unit in fold(graph).units]
+            layouts: Sequence[UnitLayout] = [_whole_layout(graph, unit) for unit in fold(graph).units]
+            if self.tensor is not None:
+                layouts = self.tensor.lay_out(graph)
             wanted = frozenset(t for t in traces.whole.outputs if t is not None)
+            if any(wanted.intersection(held) for held in traces.ops.carried.values()):
+                raise NotReplayableError(
+                    "the step uses a cache of keys and values that the model returns, which slices hand on to each "
+                    "other (use_cache=False leaves it out)"
+                )
+            summed = summed_parameters(layouts, traces.whole)
             builder = Builder(
-                traces, layouts, unit_parts(graph, traces.ops), wanted, self.axis, device, self._draws, frozenset(),
+                traces, layouts, unit_parts(graph, traces.ops), wanted, self.axis, device, self._draws, summed,
                 f"step {self._recorded} ",
             )  # fmt: skip
+            builder.require_whole_sequences()
             by_unit = [builder.unit(unit) for unit in range(len(layouts))]
             parts = _in_order(by_unit, len(lengths))
             stages = self.plan.decision.stages
             last = stage_of_slice(stages - 1, len(lengths) - 1, stages)
-            sliced = SlicedCall(traces, parts, {}, self.axis.size, last)
+            sliced = SlicedCall(traces, parts, self.axis.size, last)
             leaves = [call.leaf_of(leaf.tensor) for leaf in sample.leaves]
             inputs_of: dict[int, Leaf] = dict(zip(graph.inputs, leaves, strict=True))
             expanded = expand(program, call, sliced, inputs_of)
+            if self.tensor is not None:
+                self.tensor.want(places_of(traces.whole, layouts))
         except NotReplayableError as reason:
             raise CaptureError(f"{name} cannot run in slices of its sequence: {reason}; leave out slices") from reason
         self._take(traces.whole, parts)
         self._recorded += 1
-        return expanded
+        return replace(expanded, summed=frozenset(p.name for p in graph.parameters if p.tensor in summed))
 
     def take(self, streams: Streams) -> dict[str, nn.Module]:
         """The modules that run at the paths of parts, which draw their random numbers from ``streams`` while these are

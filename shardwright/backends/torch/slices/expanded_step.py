@@ -10,7 +10,7 @@ from shardwright.backends.torch.compat import pytree
 from shardwright.backends.torch.machine.tensor_shards import local_shape
 from shardwright.backends.torch.program.program import Leaf, Program, Step, Tree, Value, ValueRef
 from shardwright.backends.torch.slices import slice_ops
-from shardwright.backends.torch.slices.lowering import Part, Piece, Traces
+from shardwright.backends.torch.slices.traces import Part, Piece, Traces
 from shardwright.backends.torch.tensor_parallel.expanded_step import ModelCall
 from shardwright.backends.torch.tensor_parallel.trace import NotReplayableError
 from shardwright.core.cost.unit_work import WorkCounter
@@ -23,14 +23,12 @@ class SlicedCall:
 
     Attributes:
         parts: of all units, in the order in which they run.
-        leaving: graph tensor → its placement on the tensor axis on its way between parts.
         ranks: of the tensor axis.
         last_stage: the stage that has the last slice of the last unit.
     """
 
     traces: Traces
     parts: Sequence[Part]
-    leaving: Mapping[int, Placement]
     ranks: int
     last_stage: int
 
@@ -48,6 +46,7 @@ class _Expansion:
         self.program, self.call, self.sliced = program, call, sliced
         self.values = list(program.values)
         self.leaf_of: dict[Piece, Leaf] = {Piece(tensor): leaf for tensor, leaf in inputs.items()}
+        self.places: dict[Piece, Placement] = {}
         self.steps: list[Step] = []
         self.first = call.step.index
         self.counter = WorkCounter(sliced.traces.whole.graph)
@@ -63,7 +62,7 @@ class _Expansion:
                 self._require(piece)
             index = self.first + len(self.steps)
             given = tuple(self.leaf_of[piece] for piece in part.entering)
-            outputs = [self._output(piece, part, index) for piece in part.leaves]
+            outputs = [self._output(piece, place, part, index) for piece, place in part.leaves]
             self.steps.append(self._call(part, index, given, outputs))
         for tensor in self.returned:
             self._require(Piece(tensor))
@@ -84,38 +83,44 @@ class _Expansion:
         if piece in self.leaf_of:
             return
         traces = self.sliced.traces
-        parts = [self.leaf_of.get(Piece(piece.tensor, s)) for s in range(len(traces.lengths))]
+        slices = [replace(piece, slice=s) for s in range(len(traces.lengths))]
+        parts = [self.leaf_of.get(one) for one in slices]
         if piece.slice is not None or piece.carried is not None or None in parts:
             raise NotReplayableError("a slice reads what no part of the model makes")
+        if piece.tensor in traces.ops.keys:
+            raise NotReplayableError("an op needs the scores of an attention of all tokens")
         index = self.first + len(self.steps)
         is_flat = piece.tensor in traces.ops.flat
         function = partial(slice_ops.joined, traces.ops.dims[piece.tensor], traces.lengths, is_flat)
-        output = self._new(piece, traces.whole.graph.tensors[piece.tensor].shape(traces.batch), index)
+        shape = traces.whole.graph.tensors[piece.tensor].shape(traces.batch)
+        output = self._new(piece, self.places[slices[0]], shape, index)
         given = tuple(leaf for leaf in parts if leaf is not None)
         self.steps.append(
             self._step(index, given, [output], path=None, function=function, stage=self.sliced.last_stage)
         )
 
-    def _output(self, piece: Piece, part: Part, index: int) -> int:
+    def _output(self, piece: Piece, place: Placement, part: Part, index: int) -> int:
         traces = self.sliced.traces
         graph = traces.whole.graph
         if part.kind == "slice":
-            graph = traces.sliced[traces.lengths[part.slice]].graph
+            graph = traces.of_slice(part.slice).graph
         shape = list(graph.tensors[piece.tensor].shape(traces.batch))
         if piece.carried is not None:
             shape[traces.ops.dims[piece.tensor]] = traces.start(part.slice + 1)
-        return self._new(piece, tuple(shape), index)
+        return self._new(piece, place, tuple(shape), index)
 
-    def _new(self, piece: Piece, shape: tuple[int, ...], index: int) -> int:
+    def _new(self, piece: Piece, place: Placement, shape: tuple[int, ...], index: int) -> int:
         """A value for a piece; for what the step has of the model, the value that it has already."""
+        self.places[piece] = place
         number = self.returned.get(piece.tensor) if piece == Piece(piece.tensor) else None
         if number is not None:
+            if place != Replicate():
+                raise NotReplayableError("the model returns a tensor that the tensor axis divides")
             self.values[number] = replace(self.values[number], step=index)
         else:
             described = self.sliced.traces.whole.graph.tensors[piece.tensor]
             dtype: torch.dtype = getattr(torch, described.dtype)
             flows = described.carries_gradients and self.counter.needs_gradient(piece.tensor)
-            place = self.sliced.leaving.get(piece.tensor, Replicate())
             number = len(self.values)
             local = local_shape(shape, place, self.sliced.ranks)
             self.values.append(Value(local, dtype, flows, index, None, self._memory + number))

@@ -3,84 +3,36 @@
 The functions of slices are made of a trace at the slice's own length, which has the right sizes among its arguments;
 its ops are those of the trace of the whole sequence, one by one. What is there whole comes in whole, and each function
 takes its part of it. Attention has the keys and values of the slices before it, and hands its own on behind them.
+
+On a tensor axis every op has the layout that it has in whole sequences, which leaves these in one piece.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
 from shardwright.backends.torch.machine.tensor_axis import Axis
 from shardwright.backends.torch.program.program import Context
 from shardwright.backends.torch.slices import slice_ops
+from shardwright.backends.torch.slices.reach import Reach
+from shardwright.backends.torch.slices.slice_ops import SlicePlace
+from shardwright.backends.torch.slices.traces import Kind, Part, Piece, Traces
 from shardwright.backends.torch.tensor_parallel.generated_source import Var
 from shardwright.backends.torch.tensor_parallel.trace import NotReplayableError, Site, Traced
 from shardwright.backends.torch.tensor_parallel.unit_call import Call, Lowering
 from shardwright.backends.torch.tensor_parallel.unit_layouts import UnitLayout
 from shardwright.backends.torch.tensor_parallel.unit_lowering import leave, lower_site, write
-from shardwright.core.errors import CaptureError
-from shardwright.core.layout.placements import Replicate
-from shardwright.core.slices.sequence_ops import SequenceOps
+from shardwright.core.layout.placements import Placement, Replicate, Split
+from shardwright.core.model.graph import Graph
 from shardwright.core.slices.unit_parts import UnitParts
 
 R = Replicate()
-Kind = Literal["before", "slice", "behind"]
+Leaving = list[tuple[Piece, Var, Placement]]
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A value on its way between parts: a graph tensor whole, or of one slice; or the keys (1) or values (2) that an
-    attention op has up to the end of a slice."""
-
-    tensor: int
-    slice: int | None = None
-    carried: tuple[int, int] | None = None
-    """(attention op, operand)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A part of a unit, ready to run: ``function(*entering, *held)`` gives the tensors in ``leaves``."""
-
-    name: str
-    unit: int
-    slice: int
-    """The slice with which it runs: the first for what comes before all, the last for what comes behind."""
-    kind: Kind
-    function: Callable[..., tuple[Any, ...]]
-    entering: tuple[Piece, ...]
-    held: tuple[int, ...]
-    leaves: tuple[Piece, ...]
-    draws: tuple[Context, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Traces:
-    """A model at the length of its sequence, and at those of its slices.
-
-    Attributes:
-        lengths: of the slices.
-        whole: the trace of the whole sequence.
-        sliced: the trace of each length.
-    """
-
-    lengths: tuple[int, ...]
-    whole: Traced
-    sliced: Mapping[int, Traced]
-    ops: SequenceOps
-    batch: int
-
-    @property
-    def tokens(self) -> int:
-        return sum(self.lengths)
-
-    def start(self, number: int) -> int:
-        """The tokens before a slice."""
-        return sum(self.lengths[:number])
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Builder:
     """Makes the parts of units.
 
@@ -121,107 +73,45 @@ class Builder:
 
     def _before(self, number: int, parts: UnitParts) -> Part | None:
         made = self._made(parts.before)
-        leaves = [t for t in made if t in self._read_elsewhere(parts.before)]
+        leaves = [t for t in made if t in self.wanted or self._readers.get(t, set()) - set(parts.before)]
         if not leaves:
             return None
         return self._whole(number, parts.before, "before", 0, leaves)
 
     def _slice(self, number: int, parts: UnitParts, which: int) -> Part:
-        traces = self.traces
-        whole, ops = traces.whole, traces.ops
-        length, start = traces.lengths[which], traces.start(which)
-        is_last = which == len(traces.lengths) - 1
-        lowering = self._lowering(number, traces.sliced[length], f"unit {number} slice {which}")
-        entering = [
-            Piece(t, which if t in self._in_slices else None) for t in self._read(parts.sliced) if self._enters(t)
-        ]
-        attentions = [op for op in parts.sliced if op in ops.carried]
+        traces, ops = self.traces, self.traces.ops
+        lowering = self._lowering(number, traces.of_slice(which), f"unit {number} slice {which}")
+        entering = self._entering(number, parts.sliced, which)
         if which:
-            entering += [Piece(whole.graph.ops[op].inputs[i], which - 1, (op, i)) for op in attentions for i in (1, 2)]
+            reaching = [(op, t) for op in parts.sliced for t in dict.fromkeys(ops.carried.get(op, ()))]
+            entering += [Piece(tensor, which - 1, carried=op) for op, tensor in reaching]
         inputs = {piece: lowering.source.input() for piece in entering}
         held = self._held(lowering, parts.sliced)
         uncut = dict(lowering.at)
         for piece, var in inputs.items():
             if piece.carried is None:
-                lowering.made(piece.tensor, var, self._enters_as(number, piece.tensor))
+                self._enter(lowering, number, piece, var)
                 if piece.slice is None:
                     uncut[piece.tensor] = lowering.at[piece.tensor]
+        at = SlicePlace(traces.start(which), traces.lengths[which], traces.tokens)
         for tensor, var in uncut.items():
             dim = ops.constants.get(tensor, ops.dims.get(tensor))
             if dim is not None:
-                lowering.at[tensor] = lowering.source.call(slice_ops.part_of, var, dim, start, length, traces.tokens)
+                lowering.at[tensor] = lowering.source.call(slice_ops.part_of, var, dim, at)
+            if tensor in ops.key_constants:
+                keys = ops.key_constants[tensor]
+                lowering.at[tensor] = lowering.source.call(slice_ops.keys_of, lowering.at[tensor], keys, at)
         if not which:
             read_before = {t for earlier in self.parts[:number] for t in self._read(earlier.sliced)}
             made_here = set(self._made([op for each in self.parts for op in each.before]))
             given = {t: var for t, var in uncut.items() if t not in read_before and t not in made_here}
             self._require_causal(lowering, given)
-        carried: list[tuple[Piece, Var]] = []
-
-        def attend(call: Call, op: int) -> bool:
-            site = self._whole_site(op)
-            given = Call(lowering, site, call.pieces)
-            slots = call.slots()
-            operands = [slots[0]]
-            for position in (1, 2):
-                tensor = whole.graph.ops[op].inputs[position]
-                own = slots[position]
-                if which:
-                    earlier = inputs[Piece(tensor, which - 1, (op, position))]
-                    own = lowering.source.call(torch.cat, [earlier, own], ops.dims[tensor])
-                if not is_last:
-                    carried.append((Piece(tensor, which, (op, position)), own))
-                operands.append(own)
-            mask = ops.masks.get(op)
-            if mask is None and not given.argument("is_causal", False):
-                return False
-            if mask is not None and mask not in uncut:
-                raise NotReplayableError("the mask of an attention is made of what slices make")
-            probability = float(given.argument("dropout_p", 0.0))
-            if probability:
-                lowering.seeded(site)
-            made = lowering.source.call(
-                slice_ops.attention, *operands, None if mask is None else uncut[mask], start, traces.tokens,
-                probability, given.argument("scale"), bool(given.argument("enable_gqa", False)),
-                is_kept=bool(probability),
-            )  # fmt: skip
-            call.give(0, 0, made)
-            return True
-
-        def drop(call: Call, op: int) -> bool:
-            site = self._whole_site(op)
-            given = Call(lowering, site, call.pieces)
-            tensor = whole.graph.ops[op].inputs[0]
-            probability = given.argument("p")
-            if not given.argument("train", True) or not probability:
-                return False
-            lowering.seeded(site)
-            shape = list(whole.graph.tensors[tensor].shape(traces.batch))
-            made = lowering.source.call(
-                slice_ops.dropout, call.inputs(0)[0], probability, shape, site.order, ops.dims[tensor], start, length,
-                traces.tokens, is_kept=True,
-            )  # fmt: skip
-            call.give(0, 0, made)
-            return True
-
-        def own(call: Call) -> bool:
-            site, op = call.site, next(o for o in call.site.ops if o is not None)
-            if op in ops.carried and site.name == "scaled_dot_product_attention":
-                if attend(call, op):
-                    return True
-                raise NotReplayableError("an attention says neither a mask nor is_causal")
-            if op in ops.carried:
-                raise NotReplayableError(f"{site.name} has no form behind the keys of earlier slices")
-            if site.name == "dropout":
-                return drop(call, op)
-            if self._whole_site(op).draws:
-                raise NotReplayableError(f"{site.name} draws random numbers along the sequence: dropout alone is known")
-            return False
-
-        self._lower(lowering, parts.sliced, own)
-        made = self._made(parts.sliced)
-        read = self._read_elsewhere(parts.sliced)
-        leaves = [(Piece(t, which), self._leaving(lowering, t)) for t in made if t in read]
-        leaves += [(piece, lowering.source.call(_own, var)) for piece, var in carried]
+        reach = Reach(lowering, traces, which, inputs, uncut)
+        self._lower(lowering, parts.sliced, reach)
+        leaves = [
+            leaf for t in self._made(parts.sliced) for leaf in self._leaving(lowering, number, t, parts.sliced, which)
+        ]
+        leaves += [(piece, lowering.source.call(_own, var), place) for piece, var, place in reach.carried]
         return self._part(lowering, number, which, "slice", entering, held, leaves)
 
     def _behind(self, number: int, parts: UnitParts) -> Part:
@@ -231,15 +121,91 @@ class Builder:
     def _whole(self, number: int, ops: Sequence[int], kind: Kind, which: int, leaves: Sequence[int]) -> Part:
         """The part of ops that run once, on whole tensors."""
         lowering = self._lowering(number, self.traces.whole, f"unit {number} {kind} slices")
-        entering = [Piece(t) for t in self._read(ops) if self._enters(t)]
+        entering = self._entering(number, ops)
         inputs = {piece: lowering.source.input() for piece in entering}
         held = self._held(lowering, ops)
         for piece, var in inputs.items():
-            lowering.made(piece.tensor, var, self._enters_as(number, piece.tensor))
+            self._enter(lowering, number, piece, var)
         self._lower(lowering, ops)
         self._require_causal(lowering, {t: lowering.at[t] for t in leaves})
-        given = [(Piece(t), self._leaving(lowering, t)) for t in leaves]
+        given = [leaf for t in leaves for leaf in self._leaving(lowering, number, t, ops)]
         return self._part(lowering, number, which, kind, entering, held, given)
+
+    # -- values between parts -------------------------------------------------------------------------------------
+
+    def _entering(self, number: int, ops: Sequence[int], which: int | None = None) -> list[Piece]:
+        """What ops of a unit read and others make: in slices, for those of a slice, where slices make it."""
+        sliced = self._in_slices if which is not None else set()
+        return [
+            Piece(t, which if t in sliced else None, unit=number if self._lies_otherwise_inside(number, t) else None)
+            for t in self._read(ops)
+            if self._enters(t)
+        ]
+
+    def _lies_otherwise_inside(self, number: int, tensor: int) -> bool:
+        """Whether a unit hands a tensor on in another layout than its own ops have it in."""
+        leaves = self.layouts[number].leaves
+        return tensor in leaves and not leaves[tensor][1].is_idle
+
+    def _enter(self, lowering: Lowering, number: int, piece: Piece, var: Var) -> None:
+        """Note a value that comes into a part: one that the same unit made is as its parts share it by now."""
+        unit = self.layouts[number].unit
+        maker = self._graph.producer.get(piece.tensor)
+        if maker is not None and unit.first_op <= maker < unit.end_op:
+            lowering.at[piece.tensor], lowering.place[piece.tensor] = var, self._inside(number, piece.tensor)
+        else:
+            lowering.made(piece.tensor, var, self.layouts[number].enters.get(piece.tensor, R))
+
+    def _inside(self, number: int, tensor: int) -> Placement:
+        """The placement in which the ops of a unit find a tensor that it makes."""
+        layout = self.layouts[number]
+        if tensor in layout.shared:
+            return layout.shared[tensor].value[1]
+        maker = self._graph.producer[tensor]
+        outputs: tuple[Placement, ...] = layout.ops[maker - layout.unit.first_op].signature.outputs
+        return outputs[self._graph.ops[maker].outputs.index(tensor)]
+
+    def _leaving(
+        self, lowering: Lowering, number: int, tensor: int, ops: Sequence[int], which: int | None = None
+    ) -> Leaving:
+        """A tensor that a part makes as other parts of the unit want it, as other units do, or as both do."""
+        found: Leaving = []
+        inside, differs = self._inside(number, tensor), self._lies_otherwise_inside(number, tensor)
+        unit = self.layouts[number].unit
+        readers = self._readers.get(tensor, set()) - set(ops)
+        elsewhere = tensor in self.wanted or any(not unit.first_op <= op < unit.end_op for op in readers)
+        if differs and any(unit.first_op <= op < unit.end_op for op in readers):
+            own = lowering.source.call(_own, lowering.at[tensor])
+            found.append((Piece(tensor, which, unit=number), own, inside))
+        leaves = lowering.layout.leaves
+        if elsewhere and tensor in leaves:
+            place, hop = leaves[tensor]
+            found.append((Piece(tensor, which), leave(lowering, tensor, hop), place))
+        elif (elsewhere or readers) and not differs:
+            found.append((Piece(tensor, which), lowering.source.call(_own, lowering.at[tensor]), inside))
+        return found
+
+    def require_whole_sequences(self) -> None:
+        """Raise NotReplayableError where the tensor axis divides what slices are cut along."""
+        ops, graph = self.traces.ops, self._graph
+        dims, keys = {**ops.constants, **ops.dims}, {**ops.key_constants, **ops.keys}
+        masks = set(ops.masks.values())
+        for layout, parts in zip(self.layouts, self.parts, strict=True):
+            lies = [*layout.enters.items(), *((t, hop.value[1]) for t, hop in layout.shared.items())]
+            lies += [(t, place) for t, (place, _) in layout.leaves.items()]
+            for op in (*parts.before, *parts.sliced):
+                signature = layout.ops[op - layout.unit.first_op].signature
+                lies += zip(graph.ops[op].inputs, signature.inputs, strict=True)
+                lies += zip(graph.ops[op].outputs, signature.outputs, strict=True)
+            for tensor, place in lies:
+                if not isinstance(place, Split):
+                    continue
+                rank = len(graph.tensors[tensor].fixed)
+                in_mask = tensor in masks and place.dim >= rank - 2
+                if place.dim in (dims.get(tensor), keys.get(tensor)) or in_mask:
+                    raise NotReplayableError(
+                        "the plan divides its sequences over the tensor axis: plan with sequence_parallel=False"
+                    )
 
     # -- what they share ------------------------------------------------------------------------------------------
 
@@ -251,12 +217,12 @@ class Builder:
 
     def _part(
         self, lowering: Lowering, unit: int, which: int, kind: Kind, entering: Sequence[Piece], held: Sequence[int],
-        leaves: Sequence[tuple[Piece, Var]],
+        leaves: Leaving,
     ) -> Part:  # fmt: skip
-        function = lowering.source.build(lowering.name, [var for _, var in leaves])
+        function = lowering.source.build(lowering.name, [var for _, var, _ in leaves])
         return Part(
             lowering.name, unit, which, kind, function, tuple(entering), tuple(held),
-            tuple(piece for piece, _ in leaves), tuple(lowering.draws),
+            tuple((piece, place) for piece, _, place in leaves), tuple(lowering.draws),
         )  # fmt: skip
 
     def _lower(self, lowering: Lowering, ops: Sequence[int], own: Callable[[Call], bool] | None = None) -> None:
@@ -290,29 +256,12 @@ class Builder:
         whole = self.traces.whole
         return [whole.sites[i] for i in sorted({whole.site_of_op[op][0] for op in ops})]
 
-    def _whole_site(self, op: int) -> Site:
-        return self.traces.whole.sites[self.traces.whole.site_of_op[op][0]]
-
     @property
-    def _graph(self) -> Any:
+    def _graph(self) -> Graph:
         return self.traces.whole.graph
 
     def _enters(self, tensor: int) -> bool:
         return self._graph.tensors[tensor].role in ("activation", "input")
-
-    def _enters_as(self, unit: int, tensor: int) -> Any:
-        layout = self.layouts[unit]
-        if tensor in layout.enters:
-            return layout.enters[tensor]
-        return R
-
-    def _leaving(self, lowering: Lowering, tensor: int) -> Var:
-        leaves = lowering.layout.leaves
-        return (
-            leave(lowering, tensor, leaves[tensor][1])
-            if tensor in leaves
-            else lowering.source.call(_own, lowering.at[tensor])
-        )
 
     def _made(self, ops: Sequence[int]) -> list[int]:
         return [t for op in ops for t in self._graph.ops[op].outputs]
@@ -322,71 +271,35 @@ class Builder:
         made = set(self._made(ops))
         return list(dict.fromkeys(t for op in ops for t in self._graph.ops[op].inputs if t not in made))
 
-    def _read_elsewhere(self, ops: Sequence[int]) -> set[int]:
-        """The tensors that other ops read, or the step."""
-        inside = set(ops)
-        found = set(self.wanted)
+    @cached_property
+    def _readers(self) -> dict[int, set[int]]:
+        """Tensor → the ops that read it."""
+        found: dict[int, set[int]] = {}
         for number, op in enumerate(self._graph.ops):
-            if number not in inside:
-                found.update(op.inputs)
+            for tensor in op.inputs:
+                found.setdefault(tensor, set()).add(number)
         return found
 
-    @property
+    @cached_property
     def _in_slices(self) -> set[int]:
         """The tensors that slices make."""
         return set(self._made([op for parts in self.parts for op in parts.sliced]))
 
     def _require_causal(self, lowering: Lowering, found: Mapping[int, Var]) -> None:
         """Look at the values of masks, at every microbatch."""
-        for op, mask in self.traces.ops.masks.items():
-            if mask in found:
-                where = self._graph.calls[self._graph.ops[op].call].path or self._graph.model_name
+        ops, seen = self.traces.ops, set[int]()
+        for op, mask in (*ops.masks.items(), *ops.hides.items()):
+            if mask not in found or mask in seen:
+                continue
+            seen.add(mask)
+            where = self._graph.calls[self._graph.ops[op].call].path or self._graph.model_name
+            if op in ops.masks:
                 lowering.source.call(slice_ops.require_causal, found[mask], where, is_kept=True)
-                found = {t: var for t, var in found.items() if t != mask}
+            else:
+                dims, fills = (ops.constants[mask], ops.key_constants[mask]), self._graph.ops[op].base_name != "where"
+                lowering.source.call(slice_ops.require_hides, found[mask], *dims, fills, where, is_kept=True)
 
 
 def _own(tensor: torch.Tensor) -> torch.Tensor:
     """The same values as a tensor object of its own."""
     return tensor.view_as(tensor)
-
-
-def alike(whole: Traced, other: Traced, length: int) -> Traced:
-    """The trace at another length, whose ops are those of the whole sequence one by one.
-
-    Raises CaptureError where they are not.
-    """
-    name, one, two = whole.graph.model_name, whole.graph, other.graph
-    for a, b in zip(one.ops, two.ops, strict=False):
-        if (a.name, a.inputs, a.outputs) != (b.name, b.inputs, b.outputs):
-            where = one.calls[a.call].path or name
-            raise CaptureError(
-                f"{name} does otherwise at {length} tokens than at the length of its sequence: {b.name} in place of "
-                f"{a.name} in {where}. Slices run the same ops at every length: take other lengths, or leave out slices"
-            )
-    if len(one.ops) != len(two.ops) or len(one.tensors) != len(two.tensors):
-        raise CaptureError(
-            f"{name} runs {len(two.ops)} ops at {length} tokens and {len(one.ops)} at the length of its sequence: "
-            f"slices run the same ops at every length; take other lengths, or leave out slices"
-        )
-    return replace(other, constants=whole.constants)
-
-
-SIZED = frozenset({"view", "copy"})
-"""The kinds of ops whose arguments are sizes of what they are given."""
-
-
-def require_same_numbers(whole: Traced, other: Traced, ops: SequenceOps, length: int) -> None:
-    """Raise CaptureError where an op of slices computes with a number that follows from the length, as a product with
-    one over it: in slices it would be another number."""
-    for one, two in zip(whole.sites, other.sites, strict=True):
-        present = [op for op in one.ops if op is not None]
-        if not any(ops.needs[op] == "local" for op in present):  # attention has the numbers of the whole sequence
-            continue
-        may_differ = all(whole.graph.ops[op].kind in SIZED for op in present)
-        given = (one.arguments, one.keywords), (two.arguments, two.keywords)
-        if not may_differ and given[0] != given[1]:
-            where = one.context[0] or whole.graph.model_name
-            raise CaptureError(
-                f"{one.name} in {where} computes with numbers that follow from the length of the sequence (other ones "
-                f"at {length} tokens): slices would compute something else; leave out slices, or give it the number"
-            )

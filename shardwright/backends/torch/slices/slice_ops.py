@@ -1,20 +1,43 @@
 """The ops of slices on tensors: parts of what is there whole, attention behind a context, dropout over the whole."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch.nn import functional as F
 
+from shardwright.backends.torch.machine.tensor_axis import Axis
+from shardwright.backends.torch.machine.tensor_shards import piece_of
 from shardwright.backends.torch.tensor_parallel.random_ops import attention_that_keeps
 from shardwright.core.errors import CaptureError
+from shardwright.core.layout.placements import Split
 
 
-def part_of(whole: torch.Tensor, dim: int, start: int, length: int, tokens: int) -> torch.Tensor:
-    """The entries of tokens ``start`` … along a dim of all tokens, or of all samples' tokens one after the other."""
-    if whole.shape[dim] == tokens:
-        return whole.narrow(dim, start, length)
-    by_sample: torch.Tensor = whole.unflatten(dim, (-1, tokens)).narrow(dim + 1, start, length)
+@dataclass(frozen=True, slots=True)
+class SlicePlace:
+    """Where a slice lies in its sequence, in tokens."""
+
+    start: int
+    length: int
+    tokens: int
+    """Of the whole sequence."""
+
+    @property
+    def end(self) -> int:
+        return self.start + self.length
+
+
+def part_of(whole: torch.Tensor, dim: int, at: SlicePlace) -> torch.Tensor:
+    """The entries of a slice along a dim of all tokens, or of all samples' tokens one after the other."""
+    if whole.shape[dim] == at.tokens:
+        return whole.narrow(dim, at.start, at.length)
+    by_sample: torch.Tensor = whole.unflatten(dim, (-1, at.tokens)).narrow(dim + 1, at.start, at.length)
     return by_sample.flatten(dim, dim + 1)
+
+
+def keys_of(whole: torch.Tensor, dim: int, at: SlicePlace) -> torch.Tensor:
+    """The entries of all tokens up to the end of a slice."""
+    return whole.narrow(dim, 0, at.end)
 
 
 def joined(dim: int, lengths: Sequence[int], is_flat: bool, *parts: torch.Tensor) -> torch.Tensor:
@@ -30,11 +53,13 @@ def attention(
     key: torch.Tensor,
     value: torch.Tensor,
     mask: torch.Tensor | None,
-    start: int,
-    tokens: int,
+    at: SlicePlace,
     probability: float,
     scale: float | None,
     enable_gqa: bool,
+    shape: Sequence[int],
+    split: Split | None,
+    axis: Axis,
 ) -> torch.Tensor:
     """Attention of the queries of one slice to all keys up to the end of it.
 
@@ -42,20 +67,21 @@ def attention(
         query: [.., slice, width].
         key, value: [.., start + slice, width].
         mask: the mask of the whole sequence, [.., tokens, tokens]; None: each token sees those before it and itself.
-        start: tokens before the slice.
         probability: of dropout. Its mask is drawn for the whole sequence, and the slice's part of it taken.
+        shape: [.., tokens, tokens], of the scores of the whole sequence over all ranks.
+        split: the placement of the scores on the tensor axis; None: whole.
     """
     length, end = query.shape[-2], key.shape[-2]
     if mask is not None:
-        mask = mask[..., start : start + length, :end]
-    elif start or probability:
-        mask = torch.ones((length, end), dtype=torch.bool, device=query.device).tril(start)
+        mask = mask[..., at.start : at.end, :end]
+    elif at.start or probability:
+        mask = torch.ones((length, end), dtype=torch.bool, device=query.device).tril(at.start)
     if not probability:
         return F.scaled_dot_product_attention(
             query, key, value, mask, is_causal=mask is None, scale=scale, enable_gqa=enable_gqa
         )
-    ones = torch.ones((*query.shape[:-2], tokens, tokens), dtype=query.dtype, device=query.device)
-    kept = torch.dropout(ones, probability, True)[..., start : start + length, :end].clone()
+    ones = torch.ones(list(shape), dtype=query.dtype, device=query.device)
+    kept = _own(torch.dropout(ones, probability, True), split, axis)[..., at.start : at.end, :end].clone()
     del ones
     return attention_that_keeps(query, key, value, mask, kept, scale, enable_gqa)
 
@@ -66,28 +92,79 @@ def dropout(
     shape: Sequence[int],
     order: Sequence[int],
     dim: int,
-    start: int,
-    length: int,
-    tokens: int,
+    keys: int | None,
+    at: SlicePlace,
+    split: Split | None,
+    axis: Axis,
 ) -> torch.Tensor:
-    """Dropout of a slice of a tensor of ``shape``, in whose memory the dims come in ``order``: the numbers are those of
-    the whole tensor."""
+    """Dropout of a slice of a tensor of ``shape``, in whose memory the dims come in ``order``, or of a shard of it: the
+    numbers are those of the whole tensor. ``keys``: the dim of keys, where it has one."""
     ones = torch.empty_permuted(list(shape), list(order), dtype=given.dtype, device=given.device).fill_(1.0)
-    mask = part_of(torch.dropout(ones, probability, True), dim, start, length, tokens)
+    mask = part_of(_own(torch.dropout(ones, probability, True), split, axis), dim, at)
+    mask = mask if keys is None else keys_of(mask, keys, at)
     return given * mask.clone(memory_format=torch.contiguous_format)
+
+
+def _own(whole: torch.Tensor, split: Split | None, axis: Axis) -> torch.Tensor:
+    return whole if split is None else piece_of(whole, split, axis.size, axis.coordinate)
+
+
+def _lowest(dtype: torch.dtype) -> float:
+    """The number that softmax makes zeros of, and of all below, behind others."""
+    return max(0.5 * torch.finfo(dtype).min, -1e9)
 
 
 def require_causal(mask: torch.Tensor, where: str) -> None:
     """Raise CaptureError for a mask [.., tokens, tokens] that shows a query later keys, or none up to its own."""
-    hidden = ~mask if mask.dtype == torch.bool else mask <= 0.5 * torch.finfo(mask.dtype).min
+    hidden = ~mask if mask.dtype == torch.bool else mask <= _lowest(mask.dtype)
     later = torch.ones(mask.shape[-2:], dtype=torch.bool, device=mask.device).triu(1)
+    _require_hidden(hidden, later, where)
+    if bool((hidden | later).all(-1).any()):
+        raise CaptureError(_all_hidden(where))
+
+
+def require_hides(mask: torch.Tensor, queries: int, keys: int, fills: bool, where: str) -> None:
+    """Raise CaptureError for a mask of scores that shows a query later keys. ``fills``: a boolean one is True where it
+    hides."""
+    mask = mask.movedim((queries, keys), (-2, -1))
+    hidden = (mask if fills else ~mask) if mask.dtype == torch.bool else mask <= _lowest(mask.dtype)
+    _require_hidden(hidden, torch.ones(mask.shape[-2:], dtype=torch.bool, device=mask.device).triu(1), where)
+
+
+def require_low(value: float | torch.Tensor, dtype: torch.dtype, where: str) -> None:
+    """Raise CaptureError for a number that hides scores, and is not so low that softmax makes a zero of it."""
+    if not float(value if not isinstance(value, torch.Tensor) else value.max()) <= _lowest(dtype):
+        raise CaptureError(
+            f"{where} puts {float(value):g} in the place of the scores that its mask hides: expected "
+            f"{_lowest(dtype):g} or less, which softmax makes zeros of; leave out slices, or take torch.finfo's min"
+        )
+
+
+def require_mild(factor: float | torch.Tensor, where: str) -> None:
+    """Raise CaptureError for a number times which, or divided by which, hidden scores might no longer be low."""
+    if not 0.01 <= float(factor) <= 100:
+        raise CaptureError(
+            f"{where} scales the scores of its attention by {float(factor):g}, after which those that its mask hides "
+            f"may count: expected a number from 0.01 to 100; leave out slices, or scale queries"
+        )
+
+
+def require_seen(scores: torch.Tensor, keys: int, where: str) -> None:
+    """Raise CaptureError for a query all of whose scores are hidden. ``keys``: the dim of keys."""
+    if bool((scores.detach().amax(keys) <= 0.01 * _lowest(scores.dtype)).any()):
+        raise CaptureError(_all_hidden(where))
+
+
+def _require_hidden(hidden: torch.Tensor, later: torch.Tensor, where: str) -> None:
     if not bool((hidden | ~later).all()):
         raise CaptureError(
             f"{where} attends by a mask that shows tokens later ones: slices follow each other where a token needs "
             f"only what came before it; leave out slices, or give a causal mask"
         )
-    if bool((hidden | later).all(-1).any()):
-        raise CaptureError(
-            f"{where} attends by a mask that hides all tokens up to its own from some: what it makes of them would "
-            f"depend on later ones; pad sequences on the right, or leave out slices"
-        )
+
+
+def _all_hidden(where: str) -> str:
+    return (
+        f"{where} attends by a mask that hides all tokens up to its own from some: what it makes of them would "
+        f"depend on later ones; pad sequences on the right, or leave out slices"
+    )

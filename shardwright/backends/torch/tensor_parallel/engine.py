@@ -107,14 +107,7 @@ class TensorParallel:
         leaves = [call.leaf_of(leaf.tensor) for leaf in sample.leaves]
         given: dict[int, Leaf] = dict(zip(traced.graph.inputs, leaves, strict=True))
         prefix = f"step {self._recorded} "
-        try:
-            realised = realise(traced.graph, self.plan)
-        except PlanError as error:
-            if not self._recorded:
-                raise
-            raise NotReplayableError(f"another kind of step was planned for: {error}") from error
-        layouts = of_realised(traced.graph, realised)
-        self._require_as_they_lie(traced.graph, layouts)
+        layouts = self.lay_out(traced.graph)
         fp8 = self.plan.fp8_parameters("torch")
         replay = lower_all(traced, layouts, self.shards.axis, sample.batch, device, self._draws, prefix, fp8)
         expanded = expand(program, call, replay, given, self.shards.axis.size)
@@ -128,10 +121,26 @@ class TensorParallel:
         modes = zip(replay.units, self.plan.unit_modes, strict=True)
         self.policies.update({(unit.name, 0): mode for unit, mode in modes if mode != "none"})
         self.replays.append(replay)
-        self._wanted = replay.parameters
-        self.layouts_digest = digest(realised)
-        self._recorded += 1
+        self.want(replay.parameters)
         return replace(expanded, summed=replay.summed)
+
+    def lay_out(self, graph: Graph) -> tuple[UnitLayout, ...]:
+        """The plan's layouts of a model that runs op by op. Raises NotReplayableError where they are none for it."""
+        try:
+            realised = realise(graph, self.plan)
+        except PlanError as error:
+            if not self._recorded:
+                raise
+            raise NotReplayableError(f"another kind of step was planned for: {error}") from error
+        layouts = of_realised(graph, realised)
+        self._require_as_they_lie(graph, layouts)
+        self.layouts_digest = digest(realised)
+        return layouts
+
+    def want(self, places: Mapping[str, Placement]) -> None:
+        """Note how the last recorded step wants its parameters placed, by first name."""
+        self._wanted = places
+        self._recorded += 1
 
     def _require_as_they_lie(self, graph: Graph, layouts: Sequence[UnitLayout]) -> None:
         """Raise NotReplayableError for layouts of parameters other than those in which another step has cut them."""

@@ -78,15 +78,8 @@ def lower_all(
 
     Raises NotReplayableError.
     """
-    summed = summed_parameters(layouts, traced)
-    graph = traced.graph
-    places: dict[str, Placement] = {p.name: Replicate() for p in graph.parameters}
-    name_of = {p.tensor: p.name for p in graph.parameters}
-    for layout in layouts:
-        for tensor, place in layout.parameters.items():
-            if places[name_of[tensor]] not in (place, Replicate()):
-                raise NotReplayableError(f"{name_of[tensor]} is placed in two ways: {places[name_of[tensor]]}, {place}")
-            places[name_of[tensor]] = place
+    summed, places = summed_parameters(layouts, traced), places_of(traced, layouts)
+    name_of = {p.tensor: p.name for p in traced.graph.parameters}
     narrow = frozenset(tensor for tensor, name in name_of.items() if name in fp8)
     units = tuple(
         lower_unit(
@@ -96,3 +89,15 @@ def lower_all(
     )
     leaving = {t: place for layout in layouts for t, (place, _) in layout.leaves.items()}
     return Replay(traced, batch, units, leaving, places, frozenset(name_of[t] for t in summed))
+
+
+def places_of(traced: Traced, layouts: Sequence[UnitLayout]) -> dict[str, Placement]:
+    """The placement of every parameter, by first name. Raises NotReplayableError for one that is placed in two ways."""
+    places: dict[str, Placement] = {p.name: Replicate() for p in traced.graph.parameters}
+    name_of = {p.tensor: p.name for p in traced.graph.parameters}
+    for layout in layouts:
+        for tensor, place in layout.parameters.items():
+            if places[name_of[tensor]] not in (place, Replicate()):
+                raise NotReplayableError(f"{name_of[tensor]} is placed in two ways: {places[name_of[tensor]]}, {place}")
+            places[name_of[tensor]] = place
+    return places

@@ -110,6 +110,7 @@ class CompiledSteps:
             divisions, schedule, modules, rank, self._transport, split_model.watchdog, streams, policies,
             split_model.residency, adds_at_once=self._compiler is None,
             loading_horizon=1 if stage_map.plan is None else stage_map.plan.decision.activation_loading_horizon,
+            slices=stage_map.schedule.slices,
         )  # fmt: skip
         stage_rank = [schedule.stage_to_rank(stage) for stage in range(schedule.stages)]
         pipeline.open(set[int]().union(*(homes_of(division, stage_rank) for division in used)))

@@ -1,7 +1,7 @@
 """Recording of a step body for one microbatch, and its division into stages: whole units, or units on shards."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -143,14 +143,17 @@ class Recording:
 
     def _divided_in_slices(self, slices: TokenSlices, varying: Varying) -> Division:
         """The division, as by `divided`, into slices of each stage. Raises CaptureError where the model has none."""
-        split_model, stage_map = self._split_model, self._stage_map
+        split_model, stage_map, tensor = self._split_model, self._stage_map, self._split_model.tensor
         device = split_model.bound.device
         with split_model.parts.as_whole():
             program, _ = self._recorded({MODEL_CALL: 0}, varying)
             roots = getattr(self._body, "python_roots", ())
-            with left_as_it_is(split_model.model, roots), split_model.bodies.heard_by(Unheard()):
+            agreed = nullcontext() if tensor is None else self._before_the_cut(tensor)
+            with agreed, left_as_it_is(split_model.model, roots), split_model.bodies.heard_by(Unheard()):
                 growth = growth_of(split_model.model, self._body, self._inputs, device)
                 expanded = slices.expand(program, self._inputs, device, growth)
+        if tensor is not None:
+            tensor.cut()
         return divide(expanded, slices.stage_of_call, stage_map.parameter_stages, stage_map.steps_schedule.stages)
 
     @contextmanager

@@ -135,8 +135,9 @@ class SplitModel:
             self.tensor = TensorParallel(self.model, shards, stage_map.plan)
             self.parts.tensor = shards
         if stage_map.plan is not None and stage_map.schedule.slices > 1:
-            axis = Axis(self.bound.handles["tp"], (self.bound.rank,), 0, self.watchdog)
-            self.slices = TokenSlices(self.model, stage_map.plan, axis)
+            alone = Axis(self.bound.handles["tp"], (self.bound.rank,), 0, self.watchdog)
+            axis = alone if self.tensor is None else self.tensor.shards.axis
+            self.slices = TokenSlices(self.model, stage_map.plan, axis, self.tensor)
         self._hold(placement)
         if stage_map.plan is not None and stage_map.plan.decision.precision == "fp8":
             self._compute_in_fp8(stage_map.plan.fp8_parameters("torch"))
