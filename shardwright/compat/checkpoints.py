@@ -39,21 +39,29 @@ def resume_from_checkpoint(
     load_sharded_optimizer_state: bool = True,
     translate_function: Callable[..., Any] | None = None,
 ) -> Any:
-    """As `shardwright.torch.resume_from_checkpoint`.
+    """As `shardwright.torch.resume_from_checkpoint`. A function that translates weights has no effect, which a warning
+    says: checkpoints have the names of the model that was saved.
 
     Raises:
         MissingCapabilityError: ``load_sharded_optimizer_state=False``, which loads a part of an optimizer's state; or
-            a function that translates weights, which have the names of the original model.
+            a function that translates weights beside ``strict=False``, which would leave out weights of other names.
     """
     if not load_sharded_optimizer_state:
         raise MissingCapabilityError(
             "load_sharded_optimizer_state=False: an optimizer's state is loaded whole, or, with load_optimizer=False, "
             "not at all"
         )
-    if translate_function is not None:
+    if translate_function is not None and not strict:
         raise MissingCapabilityError(
-            "translate_function: checkpoints have the names of the original model, and nothing is translated; leave "
-            "it out"
+            "translate_function and strict=False: checkpoints have the names of the model that was saved, nothing is "
+            "translated, and weights of other names would be left out; leave out one of them"
+        )
+    if translate_function is not None:
+        warnings.warn(
+            "translate_function has no effect: checkpoints have the names of the model that was saved, and are loaded "
+            "into a model of these names",
+            PlanWarning,
+            stacklevel=2,
         )
     return _torch.resume_from_checkpoint(path, tag, partial, strict=strict, load_optimizer=load_optimizer)
 

@@ -43,6 +43,8 @@ class DistributedModel(_torch.DistributedModel):
             name_parts(module)
         if isinstance(module, nn.Module) and not hasattr(module, "module"):
             vars(module)["module"] = module
+        if isinstance(weights := more.get("weights"), Mapping) and isinstance(module, nn.Module):
+            more["weights"] = _with_own_names(module, weights)
         super().__init__(module, **by_place, **more)
 
     def _sum(self) -> str:

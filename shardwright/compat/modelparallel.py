@@ -23,6 +23,7 @@ from shardwright.compat.model import DistributedModel as DistributedModel
 from shardwright.compat.names import BY_NAME, refused
 from shardwright.core.errors import MissingCapabilityError, PlanWarning
 from shardwright.torch.config import configuration_of_environment
+from shardwright.torch.creation import require_no_other_numbers
 from shardwright.torch.session import current, is_initialized
 from shardwright.torch.step import Step
 
@@ -87,6 +88,26 @@ def is_tracing() -> bool:
     return is_initialized() and any(
         run.runtime.in_step_body and run.runtime.messages is None for run in current().models
     )
+
+
+@contextmanager
+def tensor_parallelism(enabled: bool = True, **tp_config: Any) -> Iterator[None]:
+    """As `shardwright.torch.tensor_parallelism`. Settings of SageMaker's own modules that change no number (fused
+    kernels) have no effect, which a warning says.
+
+    Raises:
+        ShardwrightError: an unknown setting.
+        MissingCapabilityError: a setting that would change numbers.
+    """
+    require_no_other_numbers(tp_config if enabled else {}, "tensor_parallelism")
+    with _torch.tensor_parallelism(enabled):
+        yield
+
+
+def set_tensor_parallelism(module: torch.nn.Module, enabled: bool = True, **tp_config: Any) -> None:
+    """As `shardwright.torch.set_tensor_parallelism`, with the settings of `tensor_parallelism`."""
+    require_no_other_numbers(tp_config if enabled else {}, "set_tensor_parallelism")
+    _torch.set_tensor_parallelism(module, enabled)
 
 
 @contextmanager

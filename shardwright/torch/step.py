@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, overload
 
+import numpy as np
 import torch
 
 from shardwright.backends.torch.capture.held_tensors import tensors_in
@@ -33,6 +34,7 @@ from shardwright.torch.peers import of_all_peers, of_this_rank
 from shardwright.torch.run_agreement import batch_claims, mode_claim, model_claim, session_claims
 from shardwright.torch.scaler import Scalers, noting_scalers
 from shardwright.torch.sliced import Sliced, can_be_sliced, with_tensors
+from shardwright.torch.weights_copy import with_models
 
 StepFunction = Callable[..., Any]
 
@@ -142,6 +144,10 @@ class Step:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         session = sessions.current()
+        with with_models(args, kwargs, session) as given:
+            return self._called(*given, session)
+
+    def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any], session: sessions.Session) -> Any:
         if len(session.models) > 1:
             try:
                 models = _models_in(args, kwargs, session)
@@ -249,6 +255,7 @@ class Step:
         labels, leaves = list(self._labels[given.form]), list(given.leaves)
         wanting = [label for label, leaf in zip(labels, leaves, strict=True) if wants_gradient(leaf)]
         said = f"{given.form}, with gradients of {', '.join(wanting)}" if wanting else given.form
+        said += ", with a copy of the weights" if run.has_copied_weights else ""
         form = Claim.of(
             "the form of the arguments", said, "Pass the same arguments on every rank of a replica.", "replica"
         )
@@ -374,6 +381,8 @@ class Step:
         def hashable(item: Any) -> Hashable:
             if _is_model(item):
                 return "the model"
+            if isinstance(item, np.ndarray):  # whose contents are compared where they are read
+                return (type(item), item.dtype.str, item.shape)
             try:
                 hash(item)
             except TypeError:
