@@ -8,6 +8,7 @@ import weakref
 from collections import UserDict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from itertools import islice
 from typing import Any, overload
 
@@ -20,8 +21,9 @@ from shardwright.backends.torch.machine.agreement import Claim
 from shardwright.backends.torch.machine.digests import code_of, digest_of
 from shardwright.backends.torch.pipeline.step_results import Returned, Shares
 from shardwright.backends.torch.runtime import Runtime
+from shardwright.backends.torch.state.model_agreement import plain_text
 from shardwright.backends.torch.training.call import StepCall
-from shardwright.core.errors import MissingCapabilityError, ShardwrightError
+from shardwright.core.errors import MissingCapabilityError, PlanWarning, ShardwrightError
 from shardwright.core.values.step_line import Argument
 from shardwright.torch import session as sessions
 from shardwright.torch.batch import Batch
@@ -334,7 +336,7 @@ class Step:
                 run.is_first_step = False
                 failure = run.run_post_partition_hooks()
                 session.agreement.meet(run.of_model("the hooks behind the split"), failure=failure)
-            tree, returned, trained = prepared.run()
+            tree, returned, trained, others = prepared.run()
         if trained is not None:
             wanting.give(trained.divisor)
             run.scalers, run.batch_losses = scalers, trained.losses
@@ -346,11 +348,15 @@ class Step:
                 position: replace(found, outputs=of_this_rank(found.outputs, batch.samples, session.bound))
                 for position, found in returned.items()
             }
-        outputs = [_output(returned.get(position), leaf) for position, leaf in enumerate(tree.leaves)]
-        if self._lists_plain:
-            outputs = [
-                _listed(output, returned.get(position), len(batch.samples)) for position, output in enumerate(outputs)
-            ]
+            self._say_of_peers(run, returned, batch)
+        outputs: list[Any] = []
+        for position, leaf in enumerate(tree.leaves):
+            found = returned.get(position)
+            leaves = (leaf, *(other.leaves[position] for other in others))
+            values = [getattr(one, "value", None) for one in leaves]
+            if len(values) == 1:
+                values *= len(batch.samples)
+            outputs.append(_listed(found, values) if self._lists_plain else _output(found, values, position))
         return pytree.tree_unflatten(outputs, tree.spec)
 
     def _axis(self, tensor: torch.Tensor, name: str) -> int | None:
@@ -377,12 +383,26 @@ class Step:
                 stacklevel=3,
             )
 
+    def _say_of_peers(self, run: ModelRun, returned: Mapping[int, Returned], batch: Batch) -> None:
+        """Warn, once, of counts over the samples of all ranks of the tensor axis, which have batches of their own."""
+        counts = any(found.outputs[0].numel() == 1 < batch.samples[0] and not found.outputs[0].is_floating_point()
+                     for found in returned.values())  # fmt: skip
+        if counts and (run.number, -1) not in self._said:
+            self._said.add((run.number, -1))
+            warnings.warn(
+                f"the step {self._name} returns a whole number, and ranks of the tensor axis have batches of their own "
+                f"('prescaled_batch': False): the step runs on the samples of all of them, and counts these too. "
+                f"Return what there is for each sample, of which a rank gets its own",
+                PlanWarning,
+                stacklevel=4,
+            )
+
     def _key(self, runtime: Runtime, form: str, literals: list[Any], inputs: list[torch.Tensor]) -> Hashable:
         def hashable(item: Any) -> Hashable:
             if _is_model(item):
                 return "the model"
-            if isinstance(item, np.ndarray):  # whose contents are compared where they are read
-                return (type(item), item.dtype.str, item.shape)
+            if isinstance(item, np.ndarray) and not item.dtype.hasobject:  # which may be written to between steps
+                return (type(item), item.dtype.str, item.shape, sha256(item.tobytes()).digest())
             try:
                 hash(item)
             except TypeError:
@@ -412,18 +432,36 @@ def _models_in(args: Any, kwargs: Any, session: sessions.Session) -> list[Distri
     return list({id(session.of(leaf)): leaf for leaf in leaves if _is_model(leaf)}.values())
 
 
-def _output(found: Returned | None, leaf: Any) -> Any:
-    """A leaf of a result, a tensor as StepOutput."""
-    if found is None:
-        return getattr(leaf, "value", None)
-    return StepOutput(found.outputs, found.everywhere, found.weights, found.first)
+def _output(found: Returned | None, values: Sequence[Any], position: int) -> Any:
+    """A leaf of a result: a tensor as StepOutput, and what is none as it is where it is the same for all microbatches.
+
+    Args:
+        values: of each microbatch, where it is no tensor.
+
+    Raises ShardwrightError for leaves that differ, other than numbers.
+    """
+    if found is not None:
+        return StepOutput(found.outputs, found.everywhere, found.weights, found.first)
+    first = values[0]
+    said = plain_text(first)
+    if all(value is first or (said is not None and plain_text(value) == said) for value in values):
+        return first
+    if all(isinstance(value, (bool, int, float)) for value in values):
+        return StepOutput([torch.tensor(value) for value in values])
+    kinds = ", ".join(sorted({type(value).__name__ for value in values}))
+    raise ShardwrightError(
+        f"leaf {position} of what the step returned differs between microbatches of different shapes ({kinds}): return "
+        f"tensors or numbers, or the same value for all of them"
+    )
 
 
-def _listed(output: Any, found: Returned | None, microbatches: int) -> Any:
+def _listed(found: Returned | None, values: list[Any]) -> Any:
     """A leaf of a result as SageMaker's steps return it: what is no tensor, and not None, once for each microbatch."""
     if found is None:
-        return None if output is None else [output] * microbatches
-    return [number.item() for number in found.outputs] if found.are_numbers else output
+        return None if all(value is None for value in values) else values
+    if found.are_numbers:
+        return [number.item() for number in found.outputs]
+    return StepOutput(found.outputs, found.everywhere, found.weights, found.first)
 
 
 def _counted(samples: Sequence[int]) -> str:

@@ -5,6 +5,7 @@ Usage: tp_misuse.py OUT.json
 
 import json
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -309,7 +310,7 @@ def evaluate(model, batch):
 @sw.step
 def predict(model, batch):
     output = model(**batch)
-    return output.loss, output.logits, output.logits.flatten(0, 1)
+    return output.loss, output.logits, output.logits.flatten(0, 1), (output.logits.argmax(-1) >= 0).sum()
 
 
 def own_results() -> str:
@@ -321,8 +322,11 @@ def own_results() -> str:
         expected, of_all = plain(**own).logits, plain(**whole).loss
     model = begin(build("gpt2", 0.1), prescaled_batch=False)
     model.eval()
-    with torch.no_grad():
-        loss, logits, flat = predict(model, own)
+    with torch.no_grad(), warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        loss, logits, flat, count = predict(model, own)
+    assert any("counts these too" in str(one.message) for one in told)
+    assert int(count.reduce_sum()) == whole["input_ids"].numel()
     found, wanted = [logits.concat(), flat.concat()], [expected, expected.flatten(0, 1)]
     Comparison().losses(loss.reduce_mean(), of_all).values(found, wanted, relative=1e-5, absolute=1e-5).require()
     return "" if len(logits.outputs) == 2 else f"{len(logits.outputs)} microbatches"
