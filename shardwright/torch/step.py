@@ -352,8 +352,8 @@ class Step:
         outputs: list[Any] = []
         for position, leaf in enumerate(tree.leaves):
             found = returned.get(position)
-            leaves = (leaf, *(other.leaves[position] for other in others))
-            values = [getattr(one, "value", None) for one in leaves]
+            of_each = (leaf, *(other.leaves[position] for other in others))
+            values = [getattr(one, "value", None) for one in of_each]
             if len(values) == 1:
                 values *= len(batch.samples)
             outputs.append(_listed(found, values) if self._lists_plain else _output(found, values, position))

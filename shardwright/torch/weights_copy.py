@@ -48,14 +48,13 @@ class WeightsCopy(nn.Module):
         split_model, first = self.model.runtime.split_model, self.model.runtime.ownership.first_name
         if self._may_differ and split_model.are_replicas_alike:
             self._take_first()
-        for table, named in (
-            (self._parameters, self.model.named_parameters()),
-            (self._buffers, self.model.named_buffers()),
-        ):
+        tables: tuple[tuple[dict[str, Any], Any], ...] = (
+            (self._parameters, self.model.named_parameters()), (self._buffers, self.model.named_buffers()),
+        )  # fmt: skip
+        for table, named in tables:
             own: dict[str, torch.Tensor] = dict(named)
             for name, held in [*table.items()]:
                 now = own[name]
-                assert held is not None
                 if not _is_like(held, now):
                     with torch.no_grad():
                         kept = _kept(name, held.detach(), now, partial(split_model.parts.part, first[name]))
@@ -75,7 +74,7 @@ class WeightsCopy(nn.Module):
                 if carried.data_ptr() != held.data_ptr():
                     held.detach().copy_(carried.view_as(held))
 
-    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:  # type: ignore[override]
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
         """This module alone: what asks for parameters asks this first, so that they are those of the split by now."""
         for _ in self._pairs():
             pass

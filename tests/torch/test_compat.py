@@ -277,6 +277,7 @@ def test_models_take_arguments_by_place_and_say_that_their_parts_are_parts() -> 
     part = model.local_state_dict()
     assert part.pop("_smp_is_partial") is True
     assert "_smp_is_partial" not in model.state_dict()
+    assert model.state_dict(gather_to_rank0=True).keys() == model.state_dict(rank0_only=True).keys() == part.keys()
     for held in (part, {**part, "_smp_is_partial": True}, model.state_dict()):
         model.load_state_dict({key: value * 0 + 3 if key == "bias" else value for key, value in held.items()})
         assert model.state_dict()["bias"].tolist() == [3, 3]

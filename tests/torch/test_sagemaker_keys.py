@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 import shardwright.torch as sw
 from shardwright.compat import keys
-from shardwright.core.schedule import simulate
 from shardwright.torch.config import read_config
 from tests.torch.launch import ROOT
 
@@ -98,7 +97,7 @@ def test_the_order_of_actions() -> None:
     for active in (1, 2, 4):
         for name in ("interleaved", "simple"):
             given = read_config(asked | {"pipeline": name, "active_microbatches": active})
-            assert max(simulate(given.schedule(None)).peak_live_activations) == active
+            assert max(sw.simulate(given.schedule(None)).peak_live_activations) == active
 
 
 def test_replicas_and_their_messages(monkeypatch: pytest.MonkeyPatch) -> None:
