@@ -3,8 +3,11 @@ themselves, or refused."""
 
 import warnings
 from collections.abc import Callable
-from pathlib import Path
+from enum import Enum
+from pathlib import Path, PurePath
 from typing import Any
+
+import torch
 
 import shardwright.torch as _torch
 from shardwright.core.errors import MissingCapabilityError, PlanWarning, ShardwrightError
@@ -91,11 +94,17 @@ def load(f: str | Path, map_location: Any = "cpu", pickle_module: Any = None, pa
 
 
 def as_values(value: Any, path: str) -> Any:
-    """A value with the dicts of objects that have ``to_dict()`` in their places."""
+    """A value with the dicts of objects that have ``to_dict()`` in their places, the values of
+    enumerations, and the texts of devices and paths."""
     if isinstance(value, dict) and type(value) is dict:
         return {key: as_values(held, f"{path}/{key}") for key, held in value.items()}
     if type(value) in (list, tuple):
         return type(value)(as_values(held, f"{path}/{number}") for number, held in enumerate(value))
+    if isinstance(value, Enum | torch.device | PurePath):
+        told = value.value if isinstance(value, Enum) else str(value)
+        said = f"{path} is a {type(value).__name__}, and comes back as {told!r}"
+        warnings.warn(said, PlanWarning, stacklevel=4)
+        return told
     if isinstance(value, dict | type) or not callable(getattr(value, "to_dict", None)):
         return value
     warnings.warn(

@@ -33,10 +33,15 @@ __version__ = "1.15.0"
 
 def init(config: Mapping[str, Any] | None = None, *, plan: Any = None, **more: Any) -> None:
     """As `shardwright.torch.init`, with SageMaker's defaults (`keys.KEYS`): replicas are placed as D, P, T, and ranks
-    of the tensor axis have samples of their own. A ``plan`` decides the rest."""
+    of the tensor axis have samples of their own. A ``plan`` decides the rest.
+
+    A second call, before a model was wrapped, begins anew with its own configuration: `transformers` calls this when it
+    is imported, and scripts do once more."""
     if config is None and plan is None and not more:
         config = configuration_of_environment()
     given = {**(config or {}), **more}
+    if is_initialized() and not current().models:
+        _torch.shutdown()
     _torch.init(with_defaults(given, is_planned=plan is not None), plan=plan)
 
 

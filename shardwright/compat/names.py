@@ -36,7 +36,7 @@ NAMES: tuple[Name, ...] = (
     Name(
         "init", "other",
         "keys that theirs has and this library does not act on are named by a warning or an error; without a "
-        "configuration it takes that of SM_HP_MP_PARAMETERS",
+        "configuration it takes that of SM_HP_MP_PARAMETERS; a second call begins anew, where no model was wrapped yet",
     ),
     *_same("is_initialized"),
     Name(

@@ -1,5 +1,6 @@
 """SageMaker's module names."""
 
+import enum
 import functools
 import importlib
 import inspect
@@ -78,9 +79,13 @@ def test_every_name_is_there_or_refused_by_name(name: names.Name) -> None:
 def test_what_is_in_modules() -> None:
     assert modelparallel.amp.GradScaler is torch.amp.GradScaler
     assert isinstance(modelparallel.nn.FusedLayerNorm(4), torch.nn.LayerNorm)
-    modelparallel.init({"microbatches": 3})
+    modelparallel.init({"microbatches": 2})
+    modelparallel.init({"microbatches": 3})  # once more before there is a model, as transformers and scripts do
     assert modelparallel.state.cfg.microbatches == 3
     assert modelparallel.state.cfg.placement_strategy == "cluster"
+    modelparallel.DistributedModel(torch.nn.Linear(1, 1))
+    with pytest.raises(ShardwrightError, match="init was called twice"):
+        modelparallel.init({})
     sw.shutdown()
     with pytest.raises(AttributeError, match=r"nn\.DistributedTransformr: did you mean 'nn\.DistributedTransformer'"):
         _ = modelparallel.nn.DistributedTransformr
@@ -353,6 +358,11 @@ def test_objects_with_a_dict_are_saved_as_it(tmp_path: Path) -> None:
     with pytest.warns(PlanWarning, match="the object/settings is a Settings"):
         modelparallel.save({"settings": Settings()}, tmp_path / "object", partial=False, pickle_protocol=4)
     assert modelparallel.load(tmp_path / "object", partial=False) == {"settings": {"width": 4}}
+    given = {"kind": enum.Enum("Kind", {"STEPS": "steps"}).STEPS, "on": torch.device("cpu"), "at": Path("folder")}
+    with pytest.warns(PlanWarning) as told:
+        modelparallel.save(given, tmp_path / "object", partial=False)
+    assert [str(one.message).partition(" is a")[0] for one in told] == [f"the object/{key}" for key in given]
+    assert modelparallel.load(tmp_path / "object", partial=False) == {"kind": "steps", "on": "cpu", "at": "folder"}
     with pytest.warns(PlanWarning, match="translate_function has no effect"):
         modelparallel.resume_from_checkpoint(tmp_path, translate_function=len)
     for given in ({"translate_function": len, "strict": False}, {"load_sharded_optimizer_state": False}):
