@@ -32,7 +32,7 @@ from shardwright.torch.joint_step import JointStep
 from shardwright.torch.model import DistributedModel
 from shardwright.torch.model_run import ModelRun
 from shardwright.torch.output import StepOutput
-from shardwright.torch.peers import of_all_peers, of_this_rank
+from shardwright.torch.peers import of_all_peers, of_each_peer, of_this_rank, together
 from shardwright.torch.run_agreement import batch_claims, mode_claim, model_claim, session_claims
 from shardwright.torch.scaler import Scalers, noting_scalers
 from shardwright.torch.sliced import Sliced, can_be_sliced, with_tensors
@@ -215,7 +215,8 @@ class Step:
             ]
             self._labels[form] = [f"{path[0].key}{pytree.keystr(path[1:])}" for path, _ in paths]  # type: ignore[attr-defined]
         names = self._names[form]
-        own = session.bound.size("tp") > 1 and not session.config.prescaled_batch
+        apart = _have_own_batches(session)
+        own = apart and torch.is_grad_enabled()
         sized: dict[str, tuple[torch.Tensor, int | None]] = {}
         for position, (name, leaf) in enumerate(zip(names, leaves, strict=True)):
             if isinstance(leaf, torch.Tensor):
@@ -234,7 +235,7 @@ class Step:
         sliced: dict[int, Sliced] = {}
         for p, leaf in enumerate(leaves):
             if can_be_sliced(leaf):
-                if own:
+                if apart:
                     raise MissingCapabilityError(
                         f"{self._labels[form][p]} has smp_slice, and ranks of the tensor axis have batches of their "
                         f"own: pass its tensors, or set prescaled_batch=True and give these ranks the same batch"
@@ -271,11 +272,43 @@ class Step:
         return [*which, function, mode_claim(), *batch, form, *of_model, *session_claims(session, run)]
 
     def _carry_out(self, call: "_Given", session: sessions.Session, shares: Shares) -> Any:
+        """Run the step. Where ranks of the tensor axis have batches of their own, a training step is over the samples
+        of all of them; without gradients it runs once for each of them, and a rank gets what came of its own."""
+        batch, bound = call.batch, session.bound
+        if not _have_own_batches(session) or torch.is_grad_enabled():
+            tree, returned, others = self._run_once(call, session, shares)
+        else:
+            every = {
+                p: of_each_peer(leaf.detach().to(bound.device), bound, session.watchdog)
+                for p, leaf in enumerate(call.leaves)
+                if isinstance(leaf, torch.Tensor) and self._axis(leaf, call.names[p]) is not None
+            }
+            turns = []
+            for peer in range(bound.size("tp")):
+                leaves = [every[p][peer] if p in every else leaf for p, leaf in enumerate(call.leaves)]
+                turns.append(self._run_once(replace(call, leaves=leaves), session, shares))
+            tree, returned, others = turns[bound.coordinate("tp")]
+            returned = {
+                position: together([turn[1][position] for turn in turns], bound.coordinate("tp"))
+                for position in returned
+            }
+        outputs: list[Any] = []
+        for position, leaf in enumerate(tree.leaves):
+            found = returned.get(position)
+            of_each = (leaf, *(other.leaves[position] for other in others))
+            values = [getattr(one, "value", None) for one in of_each]
+            if len(values) == 1:
+                values *= len(batch.samples)
+            outputs.append(_listed(found, values) if self._lists_plain else _output(found, values, position))
+        return pytree.tree_unflatten(outputs, tree.spec)
+
+    def _run_once(self, call: "_Given", session: sessions.Session, shares: Shares) -> tuple[Any, Any, Any]:
+        """The result of the body as a tree, its tensors by position, and the trees of further microbatches."""
         run, runtime = call.run, call.run.runtime
         leaves, names, batch = call.leaves, call.names, call.batch
         device = session.bound.device
         positions = [position for position, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        own = session.bound.size("tp") > 1 and not session.config.prescaled_batch
+        own = _have_own_batches(session) and torch.is_grad_enabled()
         wanting = InputGradients(session.bound, session.watchdog, batch.samples if own else None)
         given_by_user = list(leaves)
         if own:
@@ -349,15 +382,7 @@ class Step:
                 for position, found in returned.items()
             }
             self._say_of_peers(run, returned, batch)
-        outputs: list[Any] = []
-        for position, leaf in enumerate(tree.leaves):
-            found = returned.get(position)
-            of_each = (leaf, *(other.leaves[position] for other in others))
-            values = [getattr(one, "value", None) for one in of_each]
-            if len(values) == 1:
-                values *= len(batch.samples)
-            outputs.append(_listed(found, values) if self._lists_plain else _output(found, values, position))
-        return pytree.tree_unflatten(outputs, tree.spec)
+        return tree, returned, others
 
     def _axis(self, tensor: torch.Tensor, name: str) -> int | None:
         """The axis along which an argument is split into microbatches; None: every microbatch gets it whole."""
@@ -420,6 +445,11 @@ class Step:
 def _argument(name: str, tensor: torch.Tensor, axis: int | None) -> Argument:
     is_integer = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool)
     return Argument(name, tuple(tensor.shape), is_integer, axis)
+
+
+def _have_own_batches(session: sessions.Session) -> bool:
+    """Whether the ranks of the tensor axis are given batches of their own."""
+    return session.bound.size("tp") > 1 and not session.config.prescaled_batch
 
 
 def _is_model(item: Any) -> bool:
