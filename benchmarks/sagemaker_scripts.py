@@ -98,6 +98,12 @@ _BERT = (
     "--train_batch_size 4 --learning_rate 1e-3 --max_steps 4 --steps_this_run 4 --do_train 1 --smp 1 "
     "--disable_progress_bar 1 --num_microbatches 2"
 )
+WITH_TRAINER = "train_gptj_smp_script.py"
+"""Its class derives from Hugging Face's `Trainer`, of releases 4."""
+_GPTJ = (
+    "--model_name_or_path {where}/gptj --dataset_name {where}/text --do_train --max_steps 20 --lr 1e-3 --same_seed 1 "
+    "--per_device_train_batch_size 4 --microbatches 2 --ddp 1 --output_dir {folder}"
+)
 BY_ENVIRONMENT: dict[str, tuple[tuple[str, ...], tuple[Split, ...]]] = {
     "pt_mnist.py": ((), (
         Split("pp 2", 2, (), keys={"partitions": 2}),
@@ -110,6 +116,10 @@ BY_ENVIRONMENT: dict[str, tuple[tuple[str, ...], tuple[Split, ...]]] = {
         Split("pp 2, recompute", 2, ("--checkpoint_activations", "1"), keys={"partitions": 2}),
         Split("pp 2, layers in a row", 2, ("--use_sequential", "1"), keys={"partitions": 2}),
         CONTINUED,
+    )),
+    WITH_TRAINER: (tuple(_GPTJ.split()), (
+        Split("pp 2", 2, ("--pipeline_parallel_degree", "2"), keys={"partitions": 2}),
+        Split("pp 4", 4, ("--pipeline_parallel_degree", "4"), keys={"partitions": 4}),
     )),
 }  # fmt: skip
 """Of scripts that take their configuration from the environment, by name: arguments, and splits."""
@@ -151,6 +161,8 @@ def run(script: Path, processes: int, arguments: list[str], where: Path, keys: d
     begin, at, told = script.name, script.parent, []
     if keys is not None:
         environment["SM_HP_MP_PARAMETERS"] = json.dumps(keys)
+        if script.name == WITH_TRAINER:
+            environment["SM_FRAMEWORK_PARAMS"] = '{"sagemaker_mpi_enabled": true}'
         begin, at, told = str(script), where / "run", ["--cuda-is-available"]
         at.mkdir(exist_ok=True)
     command = [
@@ -281,6 +293,8 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder:
             sagemaker_stand_ins.tokens(Path(folder))
             sagemaker_stand_ins.pretraining(Path(folder))
+            if script.name == WITH_TRAINER:
+                sagemaker_stand_ins.language_model(Path(folder))
             rows = by_environment if script.name in BY_ENVIRONMENT else cases
             for name, outcome, far, near in rows(script, Path(folder), splits):
                 is_well = not outcome.stopped and (far is None or far <= near)

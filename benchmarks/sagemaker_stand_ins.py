@@ -2,8 +2,8 @@
 
 Packages that only raise where they are used: ``flash_attn``, and ``amp_C``, ``apex_C`` and ``apex``, which the script
 for BERT imports and does not use in float32. Packages that answer: ``torchvision`` (MNIST and three transforms) and
-``torchnet`` (the dataset of a share), ``boto3`` and the command ``aws``, for which every bucket is there and every
-copy done.
+``torchnet`` (the dataset of a share), ``datasets`` (lines of text from a folder) and ``smart_open``, ``boto3`` and the
+command ``aws``, for which every bucket is there and every copy done.
 """
 
 import gzip
@@ -96,6 +96,44 @@ class Normalize:
     def __call__(self, item):
         return (item - self.mean) / self.std
 """,
+    "smart_open.py": "from builtins import open\n",
+    "datasets.py": """
+from pathlib import Path
+
+
+class Dataset:
+    def __init__(self, columns):
+        self.columns, self.column_names = columns, list(columns)
+
+    def __len__(self):
+        return len(next(iter(self.columns.values())))
+
+    def __getitem__(self, at):
+        return {name: held[at] for name, held in self.columns.items()}
+
+    def map(self, function, **_):
+        return Dataset(dict(function(self.columns)))
+
+    def select(self, rows):
+        return Dataset({name: [held[row] for row in rows] for name, held in self.columns.items()})
+
+
+class Datasets(dict):
+    def map(self, function, **_):
+        return Datasets({kind: one.map(function) for kind, one in self.items()})
+
+
+def load_dataset(name, *_, **__):
+    files = {kind: Path(name) / f"{kind}.txt" for kind in ("train", "validation")}
+    return Datasets({kind: Dataset({"text": file.read_text().splitlines()}) for kind, file in files.items()})
+
+
+def load_from_disk(*_, **__):
+    raise RuntimeError("there is nothing on the disk")
+
+
+load_metric = load_from_disk
+""",
     "boto3.py": """
 from types import SimpleNamespace
 
@@ -185,3 +223,29 @@ def pretraining(folder: Path) -> None:
         "hidden_act": "gelu", "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
         "max_position_embeddings": 32, "type_vocab_size": 2, "initializer_range": 0.02,
     }))  # fmt: skip
+
+
+def language_model(folder: Path) -> None:
+    """A small GPT-J in ``gptj``, with a tokenizer of words, and lines of these words in ``text``."""
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import GPTJConfig, GPTJForCausalLM, PreTrainedTokenizerFast
+
+    words = {word: number for number, word in enumerate(["<unk>", "<eos>", *(f"w{n}" for n in range(96))])}
+    made = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=made, unk_token="<unk>", eos_token="<eos>", model_max_length=32
+    )
+    tokenizer.save_pretrained(folder / "gptj")
+    torch.manual_seed(0)
+    config = GPTJConfig(
+        vocab_size=100, n_positions=32, n_embd=32, n_layer=4, n_head=4, rotary_dim=4, resid_pdrop=0, embd_pdrop=0,
+        attn_pdrop=0, bos_token_id=1, eos_token_id=1,
+    )  # fmt: skip
+    GPTJForCausalLM(config).save_pretrained(folder / "gptj")
+    (folder / "text").mkdir()
+    for kind in ("train", "validation"):
+        draw = random.Random(kind)
+        lines = [" ".join(f"w{draw.randrange(96)}" for _ in range(64)) for _ in range(64)]
+        (folder / "text" / f"{kind}.txt").write_text("\n".join(lines))

@@ -3,8 +3,11 @@ themselves, or refused."""
 
 import warnings
 from collections.abc import Callable
-from pathlib import Path
+from enum import Enum
+from pathlib import Path, PurePath
 from typing import Any
+
+import torch
 
 import shardwright.torch as _torch
 from shardwright.core.errors import MissingCapabilityError, PlanWarning, ShardwrightError
@@ -39,21 +42,29 @@ def resume_from_checkpoint(
     load_sharded_optimizer_state: bool = True,
     translate_function: Callable[..., Any] | None = None,
 ) -> Any:
-    """As `shardwright.torch.resume_from_checkpoint`.
+    """As `shardwright.torch.resume_from_checkpoint`. A function that translates weights has no effect, which a warning
+    says: checkpoints have the names of the model that was saved.
 
     Raises:
         MissingCapabilityError: ``load_sharded_optimizer_state=False``, which loads a part of an optimizer's state; or
-            a function that translates weights, which have the names of the original model.
+            a function that translates weights beside ``strict=False``, which would leave out weights of other names.
     """
     if not load_sharded_optimizer_state:
         raise MissingCapabilityError(
             "load_sharded_optimizer_state=False: an optimizer's state is loaded whole, or, with load_optimizer=False, "
             "not at all"
         )
-    if translate_function is not None:
+    if translate_function is not None and not strict:
         raise MissingCapabilityError(
-            "translate_function: checkpoints have the names of the original model, and nothing is translated; leave "
-            "it out"
+            "translate_function and strict=False: checkpoints have the names of the model that was saved, nothing is "
+            "translated, and weights of other names would be left out; leave out one of them"
+        )
+    if translate_function is not None:
+        warnings.warn(
+            "translate_function has no effect: checkpoints have the names of the model that was saved, and are loaded "
+            "into a model of these names",
+            PlanWarning,
+            stacklevel=2,
         )
     return _torch.resume_from_checkpoint(path, tag, partial, strict=strict, load_optimizer=load_optimizer)
 
@@ -83,11 +94,17 @@ def load(f: str | Path, map_location: Any = "cpu", pickle_module: Any = None, pa
 
 
 def as_values(value: Any, path: str) -> Any:
-    """A value with the dicts of objects that have ``to_dict()`` in their places."""
+    """A value with the dicts of objects that have ``to_dict()`` in their places, the values of
+    enumerations, and the texts of devices and paths."""
     if isinstance(value, dict) and type(value) is dict:
         return {key: as_values(held, f"{path}/{key}") for key, held in value.items()}
     if type(value) in (list, tuple):
         return type(value)(as_values(held, f"{path}/{number}") for number, held in enumerate(value))
+    if isinstance(value, Enum | torch.device | PurePath):
+        told = value.value if isinstance(value, Enum) else str(value)
+        said = f"{path} is a {type(value).__name__}, and comes back as {told!r}"
+        warnings.warn(said, PlanWarning, stacklevel=4)
+        return told
     if isinstance(value, dict | type) or not callable(getattr(value, "to_dict", None)):
         return value
     warnings.warn(

@@ -5,6 +5,7 @@ import json
 import math
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -15,14 +16,15 @@ from shardwright.torch.session import Session, current
 from shardwright.torch.sliced import can_be_sliced, with_tensors
 from shardwright.torch.step import plain
 
-_OWN, _VALUE, _TENSOR, _SLICED = "own", "value", "tensor", "sliced"
+_OWN, _VALUE, _TENSOR, _SLICED, _ARRAY = "own", "value", "tensor", "sliced", "array"
 _ALIGNED = 16
 """The bytes to which each tensor of a message is aligned."""
 
 
 def of_first_stage(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a step with the tensors, numbers and texts that pipeline rank 0 was given. Of objects that have
-    ``smp_slice`` the tensors are its; models and other objects stay each rank's own. Every rank of the run calls this.
+    """The arguments of a step with the tensors, NumPy arrays, numbers and texts that pipeline rank 0 was given. Of
+    objects that have ``smp_slice`` the tensors are its; models and other objects stay each rank's own. Every rank of
+    the run calls this.
 
     Raises ShardwrightError where the arguments have another form than on pipeline rank 0, DisagreementError on the
     other ranks then.
@@ -56,6 +58,8 @@ def _described(leaf: Any) -> list[Any]:
         return [_TENSOR, [str(leaf.dtype).removeprefix("torch."), list(leaf.shape), leaf.requires_grad]]
     if can_be_sliced(leaf):
         return [_SLICED, [_described(tensor)[1] for tensor in tensors_in(leaf)]]
+    if _is_array(leaf):
+        return [_ARRAY, [leaf.dtype.str, list(leaf.shape), isinstance(leaf, np.ndarray)]]
     return [_VALUE, leaf] if leaf is None or type(leaf) in (bool, int, float, str) else [_OWN, None]
 
 
@@ -63,7 +67,14 @@ def _tensors_of(leaf: Any) -> list[torch.Tensor]:
     """The tensors of an argument that are sent."""
     if isinstance(leaf, torch.Tensor):
         return [leaf]
+    if _is_array(leaf):
+        return [torch.from_numpy(np.frombuffer(leaf.tobytes(), dtype=np.uint8).copy())]
     return tensors_in(leaf) if can_be_sliced(leaf) else []
+
+
+def _is_array(leaf: Any) -> bool:
+    """Whether an argument is an array of NumPy's, or one number of its types."""
+    return isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind in "biufc"
 
 
 class _Bytes:
@@ -84,6 +95,11 @@ def _taken(data: _Bytes, kind: str, known: Any, leaf: Any) -> Any:
     if kind == _SLICED:
         own = tensors_in(leaf)
         return with_tensors(leaf, [_taken(data, _TENSOR, *pair) for pair in zip(known, own, strict=True)])
+    if kind == _ARRAY:
+        form, sizes, is_array = known
+        size = math.prod(sizes) * np.dtype(form).itemsize
+        found = np.frombuffer(data.take("uint8", [size]).cpu().numpy().tobytes(), dtype=form).reshape(sizes).copy()
+        return found if is_array else found[()]
     if kind != _TENSOR:
         return known if kind == _VALUE else leaf
     dtype, shape, requires_grad = known

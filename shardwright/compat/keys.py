@@ -57,6 +57,7 @@ KEYS: tuple[Key, ...] = (
     Key("auto_partition", True, "acts", False, "modules are where partition and set_partition place them"),
     Key("default_partition", 0, "acts", 1, "under auto_partition=False"),
     Key("fp16_params", False, "fixed", True, "deprecated there; fp16 takes its place"),
+    Key("_match_weights", False, "fixed", True, "described nowhere; a script of AWS's gives its default"),
     Key("skip_tracing", False, "none", True, "models are captured without being run"),
     Key("deterministic_server", False, "none", True, "steps are deterministic"),
     Key("static_mode", False, "none", True, "steps are recorded once"),

@@ -43,6 +43,8 @@ class DistributedModel(_torch.DistributedModel):
             name_parts(module)
         if isinstance(module, nn.Module) and not hasattr(module, "module"):
             vars(module)["module"] = module
+        if isinstance(weights := more.get("weights"), Mapping) and isinstance(module, nn.Module):
+            more["weights"] = _with_own_names(module, weights)
         super().__init__(module, **by_place, **more)
 
     def _sum(self) -> str:
@@ -53,6 +55,10 @@ class DistributedModel(_torch.DistributedModel):
     def local_state_dict(self) -> dict[str, Any]:
         """The part of the state dict that this rank holds, with SageMaker's mark that it is a part."""
         return {**super().local_state_dict(), PARTIAL: True}
+
+    def state_dict(self, *args: Any, gather_to_rank0: bool = False, **kwargs: Any) -> Any:
+        """As `shardwright.torch.DistributedModel.state_dict`; a script of AWS's has another name for ``rank0_only``."""
+        return super().state_dict(*args, **({"rank0_only": True} if gather_to_rank0 else {}), **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """As `shardwright.torch.DistributedModel.load_state_dict`, of state dicts with that mark too, and with names

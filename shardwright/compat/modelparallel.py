@@ -23,6 +23,7 @@ from shardwright.compat.model import DistributedModel as DistributedModel
 from shardwright.compat.names import BY_NAME, refused
 from shardwright.core.errors import MissingCapabilityError, PlanWarning
 from shardwright.torch.config import configuration_of_environment
+from shardwright.torch.creation import require_no_other_numbers
 from shardwright.torch.session import current, is_initialized
 from shardwright.torch.step import Step
 
@@ -32,10 +33,15 @@ __version__ = "1.15.0"
 
 def init(config: Mapping[str, Any] | None = None, *, plan: Any = None, **more: Any) -> None:
     """As `shardwright.torch.init`, with SageMaker's defaults (`keys.KEYS`): replicas are placed as D, P, T, and ranks
-    of the tensor axis have samples of their own. A ``plan`` decides the rest."""
+    of the tensor axis have samples of their own. A ``plan`` decides the rest.
+
+    A second call, before a model was wrapped, begins anew with its own configuration: `transformers` calls this when it
+    is imported, and scripts do once more."""
     if config is None and plan is None and not more:
         config = configuration_of_environment()
     given = {**(config or {}), **more}
+    if is_initialized() and not current().models:
+        _torch.shutdown()
     _torch.init(with_defaults(given, is_planned=plan is not None), plan=plan)
 
 
@@ -87,6 +93,26 @@ def is_tracing() -> bool:
     return is_initialized() and any(
         run.runtime.in_step_body and run.runtime.messages is None for run in current().models
     )
+
+
+@contextmanager
+def tensor_parallelism(enabled: bool = True, **tp_config: Any) -> Iterator[None]:
+    """As `shardwright.torch.tensor_parallelism`. Settings of SageMaker's own modules that change no number (fused
+    kernels) have no effect, which a warning says.
+
+    Raises:
+        ShardwrightError: an unknown setting.
+        MissingCapabilityError: a setting that would change numbers.
+    """
+    require_no_other_numbers(tp_config if enabled else {}, "tensor_parallelism")
+    with _torch.tensor_parallelism(enabled):
+        yield
+
+
+def set_tensor_parallelism(module: torch.nn.Module, enabled: bool = True, **tp_config: Any) -> None:
+    """As `shardwright.torch.set_tensor_parallelism`, with the settings of `tensor_parallelism`."""
+    require_no_other_numbers(tp_config if enabled else {}, "set_tensor_parallelism")
+    _torch.set_tensor_parallelism(module, enabled)
 
 
 @contextmanager

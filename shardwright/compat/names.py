@@ -3,10 +3,11 @@
 The list is drawn from its public API pages by hand. A name that it lacks is refused as an unknown one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from shardwright.compat.meanings import MEANS
 from shardwright.core.errors import nearest
 
 State = Literal["same", "other", "refused"]
@@ -35,26 +36,71 @@ NAMES: tuple[Name, ...] = (
     Name(
         "init", "other",
         "keys that theirs has and this library does not act on are named by a warning or an error; without a "
-        "configuration it takes that of SM_HP_MP_PARAMETERS",
+        "configuration it takes that of SM_HP_MP_PARAMETERS; a second call begins anew, where no model was wrapped yet",
     ),
     *_same("is_initialized"),
     Name(
         "step", "other",
         "its Python runs once for each form of its arguments, not once for each microbatch, but where it reads values "
-        "(.item()): then the step runs by messages; detach_outputs=False is refused",
+        "(.item()): then the step runs by messages. Where ranks of a tensor axis have batches of their own it runs on "
+        "the samples of all of them: a rank gets what is returned for its own samples, and losses and counts of all. "
+        "detach_outputs=False is refused",
     ),
-    *_same("StepOutput"),
+    *_same("StepOutput", "StepOutput.outputs", "StepOutput.concat", "StepOutput.stack"),
+    Name(
+        "StepOutput.reduce_mean", "other",
+        "a loss counts by the share of its microbatch in the batch, where microbatches differ; all_reduce_mean() is "
+        "that over all replicas",
+    ),
+    Name("StepOutput.reduce_sum", "other", "all_reduce_sum() is that over all replicas"),
     Name(
         "DistributedModel", "other",
         "a process may have several; original weights and names stay; arguments about tracing, buckets and overlap "
-        "have no effect, which a warning says; broadcast_buffers=False, join and cpu are refused; "
+        "have no effect, which a warning says; broadcast_buffers=False is refused; "
         "average_grads_across_microbatches=False beside a tensor axis whose ranks have batches of their own takes "
         "losses that are means or sums over samples",
     ),
     Name(
-        "DistributedOptimizer", "other",
-        "state_dict is whole, by original names, under any plan; local_state_dict is this rank's",
+        "DistributedModel.backward", "other",
+        "gradients are those of the whole batch: how a loss relates to its samples is told from its code, or by "
+        "weight= and reduction=",
     ),
+    *_same(
+        *(
+            f"DistributedModel.{name}"
+            for name in (
+                "partitioned", "get_module", "local_parameters", "local_named_parameters", "local_buffers",
+                "local_named_buffers", "register_post_partition_hook", "register_comm_hook",
+                "distributed_modules", "is_distributed_parameter",
+            )
+        )
+    ),
+    *(
+        Name(f"DistributedModel.{name}", "other", "modules with parameters or buffers of their own, by original names")
+        for name in ("local_modules", "local_named_modules")
+    ),
+    Name("DistributedModel.local_state_dict", "other", "loads under the same plan; state_dict() under any"),
+    Name("DistributedModel.state_dict", "other", "original names; rank0_only=True gathers on rank 0"),
+    Name("DistributedModel.load_state_dict", "other", "a whole one under any plan"),
+    *(
+        Name(
+            f"DistributedModel.{name}", "other",
+            "on a tensor axis every rank computes with the batches of all: so with all parameters",
+        )
+        for name in (
+            "is_scaled_batch_parameter", "default_reducer_named_parameters", "scaled_batch_reducer_named_parameters",
+        )
+    ),
+    Name(
+        "DistributedModel.join", "refused",
+        "replicas run as many steps: sampler gives every replica as many samples, and the last batch may be smaller",
+    ),
+    Name("DistributedModel.cpu", "refused", "over several ranks each holds a part: take state_dict()"),
+    *_same("DistributedOptimizer", "DistributedOptimizer.step", "DistributedOptimizer.overflow"),
+    *_same("DistributedOptimizer.loss_scale", "DistributedOptimizer.local_state_dict"),
+    Name("DistributedOptimizer.state_dict", "other", "whole, by original names, under any plan"),
+    Name("DistributedOptimizer.load_state_dict", "other", "of a plain optimizer of the unsplit model too"),
+    Name("DistributedOptimizer.clip_master_grads", "other", "the norm is that of the unsplit model's gradients"),
     *_same(
         "rank", "size", "local_rank", "local_size", "mp_rank", "mp_size", "dp_rank", "dp_size", "tp_rank", "tp_size",
         "pp_rank", "pp_size", "rdp_rank", "rdp_size",
@@ -69,7 +115,22 @@ NAMES: tuple[Name, ...] = (
         Name(name, "other", "objects are tensors, numbers, texts and their containers: nothing is pickled")
         for name in ("broadcast", "send", "recv_from", "allgather")
     ),
-    *_same("tensor_parallelism", "set_tensor_parallelism", "tp_register", "tp_register_with_module"),
+    *(
+        Name(
+            name, "other",
+            "original modules are divided, with their names; settings of their own distributed modules have no effect, "
+            "which a warning says, or are refused where they would change numbers",
+        )
+        for name in ("tensor_parallelism", "set_tensor_parallelism")
+    ),
+    *(
+        Name(
+            name, "other",
+            "a distributed module with parameters of the same names and shapes takes over the values, so that state "
+            "dicts stay; one with others is refused",
+        )
+        for name in ("tp_register", "tp_register_with_module")
+    ),
     *_same("delay_param_initialization", "checkpoint"),
     *(
         Name(name, "other", "strategies of groups recompute each module by itself, which a warning says")
@@ -92,7 +153,8 @@ NAMES: tuple[Name, ...] = (
     ),
     Name(
         "resume_from_checkpoint", "other",
-        "under any partition; load_sharded_optimizer_state=False and translate_function are refused",
+        "under any partition; translate_function has no effect, as names are the model's own; "
+        "load_sharded_optimizer_state=False is refused",
     ),
     *(
         Name(
@@ -162,9 +224,9 @@ def refused(name: str) -> AttributeError:
     return AttributeError(f"smdistributed.modelparallel.torch.{name}: {why}")
 
 
-def table(names: Sequence[Name] = NAMES) -> str:
+def table(names: Sequence[Name] = NAMES, means: Mapping[str, str] = MEANS) -> str:
     """Names as a table in Markdown."""
     said = {"same": "the same", "other": "here, with a difference", "refused": "refused by name"}
-    lines = ["| name | state | what differs |", "|---|---|---|"]
-    lines += [f"| `{one.name}` | {said[one.state]} | {one.says} |" for one in names]
+    lines = ["| name | meaning | state | what differs, or why |", "|---|---|---|---|"]
+    lines += [f"| `{one.name}` | {means[one.name]} | {said[one.state]} | {one.says} |" for one in names]
     return "\n".join(lines) + "\n"

@@ -31,6 +31,7 @@ PIPELINE_MODES = ("auto", "recorded", "messages")
 
 _LATER: dict[str, tuple[Any, str]] = {
     "fp16_params": (False, "use torch.autocast around the step"),
+    "_match_weights": (False, "SageMaker describes it nowhere, and weights are the unsplit model's under any split"),
 }
 """Keys of features that this version lacks: the value that asks for nothing, and the alternative."""
 

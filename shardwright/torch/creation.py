@@ -40,22 +40,23 @@ _SAME_NUMBERS = (
 _OTHER_NUMBERS = ("attention_in_fp32", "fp32_residual_addition", "use_alibi")
 
 
-def _require_no_other_numbers(settings: Mapping[str, Any]) -> None:
-    """Raise for settings of SageMaker's own modules that would change numbers, and for unknown ones."""
+def require_no_other_numbers(settings: Mapping[str, Any], call: str) -> None:
+    """Raise for settings of SageMaker's own modules, given to a function of this name, that would change numbers, and
+    for unknown ones."""
     for name, value in settings.items():
         if name not in (*_SAME_NUMBERS, *_OTHER_NUMBERS):
             raise ShardwrightError(
-                f"model_creation knows no setting {name!r}: {nearest(name, (*_SAME_NUMBERS, *_OTHER_NUMBERS))}"
+                f"{call} knows no setting {name!r}: {nearest(name, (*_SAME_NUMBERS, *_OTHER_NUMBERS))}"
             )
         if value and name in _OTHER_NUMBERS:
             raise MissingCapabilityError(
-                f"model_creation({name}={value!r}) changes what SageMaker's own modules compute; the original modules "
+                f"{call}({name}={value!r}) changes what SageMaker's own modules compute; the original modules "
                 f"are divided here, and compute as they are: leave it out, or set it in the model's own configuration"
             )
     left = sorted(name for name, value in settings.items() if value)
     if left:
         warnings.warn(
-            f"model_creation: {', '.join(left)} of SageMaker's own modules have no effect; the original modules are "
+            f"{call}: {', '.join(left)} of SageMaker's own modules have no effect; the original modules are "
             f"divided as they are, with the same numbers",
             PlanWarning,
             stacklevel=4,
@@ -80,7 +81,7 @@ def model_creation(
         MissingCapabilityError: a setting that would change numbers.
     """
     delayed = sessions.current().config.delayed_parameter_initialization
-    _require_no_other_numbers(tensor_parallel_config if tensor_parallelism else {})
+    require_no_other_numbers(tensor_parallel_config if tensor_parallelism else {}, "model_creation")
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ShardwrightError(f"dtype={dtype!r}: expected a floating dtype of torch, as torch.float16, or None")
     before = torch.get_default_dtype()

@@ -107,7 +107,7 @@ class DistributedModel(SageMakerModel):
             loss_scope=run.loss_scope,
             sentinel=Sentinel(config.nonfinite, config.debug == "numerics", watchdog, bound.device),
             compiler=Compiler(compiler) if compiler else None,
-            mode=ConfiguredMode(config, bound), compute=run.compute,
+            mode=ConfiguredMode(config, bound, run.plan is not None), compute=run.compute,
         )  # fmt: skip
         run.runtime, run.reduction = self.runtime, asked.reduction and self._sum()
         if run.reduction == "sum" and bound.size("dp") > 1 and bound.rank == 0:
@@ -318,20 +318,6 @@ class DistributedModel(SageMakerModel):
         """All buffers, by original names. Those that other ranks hold are on the meta device."""
         yield from self.module.named_buffers(prefix, recurse, remove_duplicate)
 
-    def local_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters that this rank holds, by original names."""
-        self.runtime.split_model.make_values()
-        yield from self.runtime.ownership.local_parameters().items()
-
-    def local_parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters that this rank holds."""
-        for _, parameter in self.local_named_parameters():
-            yield parameter
-
-    def local_named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The buffers that this rank holds, by original names."""
-        yield from self.runtime.ownership.local_buffers().items()
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients: those of the parameters that this rank holds."""
         if self.model_run.log is not None:
@@ -464,13 +450,19 @@ class DistributedModel(SageMakerModel):
         else:
             delattr(self.module, name)
 
-    def __deepcopy__(self, memo: Any) -> "DistributedModel":
-        """Refuse a deep copy, and with it AveragedModel. Raises ShardwrightError."""
-        raise ShardwrightError(_NO_COPY)
+    def __deepcopy__(self, memo: Any) -> nn.Module:
+        """A copy of the weights, with which this model runs where a step is given it; see `WeightsCopy`. So
+        `torch.optim.swa_utils.AveragedModel` averages a split model. Every rank copies."""
+        from shardwright.torch.weights_copy import copied  # which runs models
+
+        return copied(self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse pickling: a split model is no object to pickle. Raises ShardwrightError."""
-        raise ShardwrightError(_NO_COPY)
+        raise ShardwrightError(
+            "a DistributedModel is pickled (by torch.save, say), and one rank of it holds a part of the model: save "
+            "model.state_dict(), which is whole and which every rank calls"
+        )
 
     def _is_in_parts(self) -> bool:
         """Whether this rank holds a part of the model."""
@@ -485,15 +477,6 @@ class DistributedModel(SageMakerModel):
     def _serve_clipping(self, *_: Any) -> None:
         if self._is_in_parts():
             serve_plain_clipping(self)
-
-
-_NO_COPY = (
-    "a DistributedModel is copied or pickled (by deepcopy, AveragedModel or torch.save), and one rank of it holds a "
-    "part of the model that no other process or module can run. To save it, use model.state_dict(). For an average of "
-    "the weights keep one of what each rank holds, from the first step on: "
-    "average = {n: p.detach().clone() for n, p in model.local_named_parameters()}; after every update "
-    "average[n].lerp_(p.detach(), 1 - decay); to evaluate with it, exchange p.data and average[n] of every name"
-)
 
 
 def of_one_model() -> str:

@@ -54,6 +54,7 @@ class ModelRun:
         batch_losses: the losses of the last training step, of the batch of all replicas; None where the step did not
             return all that it gave to ``model.backward``.
         log: the lines of its training steps, on rank 0.
+        has_copied_weights: whether the model has the weights of a copy at the moment.
     """
 
     runtime: Runtime
@@ -72,6 +73,7 @@ class ModelRun:
         self.optimizers: list[Callable[[], OptimizerSettings | None]] = []
         self.post_partition_hooks: OrderedDict[int, Callable[[Any], Any]] = OrderedDict()
         self.is_first_step = True
+        self.has_copied_weights = False
         self.reduction: str | None = None
         self.batch_losses: Sequence[LossOfBatch] | None = None
         self.log = self._log() if config.log_every and bound.rank == 0 else None

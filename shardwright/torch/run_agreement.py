@@ -3,7 +3,9 @@
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
+from zlib import crc32
 
+import numpy as np
 import torch
 
 from shardwright.backends.torch.machine.agreement import Among, Claim
@@ -101,6 +103,9 @@ def batch_claims(names: Sequence[str], leaves: Sequence[Any], session: Session, 
 
 
 def _argument_text(leaf: Any) -> str:
+    if isinstance(leaf, np.ndarray | np.generic) and not leaf.dtype.hasobject:
+        said = f"of type {leaf.dtype} with contents {crc32(leaf.tobytes()):08x}"
+        return f"an array {leaf.shape} {said}" if leaf.shape else f"{leaf!r} {said}"
     if not isinstance(leaf, torch.Tensor):
         return plain_text(leaf) or f"a {type(leaf).__name__}"
     text = f"{tuple(leaf.shape)} {str(leaf.dtype).removeprefix('torch.')}"

@@ -1,9 +1,9 @@
 """What a distributed model has for SageMaker's sake, beside what runs it."""
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -82,17 +82,39 @@ class SageMakerModel(nn.Module):
         """The module that was wrapped."""
         return self.module
 
-    def local_buffers(self) -> Iterator[torch.Tensor]:
-        """The buffers that this rank holds."""
-        yield from self.runtime.ownership.local_buffers().values()
+    def local_named_parameters(self, prefix: str = "", recurse: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters that this rank holds, by original names behind ``prefix``; without ``recurse`` those of the
+        model's outermost module alone."""
+        self.runtime.split_model.make_values()
+        yield from _named(self.runtime.ownership.local_parameters(), prefix, recurse)
 
-    def local_named_modules(self) -> Iterator[tuple[str, nn.Module]]:
-        """The modules with parameters or buffers of their own that this rank holds, by original names."""
+    def local_parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """The parameters that this rank holds; see `local_named_parameters`."""
+        for _, parameter in self.local_named_parameters(recurse=recurse):
+            yield parameter
+
+    def local_named_buffers(self, prefix: str = "", recurse: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+        """The buffers that this rank holds; see `local_named_parameters`."""
+        yield from _named(self.runtime.ownership.local_buffers(), prefix, recurse)
+
+    def local_buffers(self, recurse: bool = True) -> Iterator[torch.Tensor]:
+        """The buffers that this rank holds; see `local_named_parameters`."""
+        for _, buffer in self.local_named_buffers(recurse=recurse):
+            yield buffer
+
+    def local_named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = ""
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """The modules with parameters or buffers of their own that this rank holds, by original names behind
+        ``prefix``. Those in ``memo`` are left out, and those that are given are added to it, as in
+        `torch.nn.Module.named_modules`."""
         held = {**self.runtime.ownership.local_parameters(), **self.runtime.ownership.local_buffers()}
         owners = {name.rpartition(".")[0] for name in held}
+        known = set() if memo is None else memo
         for name, module in self.module.named_modules():
-            if name in owners:
-                yield name, module
+            if name in owners and module not in known:
+                known.add(module)
+                yield ".".join(filter(None, (prefix, name))), module
 
     def local_modules(self) -> Iterator[nn.Module]:
         """The modules with parameters or buffers of their own that this rank holds."""
@@ -112,6 +134,24 @@ class SageMakerModel(nn.Module):
         for name, module in self.module.named_modules():
             if name in owners:
                 yield module
+
+    def is_scaled_batch_parameter(self, param: nn.Parameter) -> bool:
+        """Whether a parameter is used on the batches of all ranks of the tensor axis, and not on this rank's alone. On
+        a tensor axis that are all parameters of the model: its ranks compute with the same samples."""
+        has_axis = self.session.bound.size("tp") > 1
+        return has_axis and any(own is param for own in self.module.parameters())
+
+    def scaled_batch_reducer_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters that this rank holds whose gradients are summed over the ranks that hold the same part
+        (RDP_GROUP): on a tensor axis all of them."""
+        if self.session.bound.size("tp") > 1:
+            yield from self.local_named_parameters()
+
+    def default_reducer_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters that this rank holds whose gradients are summed over all ranks with batches of their own
+        (DP_GROUP): without a tensor axis all of them."""
+        if self.session.bound.size("tp") == 1:
+            yield from self.local_named_parameters()
 
     def register_post_partition_hook(self, hook: Callable[[Any, Any], Any]) -> RemovableHandle:
         """Let ``hook(model, optimizer)`` be called once, when the model has been split and before its first step runs;
@@ -144,3 +184,12 @@ class SageMakerModel(nn.Module):
             "model.join(): replicas run as many steps as each other here; `sw.sampler` gives every replica as many "
             "samples, and the last step may have a batch of another size"
         )
+
+
+_Tensor = TypeVar("_Tensor", bound=torch.Tensor)
+
+
+def _named(held: Mapping[str, _Tensor], prefix: str, recurse: bool) -> Iterator[tuple[str, _Tensor]]:
+    for name, tensor in held.items():
+        if recurse or "." not in name:
+            yield ".".join(filter(None, (prefix, name))), tensor

@@ -73,6 +73,8 @@ class Session:
         self.folders: dict[Path, ModelRun] = {}
         """The model whose checkpoints this run has written to each folder."""
         self.saves: KnownSaves = {}
+        self.has_copied_weights = False
+        """Whether a model was copied: then steps may be given copies."""
         self.joint_steps: dict[Any, Any] = {}
         """The steps of functions that are given several models."""
         self.pending: PendingSave | None = None

@@ -8,9 +8,11 @@ import weakref
 from collections import UserDict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from itertools import islice
 from typing import Any, overload
 
+import numpy as np
 import torch
 
 from shardwright.backends.torch.capture.held_tensors import tensors_in
@@ -19,8 +21,9 @@ from shardwright.backends.torch.machine.agreement import Claim
 from shardwright.backends.torch.machine.digests import code_of, digest_of
 from shardwright.backends.torch.pipeline.step_results import Returned, Shares
 from shardwright.backends.torch.runtime import Runtime
+from shardwright.backends.torch.state.model_agreement import plain_text
 from shardwright.backends.torch.training.call import StepCall
-from shardwright.core.errors import MissingCapabilityError, ShardwrightError
+from shardwright.core.errors import MissingCapabilityError, PlanWarning, ShardwrightError
 from shardwright.core.values.step_line import Argument
 from shardwright.torch import session as sessions
 from shardwright.torch.batch import Batch
@@ -29,10 +32,11 @@ from shardwright.torch.joint_step import JointStep
 from shardwright.torch.model import DistributedModel
 from shardwright.torch.model_run import ModelRun
 from shardwright.torch.output import StepOutput
-from shardwright.torch.peers import of_all_peers, of_this_rank
+from shardwright.torch.peers import of_all_peers, of_each_peer, of_this_rank, together
 from shardwright.torch.run_agreement import batch_claims, mode_claim, model_claim, session_claims
 from shardwright.torch.scaler import Scalers, noting_scalers
 from shardwright.torch.sliced import Sliced, can_be_sliced, with_tensors
+from shardwright.torch.weights_copy import with_models
 
 StepFunction = Callable[..., Any]
 
@@ -142,6 +146,10 @@ class Step:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         session = sessions.current()
+        with with_models(args, kwargs, session) as given:
+            return self._called(*given, session)
+
+    def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any], session: sessions.Session) -> Any:
         if len(session.models) > 1:
             try:
                 models = _models_in(args, kwargs, session)
@@ -207,7 +215,8 @@ class Step:
             ]
             self._labels[form] = [f"{path[0].key}{pytree.keystr(path[1:])}" for path, _ in paths]  # type: ignore[attr-defined]
         names = self._names[form]
-        own = session.bound.size("tp") > 1 and not session.config.prescaled_batch
+        apart = _have_own_batches(session)
+        own = apart and torch.is_grad_enabled()
         sized: dict[str, tuple[torch.Tensor, int | None]] = {}
         for position, (name, leaf) in enumerate(zip(names, leaves, strict=True)):
             if isinstance(leaf, torch.Tensor):
@@ -226,7 +235,7 @@ class Step:
         sliced: dict[int, Sliced] = {}
         for p, leaf in enumerate(leaves):
             if can_be_sliced(leaf):
-                if own:
+                if apart:
                     raise MissingCapabilityError(
                         f"{self._labels[form][p]} has smp_slice, and ranks of the tensor axis have batches of their "
                         f"own: pass its tensors, or set prescaled_batch=True and give these ranks the same batch"
@@ -249,6 +258,7 @@ class Step:
         labels, leaves = list(self._labels[given.form]), list(given.leaves)
         wanting = [label for label, leaf in zip(labels, leaves, strict=True) if wants_gradient(leaf)]
         said = f"{given.form}, with gradients of {', '.join(wanting)}" if wanting else given.form
+        said += ", with a copy of the weights" if run.has_copied_weights else ""
         form = Claim.of(
             "the form of the arguments", said, "Pass the same arguments on every rank of a replica.", "replica"
         )
@@ -262,11 +272,43 @@ class Step:
         return [*which, function, mode_claim(), *batch, form, *of_model, *session_claims(session, run)]
 
     def _carry_out(self, call: "_Given", session: sessions.Session, shares: Shares) -> Any:
+        """Run the step. Where ranks of the tensor axis have batches of their own, a training step is over the samples
+        of all of them; without gradients it runs once for each of them, and a rank gets what came of its own."""
+        batch, bound = call.batch, session.bound
+        if not _have_own_batches(session) or torch.is_grad_enabled():
+            tree, returned, others = self._run_once(call, session, shares)
+        else:
+            every = {
+                p: of_each_peer(leaf.detach().to(bound.device), bound, session.watchdog)
+                for p, leaf in enumerate(call.leaves)
+                if isinstance(leaf, torch.Tensor) and self._axis(leaf, call.names[p]) is not None
+            }
+            turns = []
+            for peer in range(bound.size("tp")):
+                leaves = [every[p][peer] if p in every else leaf for p, leaf in enumerate(call.leaves)]
+                turns.append(self._run_once(replace(call, leaves=leaves), session, shares))
+            tree, returned, others = turns[bound.coordinate("tp")]
+            returned = {
+                position: together([turn[1][position] for turn in turns], bound.coordinate("tp"))
+                for position in returned
+            }
+        outputs: list[Any] = []
+        for position, leaf in enumerate(tree.leaves):
+            found = returned.get(position)
+            of_each = (leaf, *(other.leaves[position] for other in others))
+            values = [getattr(one, "value", None) for one in of_each]
+            if len(values) == 1:
+                values *= len(batch.samples)
+            outputs.append(_listed(found, values) if self._lists_plain else _output(found, values, position))
+        return pytree.tree_unflatten(outputs, tree.spec)
+
+    def _run_once(self, call: "_Given", session: sessions.Session, shares: Shares) -> tuple[Any, Any, Any]:
+        """The result of the body as a tree, its tensors by position, and the trees of further microbatches."""
         run, runtime = call.run, call.run.runtime
         leaves, names, batch = call.leaves, call.names, call.batch
         device = session.bound.device
         positions = [position for position, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        own = session.bound.size("tp") > 1 and not session.config.prescaled_batch
+        own = _have_own_batches(session) and torch.is_grad_enabled()
         wanting = InputGradients(session.bound, session.watchdog, batch.samples if own else None)
         given_by_user = list(leaves)
         if own:
@@ -327,7 +369,7 @@ class Step:
                 run.is_first_step = False
                 failure = run.run_post_partition_hooks()
                 session.agreement.meet(run.of_model("the hooks behind the split"), failure=failure)
-            tree, returned, trained = prepared.run()
+            tree, returned, trained, others = prepared.run()
         if trained is not None:
             wanting.give(trained.divisor)
             run.scalers, run.batch_losses = scalers, trained.losses
@@ -339,12 +381,8 @@ class Step:
                 position: replace(found, outputs=of_this_rank(found.outputs, batch.samples, session.bound))
                 for position, found in returned.items()
             }
-        outputs = [_output(returned.get(position), leaf) for position, leaf in enumerate(tree.leaves)]
-        if self._lists_plain:
-            outputs = [
-                _listed(output, returned.get(position), len(batch.samples)) for position, output in enumerate(outputs)
-            ]
-        return pytree.tree_unflatten(outputs, tree.spec)
+            self._say_of_peers(run, returned, batch)
+        return tree, returned, others
 
     def _axis(self, tensor: torch.Tensor, name: str) -> int | None:
         """The axis along which an argument is split into microbatches; None: every microbatch gets it whole."""
@@ -370,10 +408,26 @@ class Step:
                 stacklevel=3,
             )
 
+    def _say_of_peers(self, run: ModelRun, returned: Mapping[int, Returned], batch: Batch) -> None:
+        """Warn, once, of counts over the samples of all ranks of the tensor axis, which have batches of their own."""
+        counts = any(found.outputs[0].numel() == 1 < batch.samples[0] and not found.outputs[0].is_floating_point()
+                     for found in returned.values())  # fmt: skip
+        if counts and (run.number, -1) not in self._said:
+            self._said.add((run.number, -1))
+            warnings.warn(
+                f"the step {self._name} returns a whole number, and ranks of the tensor axis have batches of their own "
+                f"('prescaled_batch': False): the step runs on the samples of all of them, and counts these too. "
+                f"Return what there is for each sample, of which a rank gets its own",
+                PlanWarning,
+                stacklevel=4,
+            )
+
     def _key(self, runtime: Runtime, form: str, literals: list[Any], inputs: list[torch.Tensor]) -> Hashable:
         def hashable(item: Any) -> Hashable:
             if _is_model(item):
                 return "the model"
+            if isinstance(item, np.ndarray) and not item.dtype.hasobject:  # which may be written to between steps
+                return (type(item), item.dtype.str, item.shape, sha256(item.tobytes()).digest())
             try:
                 hash(item)
             except TypeError:
@@ -393,6 +447,11 @@ def _argument(name: str, tensor: torch.Tensor, axis: int | None) -> Argument:
     return Argument(name, tuple(tensor.shape), is_integer, axis)
 
 
+def _have_own_batches(session: sessions.Session) -> bool:
+    """Whether the ranks of the tensor axis are given batches of their own."""
+    return session.bound.size("tp") > 1 and not session.config.prescaled_batch
+
+
 def _is_model(item: Any) -> bool:
     return isinstance(item, DistributedModel)
 
@@ -403,18 +462,36 @@ def _models_in(args: Any, kwargs: Any, session: sessions.Session) -> list[Distri
     return list({id(session.of(leaf)): leaf for leaf in leaves if _is_model(leaf)}.values())
 
 
-def _output(found: Returned | None, leaf: Any) -> Any:
-    """A leaf of a result, a tensor as StepOutput."""
-    if found is None:
-        return getattr(leaf, "value", None)
-    return StepOutput(found.outputs, found.everywhere, found.weights, found.first)
+def _output(found: Returned | None, values: Sequence[Any], position: int) -> Any:
+    """A leaf of a result: a tensor as StepOutput, and what is none as it is where it is the same for all microbatches.
+
+    Args:
+        values: of each microbatch, where it is no tensor.
+
+    Raises ShardwrightError for leaves that differ, other than numbers.
+    """
+    if found is not None:
+        return StepOutput(found.outputs, found.everywhere, found.weights, found.first)
+    first = values[0]
+    said = plain_text(first)
+    if all(value is first or (said is not None and plain_text(value) == said) for value in values):
+        return first
+    if all(isinstance(value, (bool, int, float)) for value in values):
+        return StepOutput([torch.tensor(value) for value in values])
+    kinds = ", ".join(sorted({type(value).__name__ for value in values}))
+    raise ShardwrightError(
+        f"leaf {position} of what the step returned differs between microbatches of different shapes ({kinds}): return "
+        f"tensors or numbers, or the same value for all of them"
+    )
 
 
-def _listed(output: Any, found: Returned | None, microbatches: int) -> Any:
+def _listed(found: Returned | None, values: list[Any]) -> Any:
     """A leaf of a result as SageMaker's steps return it: what is no tensor, and not None, once for each microbatch."""
     if found is None:
-        return None if output is None else [output] * microbatches
-    return [number.item() for number in found.outputs] if found.are_numbers else output
+        return None if all(value is None for value in values) else values
+    if found.are_numbers:
+        return [number.item() for number in found.outputs]
+    return StepOutput(found.outputs, found.everywhere, found.weights, found.first)
 
 
 def _counted(samples: Sequence[int]) -> str:

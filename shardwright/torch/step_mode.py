@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from shardwright.backends.torch.capture.own_checkpoints import marked_paths
 from shardwright.backends.torch.machine.mesh import BoundMesh
 from shardwright.backends.torch.program.stage_map import StageMap
 from shardwright.backends.torch.training.messages.engine import BACKWARD_FIRST, FORWARD_FIRST
@@ -37,10 +36,16 @@ def require_carried_out(config: Config) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ConfiguredMode:
-    """The `StepMode` of a configuration, on the mesh of this run."""
+    """The `StepMode` of a configuration, on the mesh of this run.
+
+    Attributes:
+        has_plan: whether the model was given a plan. A plan that is made at the first step recomputes what the
+            configuration, the model's own checkpoints and marks say, and nothing else.
+    """
 
     config: Config
     bound: BoundMesh
+    has_plan: bool = False
 
     @property
     def name(self) -> str:
@@ -69,11 +74,12 @@ class ConfiguredMode:
 
     def require_messages(self, plan: Plan | None, model: nn.Module) -> None:
         """Raise MissingCapabilityError where steps that are to run by messages would compute, or hold, something else
-        than the configuration or the plan asks for."""
+        than the configuration or the plan asks for. Modules that are marked to be computed again are, and calls that
+        the model checkpoints."""
         config, decision = self.config, None if plan is None else plan.decision
         asked = {
-            "recompute": config.recompute != "none" or (decision is not None and decision.recompute != "none"),
-            "set_activation_checkpointing": bool(marked_paths(model)),
+            "recompute": config.recompute != "none"
+            or (self.has_plan and decision is not None and decision.recompute != "none"),
             "offload_activations": config.offload_activations,
             "offload_states": config.offload_states != "none",
             "loss_scope='global'": config.loss_scope == "global"

@@ -1,7 +1,9 @@
 """SageMaker's module names."""
 
+import enum
 import functools
 import importlib
+import inspect
 import json
 import os
 import subprocess
@@ -58,6 +60,11 @@ def test_only_the_batch_of_pipeline_rank_0_counts() -> None:
 def test_every_name_is_there_or_refused_by_name(name: names.Name) -> None:
     inside, _, last = name.name.rpartition(".")
     at = functools.reduce(getattr, inside.split(".") if inside else (), modelparallel)
+    assert names.MEANS[name.name]
+    if inside in ("StepOutput", "DistributedModel", "DistributedOptimizer"):
+        of_instances = {"StepOutput.outputs", "DistributedOptimizer.overflow"}
+        assert hasattr(at, last) or name.name in of_instances
+        return
     if name.state == "refused":
         with pytest.raises(AttributeError, match=f"smdistributed.modelparallel.torch.{name.name}: .*[a-z]"):
             getattr(at, last)
@@ -72,9 +79,13 @@ def test_every_name_is_there_or_refused_by_name(name: names.Name) -> None:
 def test_what_is_in_modules() -> None:
     assert modelparallel.amp.GradScaler is torch.amp.GradScaler
     assert isinstance(modelparallel.nn.FusedLayerNorm(4), torch.nn.LayerNorm)
-    modelparallel.init({"microbatches": 3})
+    modelparallel.init({"microbatches": 2})
+    modelparallel.init({"microbatches": 3})  # once more before there is a model, as transformers and scripts do
     assert modelparallel.state.cfg.microbatches == 3
     assert modelparallel.state.cfg.placement_strategy == "cluster"
+    modelparallel.DistributedModel(torch.nn.Linear(1, 1))
+    with pytest.raises(ShardwrightError, match="init was called twice"):
+        modelparallel.init({})
     sw.shutdown()
     with pytest.raises(AttributeError, match=r"nn\.DistributedTransformr: did you mean 'nn\.DistributedTransformer'"):
         _ = modelparallel.nn.DistributedTransformr
@@ -134,6 +145,51 @@ def test_unknown_names_are_refused_with_the_nearest() -> None:
     with pytest.raises(AttributeError, match="did you mean 'DistributedModel'"):
         _ = modelparallel.DistributedModle
     assert set(dir(modelparallel)) >= {"init", "amp", "checkpoint"}
+
+
+def test_every_documented_argument_is_there_with_its_default() -> None:
+    """Of SageMaker's page for PyTorch, version 1.x."""
+    known = {
+        "step": "non_split_inputs=None, input_split_axes=None, detach_outputs=True",
+        "DistributedModel": "module",
+        "DistributedModel.backward": "tensors, grad_tensors=None",
+        "DistributedModel.local_parameters": "recurse=True",
+        "DistributedModel.local_named_parameters": "prefix='', recurse=True",
+        "DistributedModel.local_buffers": "recurse=True",
+        "DistributedModel.local_named_buffers": "prefix='', recurse=True",
+        "DistributedModel.local_named_modules": "memo=None, prefix=''",
+        "DistributedOptimizer": "optimizer, static_loss_scale=1.0, dynamic_loss_scale=False",
+        "DistributedOptimizer.clip_master_grads": "max_norm, norm_type=2.0",
+        "broadcast": "obj, group", "send": "obj, dest_rank, rank_type", "recv_from": "src_rank, rank_type",
+        "allgather": "obj, group", "barrier": "group",
+        "set_tensor_parallelism": "module, enabled=True",
+        "tp_register": "dist_module, init_hook=None, forward_hook=None, return_hook=None",
+        "tp_register_with_module": "module_cls, dist_module, init_hook=None, forward_hook=None, return_hook=None",
+        "delay_param_initialization": "enabled=True",
+        "model_creation": "tensor_parallelism=False, dtype=None",
+        "checkpoint": "module",
+        "checkpoint_sequential": (
+            "sequential_module, input, preserve_rng_state=True, strategy='each', pack_args_as_tuple=False"
+        ),
+        "set_activation_checkpointing": "module, preserve_rng_state=True, pack_args_as_tuple=False, strategy='each'",
+        "save_checkpoint": (
+            "path, tag, partial=True, model=None, optimizer=None, user_content=None, translate_if_full=True, "
+            "num_kept_partial_checkpoints=None"
+        ),
+        "resume_from_checkpoint": (
+            "path, tag=None, partial=True, strict=True, load_optimizer=True, load_sharded_optimizer_state=True, "
+            "translate_function=None"
+        ),
+        "save": "obj, f, partial=True", "load": "f, map_location, pickle_module, partial=True",
+        "partition": "index", "set_partition": "module, index",
+    }  # fmt: skip
+    for name, wanted in known.items():
+        found = functools.reduce(getattr, name.split("."), modelparallel)
+        has = inspect.signature(found).parameters
+        for argument in wanted.split(", "):
+            label, _, default = argument.partition("=")
+            assert label in has, f"{name} takes {', '.join(has)}"
+            assert not default or repr(has[label].default) == default, f"{name}({label}={has[label].default!r})"
 
 
 def test_the_page_has_the_table() -> None:
@@ -226,6 +282,7 @@ def test_models_take_arguments_by_place_and_say_that_their_parts_are_parts() -> 
     part = model.local_state_dict()
     assert part.pop("_smp_is_partial") is True
     assert "_smp_is_partial" not in model.state_dict()
+    assert model.state_dict(gather_to_rank0=True).keys() == model.state_dict(rank0_only=True).keys() == part.keys()
     for held in (part, {**part, "_smp_is_partial": True}, model.state_dict()):
         model.load_state_dict({key: value * 0 + 3 if key == "bias" else value for key, value in held.items()})
         assert model.state_dict()["bias"].tolist() == [3, 3]
@@ -270,6 +327,23 @@ def test_parts_of_marked_models_have_the_names_of_sagemakers_modules_too() -> No
     sw.shutdown()
 
 
+def test_settings_of_their_own_modules_are_known() -> None:
+    modelparallel.init({})
+    asked = modelparallel.tensor_parallelism(True, fused_softmax=True)
+    with pytest.warns(PlanWarning, match=r"tensor_parallelism: fused_softmax of SageMaker's own modules"):
+        asked.__enter__()
+    model = torch.nn.Linear(2, 2)
+    asked.__exit__(None, None, None)
+    with pytest.warns(PlanWarning, match=r"set_tensor_parallelism: fused_softmax of"):
+        modelparallel.set_tensor_parallelism(model, True, fused_softmax=True, use_alibi=False)
+    modelparallel.set_tensor_parallelism(model, False, use_alibi=True)  # it is divided nowhere
+    with pytest.raises(MissingCapabilityError, match=r"set_tensor_parallelism\(use_alibi=True\) changes what"):
+        modelparallel.set_tensor_parallelism(model, use_alibi=True)
+    with pytest.raises(ShardwrightError, match="tensor_parallelism knows no setting 'use_alibis'"):
+        modelparallel.tensor_parallelism(use_alibis=True).__enter__()
+    sw.shutdown()
+
+
 class Settings:
     def to_dict(self) -> dict[str, object]:
         return {"width": 4}
@@ -284,7 +358,14 @@ def test_objects_with_a_dict_are_saved_as_it(tmp_path: Path) -> None:
     with pytest.warns(PlanWarning, match="the object/settings is a Settings"):
         modelparallel.save({"settings": Settings()}, tmp_path / "object", partial=False, pickle_protocol=4)
     assert modelparallel.load(tmp_path / "object", partial=False) == {"settings": {"width": 4}}
-    for given in ({"translate_function": len}, {"load_sharded_optimizer_state": False}):
+    given = {"kind": enum.Enum("Kind", {"STEPS": "steps"}).STEPS, "on": torch.device("cpu"), "at": Path("folder")}
+    with pytest.warns(PlanWarning) as told:
+        modelparallel.save(given, tmp_path / "object", partial=False)
+    assert [str(one.message).partition(" is a")[0] for one in told] == [f"the object/{key}" for key in given]
+    assert modelparallel.load(tmp_path / "object", partial=False) == {"kind": "steps", "on": "cpu", "at": "folder"}
+    with pytest.warns(PlanWarning, match="translate_function has no effect"):
+        modelparallel.resume_from_checkpoint(tmp_path, translate_function=len)
+    for given in ({"translate_function": len, "strict": False}, {"load_sharded_optimizer_state": False}):
         with pytest.raises(MissingCapabilityError, match=next(iter(given))):
             modelparallel.resume_from_checkpoint(tmp_path, **given)
     with pytest.raises(ShardwrightError, match="load takes no 'mmap'"):

@@ -16,6 +16,7 @@ import shardwright.torch as sw
 from shardwright.compat import keys as first_keys
 from shardwright.compat import names as first_names
 from shardwright.compat import torch_sagemaker as tsm
+from shardwright.compat.meanings import MEANS_IN_SECOND
 from shardwright.compat.torch_sagemaker import keys, names
 from shardwright.compat.torch_sagemaker.distributed.checkpoint import state_dict_loader
 from shardwright.compat.torch_sagemaker.nn.attn import FlashGroupedQueryAttention, FlashSelfAttention
@@ -212,5 +213,5 @@ def test_its_modules_are_found_by_its_own_name(monkeypatch: pytest.MonkeyPatch) 
 
 def test_the_page_has_the_tables() -> None:
     page = (ROOT / "docs" / "sagemaker.md").read_text(encoding="utf-8")
-    assert first_names.table(names.NAMES) in page
+    assert first_names.table(names.NAMES, MEANS_IN_SECOND) in page
     assert first_keys.table(keys.KEYS) in page

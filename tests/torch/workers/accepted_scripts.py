@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import shardwright.torch as sw
 from shardwright.core.errors import ShardwrightError
@@ -154,32 +155,60 @@ def adversaries_that_are_frozen_by_turns(kit: Kit) -> Iterator[float]:
 # An average of the weights --------------------------------------------------------------------------------------------
 
 
-@script(Network, "pp", "tp")
-def an_average_of_the_weights(kit: Kit) -> Iterator[float]:
-    """Copies are refused with the way to keep an average, which is gone here."""
-    if kit.is_split:
-        for copied in (copy.deepcopy, torch.optim.swa_utils.AveragedModel, pickle.dumps):
-            with pytest.raises(ShardwrightError, match=r"is copied or pickled.*local_named_parameters\(\)"):
-                copied(kit.model)
-        copy.deepcopy(kit.model.module)
-        with pytest.raises(ShardwrightError, match=r"on your own module, use model\.module\.session"):
-            kit.model.session = 1
-    optimizer = kit.optimizer(kit.model.parameters())
-    step = kit.step(lambda model, x, y: F.mse_loss(model(x), y))
-    average: dict[str, torch.Tensor] = {}
+def mse(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.mse_loss(model(x), y)
 
-    def held() -> dict[str, torch.Tensor]:
-        return dict(kit.model.local_named_parameters() if kit.is_split else kit.model.named_parameters())
+
+@script(Network, "pp", "tp", "dp")
+def an_average_of_the_weights(kit: Kit) -> Iterator[float]:
+    averaged = AveragedModel(kit.model, multi_avg_fn=get_ema_multi_avg_fn(0.9)).eval()
+    first = copy.deepcopy(kit.model)
+    optimizer = kit.optimizer(kit.model.parameters())
+    step = kit.step(mse)
+    run = sw.step(mse) if kit.is_split else mse
+
+    def evaluated(model: Any) -> float:
+        if not kit.is_split:
+            return float(run(model, *batch(9)))
+        return float(run(model, *(b.chunk(sw.rdp_size())[sw.rdp_rank()] for b in batch(9))).all_reduce_mean())
 
     for number in range(STEPS):
         optimizer.zero_grad()
         yield step(*batch(number))
-        average = average or {name: p.detach().clone() for name, p in held().items()}
         optimizer.step()
-        for name, p in held().items():
-            average[name].lerp_(p.detach(), 0.1)
-    for name, p in held().items():
-        p.data = average[name]
+        averaged.update_parameters(kit.model)
+        with torch.no_grad():
+            yield evaluated(averaged)
+            yield evaluated(kit.model)
+    whole = averaged.state_dict()
+    for name in sorted(whole):
+        yield float(whole[name].double().norm())
+    with torch.no_grad():
+        yield evaluated(first)
+        averaged.load_state_dict(
+            {name: entry if name == "n_averaged" else 0.5 * entry for name, entry in whole.items()}
+        )
+        yield evaluated(averaged)
+        yield evaluated(copy.deepcopy(averaged))
+    if kit.is_split:
+        said = (
+            ("with gradients enabled", lambda: evaluated(averaged)),
+            ("a DistributedModel is pickled", lambda: pickle.dumps(kit.model)),
+            ("a copy of a DistributedModel is pickled", lambda: pickle.dumps(first)),
+            ("what is written to it is lost", first.state_dict),
+            (r"on your own module, use model\.module\.session", lambda: setattr(kit.model, "session", 1)),
+        )
+        for text, call in said:
+            with pytest.raises(ShardwrightError, match=text):
+                call()
+        both = sw.step(lambda model, other, x: model(x) + other(x))
+        unasked = sw.step(lambda model, x: first(x))
+        with torch.no_grad():
+            with pytest.raises(ShardwrightError, match="one of them at a time"):
+                both(kit.model, first, batch(0)[0])
+            with pytest.raises(ShardwrightError, match="in a step that was not given it"):
+                unasked(kit.model, batch(0)[0])
+        copy.deepcopy(kit.model.module)
     optimizer.zero_grad()
     yield step(*batch(0))
 

@@ -4,6 +4,7 @@ from collections import UserDict
 from typing import Any
 
 import models
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,8 +15,12 @@ from shardwright.core.errors import MissingCapabilityError, ShardwrightError
 
 
 @smp.step(non_split_inputs=["scale"])
-def train_step(model: Any, batch: dict[str, torch.Tensor], scale: torch.Tensor, extra: Any = None) -> torch.Tensor:
+def train_step(
+    model: Any, batch: dict[str, torch.Tensor], scale: torch.Tensor, extra: Any = None, factors: Any = None
+) -> torch.Tensor:
     loss: torch.Tensor = model(**batch).loss * scale * (1 if extra is None else extra)
+    if factors is not None:
+        loss = loss * torch.from_numpy(factors["of all"]).sum() * float(factors["one"])
     model.backward(loss, reduction="mean")
     return loss
 
@@ -36,12 +41,16 @@ def losses(given: Any, is_last: bool = False) -> list[float]:
             batch, scale = {key: given(tensor) for key, tensor in batch.items()}, torch.tensor(float("nan"))
         if step == 2:
             batch = UserDict(batch)  # as tokenizers return
-        found.append(float(train_step(model, batch, scale, extra=0.5 if smp.pp_rank() == 0 else 7.0).reduce_mean()))
+        is_first, factors = smp.pp_rank() == 0, None
+        if step:
+            of_all = np.full(2 if is_first else 9, step, np.float32)
+            factors = {"of all": of_all, "one": np.float64(step / 2 * is_first)}
+        found.append(float(train_step(model, batch, scale, 0.5 if is_first else 7.0, factors).reduce_mean()))
         optimizer.step()
     if is_last:
         with pytest.raises(ShardwrightError, match="another form than on pipeline rank 0"):
             train_step(model, batch if smp.pp_rank() == 0 else {}, scale)
-        assert float(train_step(model, batch, scale, extra=0.5).reduce_mean()) > 0, "and then it goes on"
+        assert float(train_step(model, batch, scale, 0.5, factors).reduce_mean()) > 0, "and then it goes on"
     sw.shutdown()
     return found
 

@@ -138,6 +138,45 @@ def what_returns_to_an_earlier_rank_runs_by_messages() -> None:
     sw.shutdown()
 
 
+CALLS: list[bool] = []
+
+
+class Noted(nn.Module):
+    """A layer that notes its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        CALLS.append(torch.is_grad_enabled())
+        return x + self.layers(x)
+
+
+def marked_modules_are_computed_again_by_messages() -> None:
+    def build(marks: bool) -> nn.Module:
+        torch.manual_seed(1)
+        model = nn.Sequential(Noted(), Noted(), nn.Sequential(Noted(), Noted()))
+        if sw.is_initialized():
+            for place, module in zip((0, 1, 0), model, strict=True):
+                sw.set_partition(module, place)
+        if marks:
+            sw.set_activation_checkpointing(model[1])
+            sw.set_activation_checkpointing(model[2])  # each of its layers
+            sw.set_activation_checkpointing(model[2][0].layers)  # which one of these holds
+        return model
+
+    expected = plain(partial(build, False), rows)
+    calls = {}
+    for marks in (False, True):
+        CALLS.clear()
+        _, by_messages = same(trained(partial(build, marks), rows), expected)
+        assert by_messages
+        calls[marks] = sum(CALLS)
+    again = 1 if dist.get_rank() == 1 else 2
+    assert calls[True] == calls[False] + again * 3 * PLACED["microbatches"], calls
+
+
 def contexts_place_what_is_made_in_them() -> None:
     def build() -> nn.Module:
         torch.manual_seed(1)
@@ -262,6 +301,7 @@ def what_cannot_be_is_refused() -> None:
 CHECKS = (
     blocks_of_a_language_model_are_where_they_are_placed,
     what_returns_to_an_earlier_rank_runs_by_messages,
+    marked_modules_are_computed_again_by_messages,
     contexts_place_what_is_made_in_them,
     the_default_partition_has_what_is_placed_nowhere,
     the_innermost_place_wins,

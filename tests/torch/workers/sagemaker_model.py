@@ -102,6 +102,19 @@ def parts_are_found_by_their_rank() -> None:
     assert bool(divided) == (TP > 1)
     assert len({id(module) for module in model.distributed_modules()}) <= len(divided)
     assert bool(list(model.distributed_modules())) == (TP > 1)
+    held = dict(model.local_named_parameters())
+    assert dict(model.local_named_parameters("model")) == {f"model.{name}": p for name, p in held.items()}
+    assert list(model.local_parameters(recurse=False)) == list(model.local_buffers(recurse=False)) == []
+    memo = {model.module.transformer.h[0].ln_1}
+    found = dict(model.local_named_modules(memo, "model"))
+    assert found.keys() == {f"model.{name}" for name in owners - {"transformer.h.0.ln_1"}}
+    assert memo >= set(found.values())
+    scaled, plain = (dict(named()) for named in (
+        model.scaled_batch_reducer_named_parameters, model.default_reducer_named_parameters,
+    ))  # fmt: skip
+    assert (scaled, plain) == ((held, {}) if TP > 1 else ({}, held))
+    assert all(model.is_scaled_batch_parameter(p) is (TP > 1) for p in held.values())
+    assert not model.is_scaled_batch_parameter(torch.nn.Parameter(torch.ones(1)))
     with pytest.raises(MissingCapabilityError, match="a rank holds a part"):
         model.cpu()
     with pytest.raises(MissingCapabilityError, match="replicas run as many steps"):

@@ -286,11 +286,16 @@ def exact(level: int) -> dict[str, Any]:
 
 
 def evaluated(level: int) -> dict[str, Any]:
-    """The forward pass outside of steps, between two of them, and steps without gradients; a fork that ends by itself,
-    which has the connections of its parent."""
+    """The forward pass outside of steps, between two of them, and steps without gradients, also with weights that were
+    copied before or after parameters were cut; a fork that ends by itself, which has the connections of its parent."""
     model, optimizer = start(build(), OPTIMIZERS["adamw"], shard=level)
     plain = build()
+    first = torch.optim.swa_utils.AveragedModel(model)
+    with torch.no_grad():
+        begun = float(plain(tokens(9)))
     train(model, optimizer, 0, 1)
+    second = torch.optim.swa_utils.AveragedModel(model)
+    second.update_parameters(model)
     plain.load_state_dict(model.state_dict())
     with torch.no_grad():
         comparison = Comparison(f"evaluated, shard {level}").losses(
@@ -304,6 +309,18 @@ def evaluated(level: int) -> dict[str, Any]:
     assert os.waitpid(process, 0)[1] == 0
     found = train(model, optimizer, 1, STEPS)
     comparison.losses(found["losses"], expected["losses"][1:], what="losses after")
+    by_step = sw.step(lambda model, tokens: model(tokens))
+    with torch.no_grad():
+        for averaged, wanted in ((second, float(plain(tokens(9)))), (first, begun)):
+            stepped = float(by_step(averaged, tokens(9).chunk(2)[sw.rdp_rank()]).all_reduce_mean())
+            comparison.losses([float(averaged(tokens(9))), stepped], [wanted, wanted], what="losses of copies")
+        average = {name: (begun + now) / 2 for (name, begun), now in zip(
+            build().state_dict().items(), plain.state_dict().values(), strict=True)}  # fmt: skip
+        first.load_state_dict({f"module.{name}": entry for name, entry in build().state_dict().items()}, strict=False)
+        second.update_parameters(first.module)
+        plain.load_state_dict(average)
+        comparison.losses([float(second(tokens(9)))], [float(plain(tokens(9)))], what="losses of an average")
+    comparison.values(model.state_dict(), expected["state"], relative=0.0, absolute=1e-4, what="weights")
     return {"same": comparison.report()}
 
 

@@ -5,6 +5,7 @@ import sys
 from typing import Any
 
 import models
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -250,10 +251,43 @@ def numbers_come_once_for_each_microbatch() -> None:
     sw.shutdown()
 
 
+@smp.step
+def sized_step(model: Any, given: Graph) -> Any:
+    loss = loss_of(model, given)
+    model.backward(loss)
+    rows = given.held["x"].shape[0]
+    return loss, loss.item(), rows, f"{rows} rows"
+
+
+def what_is_no_tensor_is_that_of_each_microbatch() -> None:
+    model, plain, x = begin(), build(), batch(0).held["x"]
+    loss, numbers, sizes, texts = sized_step(model, batch(0))
+    assert model.runtime.messages is None, "what is only returned is read when the step has run"
+    assert (sizes, texts) == ([3, 2, 2], ["3 rows", "2 rows", "2 rows"])
+    Comparison("numbers").losses(numbers, [float(one) for one in loss.outputs]).require()
+    loss_of(plain, batch(0)).backward()
+    found = {name: p.grad for name, p in model.local_named_parameters()}
+    wanted = {name: p.grad for name, p in plain.named_parameters() if name in found}
+    Comparison("a loss that is read once it was given").gradients(found, wanted).require()
+    counting, naming = sw.step(lambda model, x: (model(x), len(x))), sw.step(lambda model, x: (model(x), str(len(x))))
+    scaling = sw.step(lambda model, x, factors: model(x).sum() * float(factors.sum()))
+    factors = np.zeros(2)
+    with torch.no_grad():
+        assert [int(one) for one in counting(model, x)[1].outputs] == [3, 2, 2]
+        for value in (0.5, 1.5, 0.5):
+            factors[:] = value
+            scaled = [2 * value * one for one in even(plain, x)]
+            Comparison("an array written to").losses(scaling(model, x, factors).outputs, scaled).require()
+        with pytest.raises(ShardwrightError, match="leaf 1 of what the step returned differs between microbatches"):
+            naming(model, x)
+    sw.shutdown()
+
+
 CHECKS = (
     objects_are_sliced_as_they_say,
     numbers_come_once_for_each_microbatch,
     a_number_that_is_used_within_the_step_is_there,
+    what_is_no_tensor_is_that_of_each_microbatch,
     optimizers_are_arguments_and_step_behind_the_step,
 )
 

@@ -5,6 +5,7 @@ Usage: tp_misuse.py OUT.json
 
 import json
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -309,20 +310,28 @@ def evaluate(model, batch):
 @sw.step
 def predict(model, batch):
     output = model(**batch)
-    return output.loss, output.logits, output.logits.flatten(0, 1)
+    return output.loss, output.logits, output.logits.flatten(0, 1), (output.logits.argmax(-1) >= 0).sum()
 
 
 def own_results() -> str:
-    """Each rank gives samples of its own and gets their results, in its own order; the loss is of all."""
+    """Each rank gives samples of its own and gets their results, in its own order, and losses and counts of them; in a
+    training step losses and counts are of all."""
     whole = batch("gpt2", 0)
     own = {key: tensor.chunk(2)[dist.get_rank()] for key, tensor in whole.items()}
     plain = build("gpt2", 0.1).eval()
     with torch.no_grad():
-        expected, of_all = plain(**own).logits, plain(**whole).loss
+        expected, of_own, of_all = plain(**own).logits, plain(**own).loss, plain(**whole).loss
     model = begin(build("gpt2", 0.1), prescaled_batch=False)
     model.eval()
     with torch.no_grad():
-        loss, logits, flat = predict(model, own)
+        loss, logits, flat, count = predict(model, own)
+    assert int(count.reduce_sum()) == own["input_ids"].numel()
+    Comparison().losses([loss.reduce_mean(), loss.all_reduce_mean()], [of_own, of_all]).require()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        loss, *_, count = predict(model, own)
+    assert any("counts these too" in str(one.message) for one in told)
+    assert int(count.reduce_sum()) == whole["input_ids"].numel()
     found, wanted = [logits.concat(), flat.concat()], [expected, expected.flatten(0, 1)]
     Comparison().losses(loss.reduce_mean(), of_all).values(found, wanted, relative=1e-5, absolute=1e-5).require()
     return "" if len(logits.outputs) == 2 else f"{len(logits.outputs)} microbatches"

@@ -160,6 +160,8 @@ def train(name: str, keys: dict[str, Any], replicas: int, is_meta: bool = False)
         norms.append(float(model.clip_grad_norm_(1.0)))
         optimizer.step()
     sizes = held_bytes(model, optimizer)
+    if "optimize" in keys and model.session.plan is not None:
+        assert model.session.plan.decision.sequence_parallel == (keys["optimize"] == "memory")
     state = model.state_dict()
     tensor = model.runtime.tensor
     found = {

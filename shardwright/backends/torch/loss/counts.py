@@ -76,7 +76,7 @@ class Counting:
                 alias = Made(torch.ops.aten.alias.default, {"self": Ref(0, (), "")}, op.inputs, (number,))
                 self._made[number] = (_Call(alias), 0)
                 continue
-            if trace.reading & _around(trace, op.call):
+            if trace.reading_before_losses & _around(trace, op.call):
                 raise NotOfBatchError(f"{place} is done in a module that reads values of tensors and runs by them")
             if made is None or number not in made.outputs:
                 raise NotOfBatchError(f"it is written in place, by {place}")

@@ -93,6 +93,8 @@ class Losses:
         if not isinstance(loss, torch.Tensor):
             raise CaptureError(f"model.backward takes the loss, a tensor: given a {type(loss).__name__}")
         require_one_element(loss)
+        self.trace.read_before_losses.append(self.trace.numbers_read)
+        self.trace.reading_before_losses = set(self.trace.reading)
         self.given.append((self.trace.read(loss), weight is not None, reduction))
 
 
@@ -144,9 +146,9 @@ class _Reading:
         if self.batching.samples == 1 and (alone := self._run(1)) is not None:
             require_alike_alone(alone[0], small, large, sizes)
         verdicts = [read_loss(translation.program, loss) for loss, _, _ in losses]
-        if small.numbers_read is not None:
-            # What became a Python number may be in the loss, and is not seen there.
-            verdicts = [_unless_read(verdict, small.numbers_read) for verdict in verdicts]
+        # What became a Python number before a loss was given may be in that loss, and is not seen there.
+        read = small.read_before_losses
+        verdicts = [v if place is None else _unless_read(v, place) for v, place in zip(verdicts, read, strict=True)]
         return [
             replace(self._with_counts(verdict, small, translation), has_weight=weighted, reduction=said)
             for verdict, (_, weighted, said) in zip(verdicts, losses, strict=True)

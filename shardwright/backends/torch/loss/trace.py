@@ -56,6 +56,10 @@ class LossTrace(Recorder):
         self.inputs: list[int] = []
         self.numbers_read: str | None = None
         """The place where the value of a tensor first became a Python number; None where no value did."""
+        self.read_before_losses: list[str | None] = []
+        """For each loss that was given to ``backward``, what `numbers_read` was then."""
+        self.reading_before_losses: set[int] = set()
+        """The module calls that had read values of tensors when the last loss was given."""
         self._host_state = host_state()
         self.drawn_on_host: set[int] = set()
         """The values from outside of the step that came after a draw from Python's or NumPy's generator."""

@@ -53,11 +53,13 @@ class Trained:
 
 class Result(NamedTuple):
     """The result of the body as a tree, its tensors by their position among the leaves, and what a training step did
-    (None for a step without a loss)."""
+    (None for a step without a loss). ``others``: the trees of the microbatches behind the first, where what is no
+    tensor may differ between them."""
 
     tree: Tree
     returned: dict[int, Returned]
     trained: Trained | None
+    others: Sequence[Tree] = ()
 
 
 def losses_of_batch(

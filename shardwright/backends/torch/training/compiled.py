@@ -15,7 +15,6 @@ from shardwright.backends.torch.program.early_checks import (
     require_whole_gradients,
     used_by_several,
 )
-from shardwright.backends.torch.program.program import Tree
 from shardwright.backends.torch.program.randomness import Streams
 from shardwright.backends.torch.program.stage_map import StageMap, keep_microbatches
 from shardwright.backends.torch.program.stages import Division
@@ -31,7 +30,6 @@ class CompiledStep:
     """A recorded step, ready to run."""
 
     pipeline: Pipeline
-    result: Tree
     order: tuple[str, ...]
     """This rank's parameters in the order in which their gradients become whole."""
 
@@ -115,7 +113,7 @@ class CompiledSteps:
         stage_rank = [schedule.stage_to_rank(stage) for stage in range(schedule.stages)]
         pipeline.open(set[int]().union(*(homes_of(division, stage_rank) for division in used)))
         names = tuple(split_model.ownership.local_parameters())
-        return CompiledStep(pipeline, programs[0].result, closing_order(schedule, rank, used[0], names))
+        return CompiledStep(pipeline, closing_order(schedule, rank, used[0], names))
 
     def close(self) -> None:
         """Take the hooks of these steps off the model."""

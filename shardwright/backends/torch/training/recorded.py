@@ -100,11 +100,14 @@ class PreparedRecordedStep:
     numbers: Sequence[Sequence[Any]]
 
     @property
-    def result(self) -> Tree:
-        """The result of the body, with numbers of the last microbatch."""
-        given, result = self.numbers[-1], self.compiled.result
-        leaves = [Literal(given[leaf.index]) if isinstance(leaf, NumberRef) else leaf for leaf in result.leaves]
-        return Tree(tuple(leaves), result.spec)
+    def results(self) -> list[Tree]:
+        """The result of the body for each microbatch, with its numbers."""
+        found = []
+        for division, given in zip(self.compiled.pipeline.divisions, self.numbers, strict=True):
+            result = division.program.result
+            leaves = [Literal(given[leaf.index]) if isinstance(leaf, NumberRef) else leaf for leaf in result.leaves]
+            found.append(Tree(tuple(leaves), result.spec))
+        return found
 
     def run(self) -> Result:
         """Run the step; every rank calls this at the same time."""
@@ -165,7 +168,9 @@ class PreparedRecordedStep:
                 split_model.sentinel.loss(text, loss)
             split_model.sentinel.finish(split_model.ownership.local_parameters())
         watchdog.doing("between steps")
-        return Result(self.result, returned, self._trained(returned, weights, divisor) if training else None)
+        trained = self._trained(returned, weights, divisor) if training else None
+        first, *others = self.results
+        return Result(first, returned, trained, others)
 
     def _trained(self, returned: Mapping[int, Returned], weights: torch.Tensor | None, divisor: float) -> Trained:
         """What a training step did, from its results and the weights of its losses."""

@@ -3,11 +3,14 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import checkpoint as torch_checkpoint
 
+from shardwright.backends.torch.capture.own_checkpoints import marked_paths
 from shardwright.backends.torch.compat import keeps_current_graph
 from shardwright.backends.torch.state.ownership import Ownership
 from shardwright.backends.torch.training.messages.autograd_across_ranks import Gradients, as_inputs, as_outputs
@@ -89,6 +92,9 @@ class Calls:
         self.before_backward = before_backward
         self.microbatches: Sequence[Sequence[torch.Tensor]] = ()
         self._paths = {id(module): path for path, module in ownership.model.named_modules()}
+        marked = marked_paths(ownership.model)
+        self._recomputed = {id(module) for path, module in ownership.model.named_modules() if path in marked}
+        """The modules that `set_activation_checkpointing` marks."""
         self._original: Original = nn.Module.__call__
         self.crossings = 0
 
@@ -99,17 +105,25 @@ class Calls:
         path = self._paths.get(id(module))
         if path is None:
             return original(module, *args, **kwargs)
-        recomputing = fiber.backward_depth > 0
         if self.owners.of_path[path] == self.wire.me:
-            with self.draws.call(fiber, path, recomputing):
-                try:
-                    return original(module, *args, **kwargs)
-                except Exception as error:
-                    note_place(error, _module(path))
-                    raise
+            here = partial(self._here, original, fiber, module, path, kwargs)
+            if id(module) in self._recomputed and torch.is_grad_enabled():
+                return torch_checkpoint.checkpoint(here, *args, use_reentrant=False)
+            return here(*args)
         result = self._ask(fiber, self.owners.of_path[path], path, args, kwargs)
         self.draws.resume(fiber)
         return result
+
+    def _here(
+        self, original: Original, fiber: Fiber, module: nn.Module, path: str, kwargs: Any, *args: Any
+    ) -> Any:  # fmt: skip
+        """A call of a module that is on this rank; once more in the backward pass, where it is computed again."""
+        with self.draws.call(fiber, path, fiber.backward_depth > 0):
+            try:
+                return original(module, *args, **kwargs)
+            except Exception as error:
+                note_place(error, _module(path))
+                raise
 
     def require_here(self, function: str, args: Sequence[Any]) -> None:
         """Raise ShardwrightError for a module of another rank that is given to an autograd function: its backward may
