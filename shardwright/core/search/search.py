@@ -312,7 +312,6 @@ def _sequence_form(request: Request) -> bool | None:
     if request.sequence_parallel is None and request.asks_for_slices and request.slices != "auto":
         return False
     able = all(runtime.sequence_parallel for runtime in request.runtimes)
-    able = able and not (request.asks_for_slices and request.slices != "auto")
     return request.sequence_parallel if request.sequence_parallel is not None or able else False
 
 
