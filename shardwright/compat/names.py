@@ -42,8 +42,9 @@ NAMES: tuple[Name, ...] = (
     Name(
         "step", "other",
         "its Python runs once for each form of its arguments, not once for each microbatch, but where it reads values "
-        "(.item()): then the step runs by messages. Where ranks of a tensor axis have batches of their own it runs on "
-        "the samples of all of them: a rank gets what is returned for its own samples, and losses and counts of all. "
+        "(.item()): then the step runs by messages. Where ranks of a tensor axis have batches of their own a "
+        "training step runs on the samples of all of them: a rank gets what is returned for its own samples, and "
+        "losses and counts of all. "
         "detach_outputs=False is refused",
     ),
     *_same("StepOutput", "StepOutput.outputs", "StepOutput.concat", "StepOutput.stack"),
