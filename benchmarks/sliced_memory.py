@@ -100,13 +100,13 @@ def tracked_peaks(_framework: str, file: str) -> list[int]:
     return step_run.torch_peak_bytes(running, plan, batch)
 
 
-def measured() -> tuple[list[str], dict[str, Sequence[float]]]:
+def measured(every: Sequence[int]) -> tuple[list[str], dict[str, Sequence[float]]]:
     graph = graph_of(SMALL)
     lines = ["| 512 tokens | tracked, MiB, by rank | predicted | predicted / tracked |", "|---|---|---|---|"]
     ratios: dict[str, Sequence[float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         launcher = Launcher("torch", 1.0, Path(folder))
-        for ranks in RANKS:
+        for ranks in every:
             cluster = sw.Cluster("cpu", devices_per_node=ranks)
             for form, pins in FORMS:
                 name, file = f"pp {ranks}, {form}", str(Path(folder) / "plan.json")
@@ -123,6 +123,7 @@ def measured() -> tuple[list[str], dict[str, Sequence[float]]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=("predicted", "tracked"), default=["predicted", "tracked"])
+    parser.add_argument("--ranks", type=int, nargs="+", choices=RANKS, default=RANKS, help="that are tracked")
     parser.add_argument("--write", type=Path, help="append the tables to this file")
     options = parser.parse_args()
     lines: list[str] = []
@@ -130,7 +131,7 @@ def main() -> None:
     if "predicted" in options.parts:
         lines, lowered = predicted()
     if "tracked" in options.parts:
-        more, ratios = measured()
+        more, ratios = measured(options.ranks)
         lines += ["", *more]
     if options.write is not None:
         with options.write.open("a") as file:

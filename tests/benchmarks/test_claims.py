@@ -58,12 +58,13 @@ JUDGED: dict[str, tuple[Callable[[], Claims], list[Callable[[], Claims]]]] = {
         ],
     ),
     "token_slices": (
-        lambda: claims.token_slices({"175B": 5.0, "13B": 1.4, "1B": 1.0, "1B, 8 replicas": 1.0}),
+        lambda: claims.token_slices({"175B": 5.0, "13B": 1.4, "1B": 1.0}),
         (
-            lambda: claims.token_slices({"175B": 3.0, "13B": 1.4, "1B": 1.0, "1B, 8 replicas": 1.0}),
-            lambda: claims.token_slices({"175B": 7.0, "13B": 1.4, "1B": 1.0, "1B, 8 replicas": 1.0}),
-            lambda: claims.token_slices({"175B": 5.0, "13B": 1.0, "1B": 1.0, "1B, 8 replicas": 1.0}),
-            lambda: claims.token_slices({"175B": 5.0, "13B": 1.4, "1B": 1.1, "1B, 8 replicas": 1.0}),
+            lambda: claims.token_slices({"175B": 3.0, "13B": 1.4, "1B": 1.0}),
+            lambda: claims.token_slices({"175B": 7.0, "13B": 1.4, "1B": 1.0}),
+            lambda: claims.token_slices({"175B": 5.0, "13B": 1.0, "1B": 1.0}),
+            lambda: claims.token_slices({"175B": 5.0, "13B": 1.4, "1B": 1.1}),
+            lambda: claims.token_slices({}),
         ),
     ),
     "sliced_steps": (

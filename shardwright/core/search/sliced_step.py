@@ -268,7 +268,7 @@ class SlicedStep:
                 asked = self.tokens, self.decision.stages, count, step
                 ways.append(best_lengths(self.fitted, *asked, microbatches=self.decision.microbatches).lengths)
             for lengths in (*ways, equal_lengths(self.tokens, count or len(ways[0]))):
-                if lengths not in tried:
+                if lengths not in tried and (len(lengths) > 1 or count == 1):
                     tried[lengths] = self._about_s(lengths)
         found = sorted(tried, key=lambda lengths: (tried[lengths], len(lengths)))
         found = [lengths for lengths in found if tried[lengths] < below_s]
