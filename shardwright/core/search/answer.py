@@ -233,7 +233,7 @@ def why_slower(best: Scored, other: Scored) -> str:
 def why_not_fastest(best: Scored, fastest: Scored, margin: float) -> str:
     """The reason why the choice that was predicted to be the fastest is not the answer."""
     lead = why_slower(best, fastest)
-    cause = "" if margin <= LEAD else " where devices wait for their hosts"
+    cause = "" if margin < 2 * LEAD else " where devices wait for their hosts"
     return (
         f"the fastest by prediction: {lead}; a lead within {margin:.0%} tells nothing{cause}, and it is less simple: "
         f"{why_less_simple(best.decision, fastest.decision)}"

@@ -54,7 +54,7 @@ def a_clock(config: dict[str, Any], is_alone: bool) -> None:
             loss, took_s = step(distributed, *batch())
             latest_s = time.time() - BEGAN_S
             assert all(earliest_s - 1e-4 <= float(one) <= latest_s + 1e-4 for one in loss.outputs), by_tensor
-            assert 0.0 <= took_s < 60.0
+            assert all(0.0 <= one < 60.0 for one in took_s.outputs)  # another number in each microbatch
     assert distributed.runtime.split_model.bodies.recorded <= 4, (
         "a clock costs one recording more, and none in each step"
     )
