@@ -45,7 +45,7 @@ def compare(
         runtime.backward(loss)
         return loss
 
-    _, returned, _ = run_step(runtime, body, [[t.clone() for t in m] for m in microbatches])
+    _, returned, *_ = run_step(runtime, body, [[t.clone() for t in m] for m in microbatches])
     same = Comparison().values(returned[0].outputs, losses, relative=1e-5, absolute=1e-5, what="losses")
     same.gradients(gradients(split), gradients(plain), none_is_zero=True).require()
     return runtime
@@ -285,7 +285,7 @@ def test_several_losses_and_a_loss_of_an_early_stage() -> None:
         runtime.backward(early)
         return {"main": main, "early": [early, "text"], "twice": main * 2}
 
-    tree, returned, _ = run_step(runtime, body, microbatches)
+    tree, returned, *_ = run_step(runtime, body, microbatches)
     assert len(returned) == 3
     assert len(tree.leaves) == 4
     Comparison().gradients(gradients(split), gradients(plain)).require()
