@@ -81,12 +81,16 @@ def test_masks_are_looked_at() -> None:
 
 def test_scores_are_looked_at() -> None:
     later = torch.ones(6, 6, dtype=torch.bool).triu(1)
-    require_hides(later[None], 1, 2, True, "a layer")
-    require_hides(~later[:, None], 0, 2, False, "a layer")
-    require_hides(torch.zeros(6, 6).masked_fill(later, -torch.inf), 0, 1, True, "a layer")
-    for mask, fills in ((later, False), (~later, True), (torch.zeros(6, 6).masked_fill(later, -1e4), True)):
+    require_hides(later[None], 1, 2, "masked_fill", "a layer")
+    require_hides(~later[:, None], 0, 2, "where", "a layer")
+    require_hides(torch.zeros(6, 6).masked_fill(later, -torch.inf), 0, 1, "add", "a layer")
+    high = torch.zeros(6, 6).masked_fill(later, -1e4)
+    for mask, op in ((later, "where"), (~later, "masked_fill"), (high, "add")):
         with pytest.raises(CaptureError, match="a layer attends by a mask that shows tokens later ones"):
-            require_hides(mask, 0, 1, fills, "a layer")
+            require_hides(mask, 0, 1, op, "a layer")
+    for mask, op in ((later, "add"), (later.int(), "masked_fill")):
+        with pytest.raises(CaptureError, match=f"takes a mask of {mask.dtype} in {op}: expected one of low numbers"):
+            require_hides(mask, 0, 1, op, "a layer")
     require_low(torch.tensor(-1e30), torch.float32, "a layer")
     with pytest.raises(CaptureError, match=r"a layer puts -10000 in the place of the scores that its mask hides"):
         require_low(-1e4, torch.float32, "a layer")

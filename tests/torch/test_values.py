@@ -137,7 +137,7 @@ def test_other_batches_are_recorded_anew() -> None:
     x, mask = samples(WIDTH)[:2], torch.ones(2, dtype=torch.bool)
     for turns in (1, 2, 1):
         given = [x, mask, torch.full((2,), turns)]
-        _, returned, _ = run_step(runtime, lambda inputs: by_the_batch(runtime.model, inputs), [given] * MICROBATCHES)
+        _, returned, *_ = run_step(runtime, lambda inputs: by_the_batch(runtime.model, inputs), [given] * MICROBATCHES)
         Comparison().losses(returned[0].outputs[0], by_the_batch(plain, given)).require()
     assert [len(variants) for variants in runtime.steps.compiled._ready.values()] == [2]
 
@@ -167,7 +167,7 @@ def follow(build: Callable[[], nn.Module], paths: list[str], steps: int) -> Runt
             with seeded_by_rule(plain, seed=0, step=step, microbatch=m):
                 losses.append(mean_square(plain, part))
             (losses[-1] / MICROBATCHES).backward()
-        _, returned, _ = run_step(runtime, body, parts)
+        _, returned, *_ = run_step(runtime, body, parts)
         same = Comparison(f"step {step}").losses(returned[0].outputs, losses)
         same.gradients(gradients(runtime.model), gradients(plain), none_is_zero=True).require()
         plain.zero_grad()
@@ -327,7 +327,7 @@ def test_draws_between_units_follow_each_other() -> None:
     x = samples(WIDTH)[:2]
     with seeded_by_rule(plain, seed=0, step=0, microbatch=0):
         expected = mean_square(plain, [x]).detach()
-    _, returned, _ = run_step(runtime, lambda given: mean_square(runtime.model, given), [[x]] * MICROBATCHES)
+    _, returned, *_ = run_step(runtime, lambda given: mean_square(runtime.model, given), [[x]] * MICROBATCHES)
     Comparison().losses(returned[0].outputs[0], expected).require()
 
 

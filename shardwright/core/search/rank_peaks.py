@@ -7,6 +7,7 @@ from dataclasses import replace
 from shardwright.core.plan.decision import Decision
 from shardwright.core.schedule.actions import Action, B, W
 from shardwright.core.schedule.messages_by_action import MessageCounts, messages_by_action, usual_messages_by_action
+from shardwright.core.schedule.messages_under_way import usual_messages_under_way
 from shardwright.core.schedule.named_schedule import named_schedule
 from shardwright.core.schedule.peak_memory import StageMemory, peak_below_sum
 from shardwright.core.search.space import splits_backward
@@ -92,7 +93,9 @@ def less_apart(
     counts: Sequence[MessageCounts] = ()
     if decision.pp > 1 and decision.stages <= MOST_FOLLOWED:
         counts = messages_by_action(schedule) if decision.generated else usual_messages_by_action(*settled)
-        messages = ranked.messages(decision.stage_starts, placement, request)
+        # Those of as many microbatches as are followed: under some schedules they grow with every one.
+        asked = request if decision.generated else replace(request, under_way=usual_messages_under_way(*settled))
+        messages = ranked.messages(decision.stage_starts, placement, asked)
     found = []
     for rank, (use, beside, bucket) in enumerate(zip(memory, buffers, buckets, strict=True)):
         order = schedule.table[rank]

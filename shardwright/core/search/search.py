@@ -109,7 +109,7 @@ def _in_slices(tried: Tried) -> Tried:
     or the schedules run no slices."""
     if tried.search.request.asks_for_slices:
         search = SlicedSearch(tried.search, tried.within_s)
-        tried.sliced = search.run(tried.found.best, tried.found.others)
+        tried.sliced = search.run(tried.found.best, tried.found.others, tried.found.fastest)
         tried.lacks = search.lacking()
     return tried
 

@@ -20,7 +20,7 @@ from shardwright.core.plan.decision import Decision
 from shardwright.core.schedule.actions import Action, B, F, W
 from shardwright.core.schedule.messages_by_action import messages_by_action
 from shardwright.core.slices.sequence_ops import SequenceOps
-from shardwright.core.tables.memory import MemoryUse
+from shardwright.core.tables.memory import MemoryUse, live_microbatches
 from shardwright.core.tables.memory_request import MemoryRequest
 from shardwright.core.tables.rank_tables import UNCOUNTED_BYTES, RankTables
 from shardwright.core.tables.stage_memory import backward_passes, sharing_before
@@ -79,6 +79,20 @@ class _Slice:
     """The gradients of parameters that the first backward makes."""
 
 
+def followed(decision: Decision) -> Decision:
+    """The decision with as few microbatches as show its memory: some rounds of the pipeline where activations settle,
+    all of them where they grow with every one, as under schedules that run all forwards first."""
+    few = SETTLED * decision.pp
+    if decision.microbatches <= few:
+        return decision
+    if decision.pp > 1:
+        asked = decision.schedule, decision.pp
+        live = [live_microbatches(*asked, m, decision.virtual_stages) for m in (few, decision.microbatches)]
+        if live[0] != live[1]:
+            return decision
+    return replace(decision, batch=few * decision.dp * decision.microbatch)
+
+
 class SlicedMemory:
     """The memory of one choice in slices, from the tables of whole sequences and what was counted of each slice."""
 
@@ -102,9 +116,7 @@ class SlicedMemory:
     def memory(self, before: Sequence[MemoryUse], units: Sequence[Unit]) -> tuple[MemoryUse, ...]:
         """The memory of every rank, which for whole sequences is as ``before``."""
         decision = self.decision
-        microbatches = min(decision.microbatches, SETTLED * decision.pp)
-        short = replace(decision, batch=microbatches * decision.dp * decision.microbatch)
-        schedule = short.compute_schedule(None)
+        schedule = followed(decision).compute_schedule(None)
         counts = messages_by_action(schedule) if decision.pp > 1 else ()
         buckets = self.ranked.buckets(decision.stage_starts, decision.stage_ranks, self.request)
         longest = max(of.share for of in self.slices)

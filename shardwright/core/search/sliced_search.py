@@ -87,13 +87,14 @@ class SlicedSearch:
         self._nearest: _Made | None = None
         """The fastest that was found, whether or not it is fast enough."""
 
-    def run(self, best: Scored | None, others: Sequence[Scored]) -> Sliced | None:
-        """The best choice in slices, or in whole sequences where slices were left to choose and do not pay; ``best``
-        and ``others`` are of whole sequences. None where nothing fits.
+    def run(self, best: Scored | None, others: Sequence[Scored], fastest: Scored | None = None) -> Sliced | None:
+        """The best choice in slices, or in whole sequences where slices were left to choose and do not pay; ``best``,
+        ``others`` and the ``fastest``, which need not be the simplest, are of whole sequences. None where nothing fits.
 
         Raises PlanError, or CaptureError, where schedules run no slices.
         """
-        whole = [] if best is None else [best, *others]
+        leads = fastest is not None and best is not None and fastest.decision != best.decision
+        whole = [] if best is None else [best, *([fastest] if fastest is not None and leads else []), *others]
         if self.request.slice_lengths and len(self.request.slice_lengths) == 1:
             return None if best is None else Sliced(best, list(others), (), "")
         if self.request.schedule == AUTO:
@@ -102,6 +103,8 @@ class SlicedSearch:
         below_s = self.within_s
         if best is not None and self.is_free:
             below_s = best.predicted.step_time_s * ((1 - LEAD) if self.is_simple else 1.0)
+            if fastest is not None:  # slices that are slower than a plan without them do not pay
+                below_s = min(below_s, fastest.predicted.step_time_s)
         found = self._fastest(whole, below_s)
         if found is not None:
             reason = _why_sliced(found, best) if self.is_free else ""

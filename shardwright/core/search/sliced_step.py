@@ -22,7 +22,7 @@ from shardwright.core.search.answer import place_of
 from shardwright.core.search.predict import Pipeline, simulated_pipeline
 from shardwright.core.search.scoring import Scored, Scorer
 from shardwright.core.search.slice_counts import Slice, SliceCounts
-from shardwright.core.search.sliced_memory import Behind, SlicedMemory, SliceWork
+from shardwright.core.search.sliced_memory import Behind, SlicedMemory, SliceWork, followed
 from shardwright.core.slices.fitted_cost import FittedCost
 from shardwright.core.slices.lengths import best_lengths
 from shardwright.core.tables.memory import MemoryUse, kept_bytes, recomputed_s
@@ -184,9 +184,7 @@ class SlicedStep:
         up until the backward of the first slice."""
         if self.tables.graph.memory_traits.gathers_units and decision.shard == 0:
             return self._followed(decision)
-        microbatches = min(decision.microbatches, 3 * decision.pp)
-        batch = microbatches * decision.dp * decision.microbatch
-        schedule = replace(decision, batch=batch).compute_schedule(None)
+        schedule = followed(decision).compute_schedule(None)
         carried = self.counts.carried_bytes(decision.microbatch)
         held = [0] * decision.pp
         ends = [*decision.stage_starts[1:], len(carried)]

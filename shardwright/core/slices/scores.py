@@ -16,6 +16,7 @@ SELECTS = frozenset({"where", "_where", "masked_fill", "select_n"})
 """The ops that put a number in the place of scores, by a mask."""
 SAME = frozenset({"to", "_to_copy", "clone", "contiguous", "convert_element_type", "copy", "stop_gradient", "detach"})
 HIGHEST = frozenset({"amax", "max", "reduce_max", "argmax"})
+SOFTMAX = frozenset({"softmax", "_softmax", "_safe_softmax"})
 SUMS = frozenset({"sum", "reduce_sum"})
 
 
@@ -85,7 +86,7 @@ class Scores:
             return Told(why=TOGETHER)
         if op.role(key) == "map":
             return Told(query, key)
-        if op.kind == "softmax":
+        if op.base_name in SOFTMAX:
             return Told(query, key) if self._low.intersection(op.inputs) else Told(why=BOTH_WAYS)
         known = self._low if op.base_name in HIGHEST else self._zero if op.base_name in SUMS else frozenset()
         return Told(query) if known.intersection(op.inputs) else Told(why=BOTH_WAYS)
@@ -116,6 +117,8 @@ class Scores:
             self.dims[tensor] = labels.index(told.key)
             if length is not None and self._length(tensor, self.dims[tensor]) != length:
                 return "takes a part of the sequence, or adds to it"
+        if op.kind == "softmax" and op.role(told.key) == "map":
+            return TOGETHER  # by another dim than that of keys
         self._note_hidden(number, op, masks)
         return ""
 
@@ -123,19 +126,24 @@ class Scores:
         """Note whether what an op makes of later keys is low, or 0."""
         name, made = op.base_name, op.outputs
         low, zero = ([t in held for t in op.inputs] for held in (self._low, self._zero))
-        if op.kind == "softmax" or (name in ("exp", "exp2") and any(low)):
-            self._zero.update(made)
-        elif op.kind in ("view", "copy", "dropout") or name in SAME:
+        if name in SOFTMAX or name in ("exp", "exp2"):
+            self._zero.update(made if any(low) else ())
+        elif op.kind in ("view", "copy") or name in SAME:
             self._low.update(made if any(low) else ())
+            self._zero.update(made if any(zero) else ())
+        elif op.kind == "dropout":  # which makes zeros of low scores
             self._zero.update(made if any(zero) else ())
         elif name in ("mul", "div") or op.kind == "contraction":
             self._zero.update(made if zero[0] or (any(zero) and name != "div") else ())
             if name in ("mul", "div") and low[0] and all(not self.graph.tensors[t].fixed for t in op.inputs[1:]):
                 self._low.update(made)  # by a number, at which a runtime looks
-        elif name in ("add", "add_any", "sub") or name in SELECTS:
-            if masks and name != "sub":
+        elif name == "sub":
+            self._low.update(made if low[0] and not any(low[1:]) else ())
+        elif name in ("add", "add_any") or name in SELECTS:
+            if masks:
                 self.hides[number] = masks[0]
-            self._low.update(made if any(low) or (masks and name != "sub") else ())
+            # A number that is put in the place of scores by another mask need not be low.
+            self._low.update(made if masks or (any(low) and name not in SELECTS) else ())
 
     def _length(self, tensor: int, dim: int) -> tuple[int, int]:
         held = self.graph.tensors[tensor]

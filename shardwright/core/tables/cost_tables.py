@@ -412,12 +412,14 @@ class CostTables(LayoutTables):
     def counted(
         self, unit: Unit, tp: int, microbatch: int, place: Place, counter: WorkCounter | None = None
     ) -> UnitCost:
-        """The cost of a unit, or of the first of its ops, counted from them, on one of the ``tp`` ranks that share it.
+        """The cost of a unit, or of some of its ops in a row, counted from them, on one of ``tp`` ranks that share it.
         ``counter``: of another graph of the same ops, as of a slice of the model's sequence, without footprints."""
         layouts = self.chosen(tp).realised(unit.index) if tp > 1 else None
         like = unit if layouts is None else self.folded.units[layouts.unit]
-        if like.end_op - like.first_op != unit.end_op - unit.first_op:
-            like = replace(like, end_op=like.first_op + unit.end_op - unit.first_op)
+        if layouts is not None:
+            own = self.folded.units[unit.index]
+            ends = (like.first_op + op - own.first_op for op in (unit.first_op, unit.end_op))
+            like = replace(like, first_op=next(ends), end_op=next(ends)) if own != unit else like
         if counter is None:
             stays = self._gathered_stays(tp)
             work = self._read.work(like, microbatch, self.precision, layouts, gathered_stays=stays)

@@ -114,7 +114,7 @@ class Masking:
                 if moves(inputs[one]) and not moves(inputs[other]):
                     low |= self._hides(inputs[other], made, places, "low", "shown")
         elif name == "sub":
-            low, zero = of(self.low, 0), of(self.zero, 0) & of(self.zero, 1)
+            low, zero = of(self.low, 0) - of(self.low, 1), of(self.zero, 0) & of(self.zero, 1)
         elif name in ("exp", "exp2"):
             zero = of(self.low, 0)
         elif name == "reduce_sum":

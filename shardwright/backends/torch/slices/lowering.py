@@ -287,17 +287,18 @@ class Builder:
 
     def _require_causal(self, lowering: Lowering, found: Mapping[int, Var]) -> None:
         """Look at the values of masks, at every microbatch."""
-        ops, seen = self.traces.ops, set[int]()
+        ops, seen = self.traces.ops, set[tuple[int, str]]()
         for op, mask in (*ops.masks.items(), *ops.hides.items()):
-            if mask not in found or mask in seen:
+            name = self._graph.ops[op].base_name
+            if mask not in found or (mask, name) in seen:
                 continue
-            seen.add(mask)
+            seen.add((mask, name))
             where = self._graph.calls[self._graph.ops[op].call].path or self._graph.model_name
             if op in ops.masks:
                 lowering.source.call(slice_ops.require_causal, found[mask], where, is_kept=True)
             else:
-                dims, fills = (ops.constants[mask], ops.key_constants[mask]), self._graph.ops[op].base_name != "where"
-                lowering.source.call(slice_ops.require_hides, found[mask], *dims, fills, where, is_kept=True)
+                dims = ops.constants[mask], ops.key_constants[mask]
+                lowering.source.call(slice_ops.require_hides, found[mask], *dims, name, where, is_kept=True)
 
 
 def _own(tensor: torch.Tensor) -> torch.Tensor:

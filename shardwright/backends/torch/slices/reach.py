@@ -114,6 +114,10 @@ class Reach:
             low = call.slots()[low.index] if isinstance(low, Slot) else low
             dtype = self.lowering.dtype(call.pieces[0][0].outputs[0])
             source.call(slice_ops.require_low, low, dtype, where, is_kept=True)
+        if call.site.name in ("exp", "exp2"):
+            raise NotReplayableError("a softmax of attention's scores is written out: expected torch.softmax")
+        if call.site.name in ("add", "sub") and self._of_whole(call, present[0]).argument("alpha", 1) != 1:
+            raise NotReplayableError(f"{call.site.name} scales what it adds to attention's scores (alpha)")
         if call.site.name in ("mul", "div"):
             factor = self._of_whole(call, present[0]).argument("other")
             others = [tensor for tensor in call.pieces[0][0].inputs if tensor not in ops.keys]

@@ -123,19 +123,28 @@ def require_causal(mask: torch.Tensor, where: str) -> None:
         raise CaptureError(_all_hidden(where))
 
 
-def require_hides(mask: torch.Tensor, queries: int, keys: int, fills: bool, where: str) -> None:
-    """Raise CaptureError for a mask of scores that shows a query later keys. ``fills``: a boolean one is True where it
-    hides."""
+def require_hides(mask: torch.Tensor, queries: int, keys: int, op: str, where: str) -> None:
+    """Raise CaptureError for a mask of scores that shows a query later keys. ``op``: what takes it; what is added hides
+    by its value, a boolean mask of ``where`` where it is False, of others where it is True."""
     mask = mask.movedim((queries, keys), (-2, -1))
-    hidden = (mask if fills else ~mask) if mask.dtype == torch.bool else mask <= _lowest(mask.dtype)
+    if mask.is_floating_point():
+        hidden = mask <= _lowest(mask.dtype)
+    elif mask.dtype == torch.bool and op not in ("add", "add_any"):
+        hidden = ~mask if op == "where" else mask
+    else:
+        raise CaptureError(
+            f"{where} takes a mask of {mask.dtype} in {op}: expected one of low numbers to add, or a boolean one that "
+            f"says which scores are replaced; leave out slices, or pass such a mask"
+        )
     _require_hidden(hidden, torch.ones(mask.shape[-2:], dtype=torch.bool, device=mask.device).triu(1), where)
 
 
 def require_low(value: float | torch.Tensor, dtype: torch.dtype, where: str) -> None:
     """Raise CaptureError for a number that hides scores, and is not so low that softmax makes a zero of it."""
-    if not float(value if not isinstance(value, torch.Tensor) else value.max()) <= _lowest(dtype):
+    highest = float(value if not isinstance(value, torch.Tensor) else value.max())
+    if not highest <= _lowest(dtype):
         raise CaptureError(
-            f"{where} puts {float(value):g} in the place of the scores that its mask hides: expected "
+            f"{where} puts {highest:g} in the place of the scores that its mask hides: expected "
             f"{_lowest(dtype):g} or less, which softmax makes zeros of; leave out slices, or take torch.finfo's min"
         )
 
