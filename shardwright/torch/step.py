@@ -19,7 +19,7 @@ from shardwright.backends.torch.capture.held_tensors import tensors_in
 from shardwright.backends.torch.compat import pytree
 from shardwright.backends.torch.machine.agreement import Claim
 from shardwright.backends.torch.machine.digests import code_of, digest_of
-from shardwright.backends.torch.pipeline.step_results import Returned, Shares
+from shardwright.backends.torch.pipeline.step_results import Returned, Shares, as_tensors
 from shardwright.backends.torch.runtime import Runtime
 from shardwright.backends.torch.state.model_agreement import plain_text
 from shardwright.backends.torch.training.call import StepCall
@@ -474,15 +474,31 @@ def _output(found: Returned | None, values: Sequence[Any], position: int) -> Any
         return StepOutput(found.outputs, found.everywhere, found.weights, found.first)
     first = values[0]
     said = plain_text(first)
-    if all(value is first or (said is not None and plain_text(value) == said) for value in values):
+    if all(
+        value is first or (said is not None and plain_text(value) == said) or _equal(value, first) for value in values
+    ):
         return first
     if all(isinstance(value, (bool, int, float)) for value in values):
-        return StepOutput([torch.tensor(value) for value in values])
+        return StepOutput(as_tensors(values))
     kinds = ", ".join(sorted({type(value).__name__ for value in values}))
     raise ShardwrightError(
         f"leaf {position} of what the step returned differs between microbatches of different shapes ({kinds}): return "
         f"tensors or numbers, or the same value for all of them"
     )
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Whether values that are no tensors are the same, by what they hold."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, np.ndarray):
+        of_objects = one.dtype.hasobject or other.dtype.hasobject
+        same_form = not of_objects and (one.dtype, one.shape) == (other.dtype, other.shape)
+        return same_form and one.tobytes() == other.tobytes()
+    try:
+        return bool(one == other)
+    except Exception:  # of a comparison that has no one answer
+        return False
 
 
 def _listed(found: Returned | None, values: list[Any]) -> Any:
