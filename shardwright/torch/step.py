@@ -124,6 +124,8 @@ class Step:
         self.whole, self.axes, self._lists_plain = whole, axes, lists_plain
         self._name = getattr(function, "__qualname__", type(function).__name__)
         self._code = f"{digest_of(code_of(function), sorted(whole), sorted(axes.items())) & 0xFFFFFFFF:08x}"
+        self._joined = False
+        """Whether it is made by a training step of several models, of which it is a part without gradients too."""
         self._said: set[tuple[int, int]] = set()
         self._scalers: weakref.WeakKeyDictionary[ModelRun, Scalers] = weakref.WeakKeyDictionary()
         """The scalers that the body has scaled its loss by, by model."""
@@ -163,7 +165,7 @@ class Step:
     def _like(self, function: StepFunction, *, is_main: bool) -> "Step":
         """A step of a function of the same arguments; ``is_main``: whether it returns what this one does."""
         made = Step(function, self.whole, self.axes, lists_plain=self._lists_plain and is_main)
-        made._code = self._code
+        made._code, made._joined = self._code, torch.is_grad_enabled()
         return made
 
     def _agreed(self, args: Any, kwargs: Any, session: sessions.Session) -> Any:
@@ -216,7 +218,7 @@ class Step:
             self._labels[form] = [f"{path[0].key}{pytree.keystr(path[1:])}" for path, _ in paths]  # type: ignore[attr-defined]
         names = self._names[form]
         apart = _have_own_batches(session)
-        own = apart and torch.is_grad_enabled()
+        own = self._runs_jointly(session)
         sized: dict[str, tuple[torch.Tensor, int | None]] = {}
         for position, (name, leaf) in enumerate(zip(names, leaves, strict=True)):
             if isinstance(leaf, torch.Tensor):
@@ -273,9 +275,10 @@ class Step:
 
     def _carry_out(self, call: "_Given", session: sessions.Session, shares: Shares) -> Any:
         """Run the step. Where ranks of the tensor axis have batches of their own, a training step is over the samples
-        of all of them; without gradients it runs once for each of them, and a rank gets what came of its own."""
+        of all of them, and so are all steps that one of several models makes; without gradients it runs once for each
+        of them, and a rank gets what came of its own."""
         batch, bound = call.batch, session.bound
-        if not _have_own_batches(session) or torch.is_grad_enabled():
+        if self._runs_jointly(session) or not _have_own_batches(session):
             tree, returned, others = self._run_once(call, session, shares)
         else:
             every = {
@@ -308,7 +311,7 @@ class Step:
         leaves, names, batch = call.leaves, call.names, call.batch
         device = session.bound.device
         positions = [position for position, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        own = _have_own_batches(session) and torch.is_grad_enabled()
+        own = self._runs_jointly(session)
         wanting = InputGradients(session.bound, session.watchdog, batch.samples if own else None)
         given_by_user = list(leaves)
         if own:
@@ -383,6 +386,10 @@ class Step:
             }
             self._say_of_peers(run, returned, batch)
         return tree, returned, others
+
+    def _runs_jointly(self, session: sessions.Session) -> bool:
+        """Whether the step is over the samples of all ranks of the tensor axis, which have batches of their own."""
+        return _have_own_batches(session) and (torch.is_grad_enabled() or self._joined)
 
     def _axis(self, tensor: torch.Tensor, name: str) -> int | None:
         """The axis along which an argument is split into microbatches; None: every microbatch gets it whole."""
