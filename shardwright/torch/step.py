@@ -19,7 +19,7 @@ from shardwright.backends.torch.capture.held_tensors import tensors_in
 from shardwright.backends.torch.compat import pytree
 from shardwright.backends.torch.machine.agreement import Claim
 from shardwright.backends.torch.machine.digests import code_of, digest_of
-from shardwright.backends.torch.pipeline.step_results import Returned, Shares
+from shardwright.backends.torch.pipeline.step_results import Returned, Shares, as_tensors
 from shardwright.backends.torch.runtime import Runtime
 from shardwright.backends.torch.state.model_agreement import plain_text
 from shardwright.backends.torch.training.call import StepCall
@@ -124,6 +124,8 @@ class Step:
         self.whole, self.axes, self._lists_plain = whole, axes, lists_plain
         self._name = getattr(function, "__qualname__", type(function).__name__)
         self._code = f"{digest_of(code_of(function), sorted(whole), sorted(axes.items())) & 0xFFFFFFFF:08x}"
+        self._joined = False
+        """Whether it is made by a training step of several models, of which it is a part without gradients too."""
         self._said: set[tuple[int, int]] = set()
         self._scalers: weakref.WeakKeyDictionary[ModelRun, Scalers] = weakref.WeakKeyDictionary()
         """The scalers that the body has scaled its loss by, by model."""
@@ -163,7 +165,7 @@ class Step:
     def _like(self, function: StepFunction, *, is_main: bool) -> "Step":
         """A step of a function of the same arguments; ``is_main``: whether it returns what this one does."""
         made = Step(function, self.whole, self.axes, lists_plain=self._lists_plain and is_main)
-        made._code = self._code
+        made._code, made._joined = self._code, torch.is_grad_enabled()
         return made
 
     def _agreed(self, args: Any, kwargs: Any, session: sessions.Session) -> Any:
@@ -216,7 +218,7 @@ class Step:
             self._labels[form] = [f"{path[0].key}{pytree.keystr(path[1:])}" for path, _ in paths]  # type: ignore[attr-defined]
         names = self._names[form]
         apart = _have_own_batches(session)
-        own = apart and torch.is_grad_enabled()
+        own = self._runs_jointly(session)
         sized: dict[str, tuple[torch.Tensor, int | None]] = {}
         for position, (name, leaf) in enumerate(zip(names, leaves, strict=True)):
             if isinstance(leaf, torch.Tensor):
@@ -273,9 +275,10 @@ class Step:
 
     def _carry_out(self, call: "_Given", session: sessions.Session, shares: Shares) -> Any:
         """Run the step. Where ranks of the tensor axis have batches of their own, a training step is over the samples
-        of all of them; without gradients it runs once for each of them, and a rank gets what came of its own."""
+        of all of them, and so are all steps that one of several models makes; without gradients it runs once for each
+        of them, and a rank gets what came of its own."""
         batch, bound = call.batch, session.bound
-        if not _have_own_batches(session) or torch.is_grad_enabled():
+        if self._runs_jointly(session) or not _have_own_batches(session):
             tree, returned, others = self._run_once(call, session, shares)
         else:
             every = {
@@ -308,7 +311,7 @@ class Step:
         leaves, names, batch = call.leaves, call.names, call.batch
         device = session.bound.device
         positions = [position for position, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        own = _have_own_batches(session) and torch.is_grad_enabled()
+        own = self._runs_jointly(session)
         wanting = InputGradients(session.bound, session.watchdog, batch.samples if own else None)
         given_by_user = list(leaves)
         if own:
@@ -383,6 +386,10 @@ class Step:
             }
             self._say_of_peers(run, returned, batch)
         return tree, returned, others
+
+    def _runs_jointly(self, session: sessions.Session) -> bool:
+        """Whether the step is over the samples of all ranks of the tensor axis, which have batches of their own."""
+        return _have_own_batches(session) and (torch.is_grad_enabled() or self._joined)
 
     def _axis(self, tensor: torch.Tensor, name: str) -> int | None:
         """The axis along which an argument is split into microbatches; None: every microbatch gets it whole."""
@@ -474,15 +481,31 @@ def _output(found: Returned | None, values: Sequence[Any], position: int) -> Any
         return StepOutput(found.outputs, found.everywhere, found.weights, found.first)
     first = values[0]
     said = plain_text(first)
-    if all(value is first or (said is not None and plain_text(value) == said) for value in values):
+    if all(
+        value is first or (said is not None and plain_text(value) == said) or _equal(value, first) for value in values
+    ):
         return first
     if all(isinstance(value, (bool, int, float)) for value in values):
-        return StepOutput([torch.tensor(value) for value in values])
+        return StepOutput(as_tensors(values))
     kinds = ", ".join(sorted({type(value).__name__ for value in values}))
     raise ShardwrightError(
         f"leaf {position} of what the step returned differs between microbatches of different shapes ({kinds}): return "
         f"tensors or numbers, or the same value for all of them"
     )
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Whether values that are no tensors are the same, by what they hold."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, np.ndarray):
+        of_objects = one.dtype.hasobject or other.dtype.hasobject
+        same_form = not of_objects and (one.dtype, one.shape) == (other.dtype, other.shape)
+        return same_form and one.tobytes() == other.tobytes()
+    try:
+        return bool(one == other)
+    except Exception:  # of a comparison that has no one answer
+        return False
 
 
 def _listed(found: Returned | None, values: list[Any]) -> Any:

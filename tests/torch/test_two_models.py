@@ -14,6 +14,7 @@ IN_ONE_MODULE = "adversaries_in_one_module"
 RECORDED = "adversaries_in_one_module_that_call_the_same_parts"
 CHAINED = ("a_generator_through_its_discriminator", "gradients_of_inputs")
 CALLED_TWICE = "a_discriminator_that_is_called_twice"
+OWN_BATCHES = "statistics_of_batches_of_their_own"
 BESIDE = (
     CALLED_TWICE, "a_cycle_of_two", "one_mask_in_both_passes",
     "a_teacher_and_a_student_by_messages", "dropout_of_each_model", "checkpoints_of_both", "hooks_of_each_model",
@@ -41,7 +42,7 @@ def test_over_stages_each_model_is_by_itself(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("how", "checks"),
     [
-        ("tp:2", (*BY_TURNS, IN_ONE_MODULE, RECORDED, *CHAINED, CALLED_TWICE)),
+        ("tp:2", (*BY_TURNS, IN_ONE_MODULE, RECORDED, *CHAINED, CALLED_TWICE, OWN_BATCHES)),
         ("dp:2:1", (*BY_TURNS, RECORDED, *CHAINED)),
         pytest.param("dp:2:2", (*BY_TURNS, RECORDED, *CHAINED), marks=pytest.mark.slow),
         ("dp:2:3", (*BY_TURNS, RECORDED, *CHAINED)),

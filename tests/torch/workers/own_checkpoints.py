@@ -114,6 +114,36 @@ def marked_blocks_are_recomputed() -> None:
     runs_twice(whole, range(6))
 
 
+@sw.step
+def mean_step(model, x):
+    loss = model(x).square().mean()
+    model.backward(loss, reduction="mean")
+    return loss
+
+
+def marked_blocks_write_to_their_buffers_once() -> None:
+    for mode in ("recorded", "messages"):
+        torch.manual_seed(0)
+        block = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        model = nn.Sequential(
+            nn.Linear(4, 4), block, nn.Linear(4, 4), nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 1))
+        )
+        plain = copy.deepcopy(model)
+        sw.init({"pipeline_parallel_degree": 2, "microbatches": MICROBATCHES, "pipeline_mode": mode})
+        split = sw.DistributedModel(model)
+        for number in (1, 3):
+            sw.set_activation_checkpointing(model[number])
+        x = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
+        mean_step(split, x)
+        for part in x.chunk(MICROBATCHES):
+            plain(part)
+        found, compared = split.state_dict(), Comparison(mode)
+        for name, wanted in plain.named_buffers():
+            compared.values(found[name], wanted, relative=1e-5, absolute=1e-6, what=name)
+        compared.require()
+        sw.shutdown()
+
+
 def replicas_that_are_not_split_recompute_their_blocks() -> None:
     alone = {"pipeline_parallel_degree": 1, "ddp": True}
     assert runs_twice(Rows(0, 0), range(6), recompute="full", **alone).decision.pp == 1
@@ -186,6 +216,7 @@ CHECKS: tuple[Callable[[], None], ...] = (
     checkpoints_around_calls_are_carried_out,
     blocks_that_are_not_checkpointed_are_kept,
     marked_blocks_are_recomputed,
+    marked_blocks_write_to_their_buffers_once,
     replicas_that_are_not_split_recompute_their_blocks,
     blocks_go_to_the_host,
     what_does_not_go_together_is_refused,

@@ -271,13 +271,17 @@ def what_is_no_tensor_is_that_of_each_microbatch() -> None:
     Comparison("a loss that is read once it was given").gradients(found, wanted).require()
     counting, naming = sw.step(lambda model, x: (model(x), len(x))), sw.step(lambda model, x: (model(x), str(len(x))))
     scaling = sw.step(lambda model, x, factors: model(x).sum() * float(factors.sum()))
-    factors = np.zeros(2)
+    factors, spread = np.zeros(2), slice(0, 2)
+    placing = sw.step(lambda model, x: (model(x), x.device, slice(0, 2)))
+    weighing = sw.step(lambda model, x: (model(x), 2.0**40 + len(x)))
     with torch.no_grad():
         assert [int(one) for one in counting(model, x)[1].outputs] == [3, 2, 2]
         for value in (0.5, 1.5, 0.5):
             factors[:] = value
             scaled = [2 * value * one for one in even(plain, x)]
             Comparison("an array written to").losses(scaling(model, x, factors).outputs, scaled).require()
+        assert placing(model, x)[1:] == (torch.device("cpu"), spread)
+        assert [one.tolist() for one in weighing(model, x)[1].outputs] == [2.0**40 + rows for rows in (3, 2, 2)]
         with pytest.raises(ShardwrightError, match="leaf 1 of what the step returned differs between microbatches"):
             naming(model, x)
     sw.shutdown()

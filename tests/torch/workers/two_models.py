@@ -43,6 +43,7 @@ from two_models_chained import (
     a_generator_through_its_discriminator,
     gradients_of_inputs,
     one_mask_in_both_passes,
+    statistics_of_batches_of_their_own,
 )
 from two_models_misuse import misuse
 
@@ -397,7 +398,7 @@ def checks_of(how: str) -> tuple[Callable[[], None], ...]:
     if how.startswith("dp"):  # what runs by messages holds whole parameters
         return tuple(check for check in TRAINING if check is not adversaries_in_one_module)
     if not how.startswith("pp"):
-        return (*TRAINING, a_discriminator_that_is_called_twice)
+        return (*TRAINING, a_discriminator_that_is_called_twice, statistics_of_batches_of_their_own)
     checkpoints = partial(checkpoints_of_both, sys.argv[2])
     checkpoints.__name__ = checkpoints_of_both.__name__  # type: ignore[attr-defined]
     return (

@@ -1,6 +1,8 @@
 """Steps in which gradients flow from one model into another, held against the same script in one process. Part of
 `two_models.py`."""
 
+import copy
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +17,7 @@ from pairs_of_models import (
     Tower,
     adamw,
     batch,
+    config,
     discriminator,
     generator,
     of_labels,
@@ -196,6 +199,33 @@ def one_mask_in_both_passes() -> None:
         total = sum(float(one) for one in sw.allgather(float(parts), sw.PP_GROUP))
         Comparison("the mask").losses([total], [losses[-1]]).require()
     assert abs(losses[0] - losses[1]) > 1e-6, "two steps drew the same mask"
+
+
+def statistics_of_batches_of_their_own() -> None:
+    """Where ranks of the tensor axis have batches of their own, the forward pass that is run twice has the samples of
+    all of them both times."""
+    sw.shutdown()
+    sw.init(config(sys.argv[1]) | {"prescaled_batch": False, "microbatches": 1})
+    made = [nn.Sequential(nn.Linear(NOISE, DATA), nn.BatchNorm1d(DATA), nn.Linear(DATA, DATA)), discriminator()]
+    plain = copy.deepcopy(made)
+    (first, _), (second, _) = wrapped(*made)
+
+    @sw.step
+    def through(first, second, noise):
+        loss = second(first(noise)).pow(2).mean()
+        first.backward(loss)
+        return loss
+
+    noise = batch(0)["noise"]
+    loss = through(first, second, noise.chunk(sw.tp_size())[sw.tp_rank()])
+    wanted = plain[1](plain[0](noise)).pow(2).mean()
+    wanted.backward()
+    found, held = first.state_dict(), plain[0].state_dict()
+    same = Comparison("batches of their own").losses([float(loss.all_reduce_mean())], [wanted.item()])
+    same.equal(found["1.num_batches_tracked"], held["1.num_batches_tracked"], what="runs")
+    same.values(
+        found["1.running_var"], held["1.running_var"], relative=1e-5, absolute=1e-6, what="statistics"
+    ).require()
 
 
 def gradients_of_inputs() -> None:

@@ -35,6 +35,16 @@ class Returned:
     are_numbers: bool = False
 
 
+def as_tensors(numbers: Sequence[float]) -> list[torch.Tensor]:
+    """Numbers of Python that microbatches returned, as tensors that hold them exactly."""
+    dtype = torch.int64
+    if any(isinstance(number, float) for number in numbers):
+        dtype = torch.float64
+    elif all(isinstance(number, bool) for number in numbers):
+        dtype = torch.bool
+    return [torch.tensor(number, dtype=dtype) for number in numbers]
+
+
 @dataclass(frozen=True, slots=True)
 class Shares:
     """The number of samples of each microbatch of each replica.

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,6 +13,7 @@ from torch.utils import checkpoint as torch_checkpoint
 
 from shardwright.backends.torch.capture.own_checkpoints import marked_paths
 from shardwright.backends.torch.compat import keeps_current_graph
+from shardwright.backends.torch.memory.kept_results import EachTime
 from shardwright.backends.torch.state.ownership import Ownership
 from shardwright.backends.torch.training.messages.autograd_across_ranks import Gradients, as_inputs, as_outputs
 from shardwright.backends.torch.training.messages.microbatch_threads import Fiber, Turns
@@ -31,6 +33,7 @@ from shardwright.backends.torch.training.messages.serialization import (
 )
 from shardwright.backends.torch.training.messages.thread_modes import Modes
 from shardwright.backends.torch.training.messages.transport import Envelope, Kind, Wire
+from shardwright.backends.torch.training.messages.written_buffers import Place, WrittenBuffers
 from shardwright.core.errors import ShardwrightError
 
 Original = Callable[..., Any]
@@ -92,9 +95,11 @@ class Calls:
         self.before_backward = before_backward
         self.microbatches: Sequence[Sequence[torch.Tensor]] = ()
         self._paths = {id(module): path for path, module in ownership.model.named_modules()}
-        marked = marked_paths(ownership.model)
-        self._recomputed = {id(module) for path, module in ownership.model.named_modules() if path in marked}
+        self._marked = marked_paths(ownership.model)
+        self._recomputed = {id(module) for path, module in ownership.model.named_modules() if path in self._marked}
         """The modules that `set_activation_checkpointing` marks."""
+        self._written: dict[tuple[str | bool, ...], tuple[Place, ...]] = {}
+        """The buffers that their forward writes to, by path and modes: known once it has run."""
         self._original: Original = nn.Module.__call__
         self.crossings = 0
 
@@ -108,7 +113,14 @@ class Calls:
         if self.owners.of_path[path] == self.wire.me:
             here = partial(self._here, original, fiber, module, path, kwargs)
             if id(module) in self._recomputed and torch.is_grad_enabled():
-                return torch_checkpoint.checkpoint(here, *args, use_reentrant=False)
+                modes = (path, *(inner.training for inner in module.modules()))
+                buffers = WrittenBuffers(module, self._written.get(modes))
+                contexts = partial(_checkpoint_contexts, buffers)
+                result = torch_checkpoint.checkpoint(here, *args, use_reentrant=False, context_fn=contexts)
+                if modes not in self._written:
+                    self._written[modes] = buffers.keep_written()
+                self._require_no_calls_between(path, [name for _, name in self._written[modes]])
+                return result
             return here(*args)
         result = self._ask(fiber, self.owners.of_path[path], path, args, kwargs)
         self.draws.resume(fiber)
@@ -124,6 +136,17 @@ class Calls:
             except Exception as error:
                 note_place(error, _module(path))
                 raise
+
+    def _require_no_calls_between(self, path: str, written: Sequence[str]) -> None:
+        """Raise ShardwrightError for a marked module that writes to buffers, and with modules on other ranks in it: it
+        would wait for these with its buffers as they were, and other microbatches would write to them."""
+        inside = [p for p, owner in self.owners.of_path.items() if owner != self.wire.me and _is_in(p, path)]
+        if written and inside:
+            raise ShardwrightError(
+                f"{_module(path)} is marked by set_activation_checkpointing, and its forward writes to the buffer "
+                f"{written[0]!r}; the module {inside[0]!r} in it lies on rank "
+                f"{self.ranks[self.owners.of_path[inside[0]]]}: mark the modules in it, and not all of it"
+            )
 
     def require_here(self, function: str, args: Sequence[Any]) -> None:
         """Raise ShardwrightError for a module of another rank that is given to an autograd function: its backward may
@@ -279,8 +302,11 @@ class Calls:
             return tensor.view_as(tensor)
         fiber_depth = fiber.backward_depth
         fiber.backward_depth = fiber_depth + int(request.modes.recomputing)
+        module = self.ownership.modules[request.path]
+        once_more = request.modes.recomputing and any(_is_in(request.path, path) for path in self._marked)
         try:
-            return self.module(self._original, fiber, self.ownership.modules[request.path], args, kwargs)
+            with WrittenBuffers(module).as_before() if once_more else nullcontext():
+                return self.module(self._original, fiber, module, args, kwargs)
         finally:
             fiber.backward_depth = fiber_depth
 
@@ -376,3 +402,12 @@ def _version(tensor: torch.Tensor) -> int:
 
 def _untouched(tensor: torch.Tensor) -> bool:
     return not tensor.requires_grad and _version(tensor) == 0
+
+
+def _checkpoint_contexts(buffers: WrittenBuffers) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """The contexts of a marked module's forward, and of the forward that is run once more."""
+    return nullcontext(), EachTime(buffers.as_before)
+
+
+def _is_in(path: str, outer: str) -> bool:
+    return not outer or path == outer or path.startswith(f"{outer}.")

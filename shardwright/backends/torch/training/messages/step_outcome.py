@@ -12,7 +12,7 @@ from shardwright.backends.torch.compat import pytree
 from shardwright.backends.torch.loss.shares import LossShares
 from shardwright.backends.torch.machine.mesh import BoundMesh
 from shardwright.backends.torch.machine.watchdog import Watchdog
-from shardwright.backends.torch.pipeline.step_results import Returned, Shares
+from shardwright.backends.torch.pipeline.step_results import Returned, Shares, as_tensors
 from shardwright.backends.torch.program.program import Literal, Tree
 from shardwright.backends.torch.training.call import Result, Trained, losses_of_batch
 from shardwright.backends.torch.training.messages.serialization import pack, unpack
@@ -204,9 +204,7 @@ def _together(position: int, values: Sequence[Any]) -> Any:
     if all(isinstance(value, torch.Tensor) for value in values):
         return _Each(list(values))
     if all(isinstance(value, (bool, int, float)) for value in values):
-        kinds_of = {type(value) for value in values}
-        dtype = torch.bool if kinds_of == {bool} else torch.float64 if float in kinds_of else torch.int64
-        return _Each([torch.tensor(value, dtype=dtype) for value in values], are_numbers=True)
+        return _Each(as_tensors(values), are_numbers=True)
     first = values[0]
     if all(type(value) is type(first) and value == first for value in values):
         return first
