@@ -1,5 +1,6 @@
 """A copy of the weights of a split model, as `copy.deepcopy` and torch's `AveragedModel` make it."""
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -8,10 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from shardwright.backends.torch.compat import pytree
 from shardwright.backends.torch.machine.pipeline_messages import as_carried
-from shardwright.core.errors import PlanError, ShardwrightError
+from shardwright.core.errors import PlanError, PlanWarning, ShardwrightError
 from shardwright.torch.model import DistributedModel
 from shardwright.torch.session import Session
 
@@ -171,6 +173,14 @@ class WeightsCopy(nn.Module):
 def copied(model: DistributedModel) -> WeightsCopy:
     """A copy of a split model's weights, of which the run is to know."""
     model.session.has_copied_weights = True
+    if any(isinstance(module, _BatchNorm) and module.track_running_stats for module in model.modules()):
+        warnings.warn(
+            f"a copy is made of {model.model_run.label}, which has batch norms: torch.optim.swa_utils.update_bn does "
+            f"nothing with a copy, which holds no modules; AveragedModel(model, use_buffers=True) averages their "
+            f"running statistics",
+            PlanWarning,
+            stacklevel=4,
+        )
     return WeightsCopy(model)
 
 

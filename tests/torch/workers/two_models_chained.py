@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from pairs_of_models import (
@@ -28,6 +29,7 @@ from pairs_of_models import (
 from torch import nn
 
 import shardwright.torch as sw
+from shardwright.core.errors import PlanWarning
 from tests.comparison import Comparison
 
 Loss = Callable[..., torch.Tensor]
@@ -206,6 +208,7 @@ def statistics_of_batches_of_their_own() -> None:
     all of them both times."""
     sw.shutdown()
     sw.init(config(sys.argv[1]) | {"prescaled_batch": False, "microbatches": 1})
+    torch.manual_seed(0)
     made = [nn.Sequential(nn.Linear(NOISE, DATA), nn.BatchNorm1d(DATA), nn.Linear(DATA, DATA)), discriminator()]
     plain = copy.deepcopy(made)
     (first, _), (second, _) = wrapped(*made)
@@ -226,6 +229,8 @@ def statistics_of_batches_of_their_own() -> None:
     same.values(
         found["1.running_var"], held["1.running_var"], relative=1e-5, absolute=1e-6, what="statistics"
     ).require()
+    with pytest.warns(PlanWarning, match="update_bn does nothing with a copy"):
+        copy.deepcopy(first)
 
 
 def gradients_of_inputs() -> None:
