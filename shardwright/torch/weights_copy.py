@@ -9,9 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
-from shardwright.backends.torch.compat import pytree
+from shardwright.backends.torch.compat import BatchNorm, pytree
 from shardwright.backends.torch.machine.pipeline_messages import as_carried
 from shardwright.core.errors import PlanError, PlanWarning, ShardwrightError
 from shardwright.torch.model import DistributedModel
@@ -173,7 +172,7 @@ class WeightsCopy(nn.Module):
 def copied(model: DistributedModel) -> WeightsCopy:
     """A copy of a split model's weights, of which the run is to know."""
     model.session.has_copied_weights = True
-    if any(isinstance(module, _BatchNorm) and module.track_running_stats for module in model.modules()):
+    if any(isinstance(module, BatchNorm) and module.track_running_stats for module in model.modules()):
         warnings.warn(
             f"a copy is made of {model.model_run.label}, which has batch norms: torch.optim.swa_utils.update_bn does "
             f"nothing with a copy, which holds no modules; AveragedModel(model, use_buffers=True) averages their "
