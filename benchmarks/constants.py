@@ -1,9 +1,10 @@
 """Every constant of the time model: its value, mechanism, origin, and the error on published runs without it.
 
-    python benchmarks/constants.py [--planned] [--data FOLDER] [--write benchmarks/results/constants.md]
+    python benchmarks/constants.py [--planned] [--only TEXT] [--data FOLDER] [--write benchmarks/results/constants.md]
 
 The steps of A100 are composed in closed form, as in `fit_cost_model.py`; ``--planned`` adds tables whose steps are
-planned and simulated, which takes long: those of T4, and of systems that overlap and eager kernels.
+planned and simulated, which takes long: those of T4, and of systems that overlap and eager kernels. ``--only`` shows
+the constants whose names have a text in them, and judges nothing.
 Without: the constant is set to what switches its mechanism off, on every device and link of the tables, and nothing is
 fitted again. An error that falls means that the mechanism errs on that table, or that others were fitted around it.
 Exits with 1 where a constant has no origin, or an error with all of them is above what `claims.constants` allows.
@@ -38,7 +39,7 @@ from shardwright.core.cluster.hardware import Device, Link, load_profile
 from shardwright.core.cluster.hardware.protocol import protocols_of
 from shardwright.core.cluster.hardware.template import MEANINGS
 from shardwright.core.cost import handwritten_kernels, matrix_products, unit_count, unit_seconds
-from shardwright.core.search import search
+from shardwright.core.search import exchanges, search
 from shardwright.core.tables import graph_reading
 
 COMPOSED = (
@@ -110,13 +111,27 @@ CONSTANTS = (
     Constant("TREE_INSIDE", groups, 1.0, f"{_LARGE}, two full nodes, with NCCL_ALGO=Tree over Ring"),
     Constant("RING_PLATEAU", groups, 1.0, "nccl-tests of 64 KiB to 1 MiB, NCCL_ALGO=Ring and NCCL_PROTO=Simple"),
     Constant("SLOWED_BY_COLLECTIVE", unit_seconds, 0.0, "a product alone, and beside an all-reduce of another stream"),
-    Constant("bandwidth_share of deepspeed", execution, 1.0, "its gathers of single parameters against nccl-tests"),
+    Constant("SLOWED", exchanges, dict.fromkeys(exchanges.SLOWED, 0.0), "a product alone, and beside an all-reduce"),
+    Constant("CHANNELS_OF_A_PORT", exchanges, exchanges.MOST_CHANNELS, "NCCL's log: channels by ranks of each node"),
+    Constant("gathered_bytes_per_s of deepspeed-0.4", execution, 0.0, "its gathers of a large parameter within a node"),
+    Constant("lists_ranks of deepspeed-0.4", execution, False, "its gathers of one parameter over ever more ranks"),
+    Constant("live_entries of deepspeed-0.4", execution, 0, "its gathers in a step, counted, of ever wider layers"),
+    Constant("whole_entries of deepspeed-0.4", execution, 0, "its gathers in a step, counted, of a narrow layer"),
 )  # fmt: skip
+DEEPSPEED = "deepspeed-0.4"
+OF_DEEPSPEED = {
+    "gathered_bytes_per_s": "Fitted: the three rows of ZeRO-3 in arXiv 2104.04473, table 2; see `core/execution.py`.",
+    "lists_ranks": "Source: DeepSpeed's code of 2021 gives torch a list of one tensor for each rank; it copies each.",
+    "live_entries": "Source: DeepSpeed's default of stage3_max_reuse_distance.",
+    "whole_entries": "Source: DeepSpeed's default of stage3_param_persistence_threshold.",
+}
+"""The origins of what makes ZeRO-3's gathers slow."""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--planned", action="store_true")
+    parser.add_argument("--only", default="")
     parser.add_argument("--data", type=Path, default=DATA)
     parser.add_argument("--write", type=Path)
     options = parser.parse_args()
@@ -127,7 +142,7 @@ def main() -> int:
     print(rows[0], flush=True)
     origins: dict[str, str] = {}
     without: dict[str, Mapping[str, float]] = {}
-    for constant in CONSTANTS:
+    for constant in (each for each in CONSTANTS if options.only in each.name):
         value, origins[constant.name] = described(constant)
         without[constant.name] = judge.errors(constant)
         rows.append(
@@ -135,6 +150,8 @@ def main() -> int:
             f"| {_cells(without[constant.name], base)} |"
         )
         print(rows[-1], flush=True)
+    if options.only:
+        return 0
     text = "\n".join(
         [
             *_head(origins, list(base)),
@@ -173,11 +190,8 @@ def described(constant: Constant) -> tuple[str, str]:
     assert isinstance(constant.place, ModuleType)
     if constant.place is unit_count:
         return "", "Paper: Megatron-LM's loss over a split vocabulary is a function of plain torch ops in float32."
-    if constant.name.startswith("bandwidth_share"):
-        share = execution.SYSTEMS["deepspeed"].bandwidth_share
-        return _said(
-            share
-        ), "Fitted: on the three rows of ZeRO-3 in arXiv 2104.04473, table 2; see `core/execution.py`."
+    if constant.name.endswith(f" of {DEEPSPEED}"):
+        return _said(getattr(execution.SYSTEMS[DEEPSPEED], name)), OF_DEEPSPEED[name]
     return _said(getattr(constant.place, name)), _documented(constant.place, name)
 
 
@@ -257,10 +271,10 @@ def _without(constant: Constant | None) -> Iterator[None]:
     undo: list[Callable[[], object]] = []
     if constant is not None and isinstance(constant.place, ModuleType):
         name, off, holder = constant.name, constant.off, constant.place
-        if name.startswith("bandwidth_share"):
-            name, holder = "SYSTEMS", execution
+        if name.endswith(f" of {DEEPSPEED}"):
             known = execution.SYSTEMS
-            off = known | {"deepspeed": replace(known["deepspeed"], bandwidth_share=constant.off)}
+            off = known | {DEEPSPEED: replace(known[DEEPSPEED], **{name.split()[0]: constant.off})}
+            name, holder = "SYSTEMS", execution
         elif holder is unit_count:
             name, off = "loss_ops", lambda *_: frozenset()
         before = getattr(holder, name)
@@ -291,6 +305,8 @@ def _said(value: object) -> str:
             return "none"
         case float():
             return "∞" if math.isinf(value) else f"{value:g}"
+        case dict():
+            return ", ".join(f"{key} {_said(each)}" for key, each in value.items())
         case tuple():
             return ", ".join(_said(each[-1] if isinstance(each, tuple) else each) for each in value)
     return str(value) or "none"

@@ -103,7 +103,7 @@ def plans_of(row: Row, cluster: sw.Cluster) -> Iterator[sw.Plan]:
     graph = _graph(row)
     pp, dp, batch, layers = (int(row[name]) for name in ("pp", "dp", "global_batch", "layers"))
     like = {
-        "DeepSpeed ZeRO-3": "deepspeed",
+        "DeepSpeed ZeRO-3": "deepspeed-0.4",
         "torchtitan FSDP2 eager": "fsdp2",
         "torchtitan FSDP2 compiled": "fsdp2-compiled",
         "Megatron-Core": "megatron-core",

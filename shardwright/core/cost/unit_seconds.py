@@ -94,7 +94,7 @@ class UnitCost:
     collective_hidden_s: float = 0.0
     """Seconds of tensor-axis communication that products hide, beside ``collective_s``."""
     parameter_tensors: int = 0
-    """The number of the parameters."""
+    """The number of the parameters that a system gathers by themselves (`Execution.whole_entries`)."""
     not_again_s: float = 0.0
     """Seconds of the forward that full recompute does not run again."""
     own_again_s: float = 0.0
@@ -145,9 +145,9 @@ def unit_cost(
     (``collective_s`` gives the seconds of one; None: there is no tensor axis) come on top of the longer of the two, as
     all ranks start one together and read its result next: a host that is behind gains nothing while they run.
 
-    ``parameter_tensors`` is the number of the unit's parameters, ``parameters`` the number of entries that the rank
-    holds of them, ``trained`` the number of those that have gradients, ``gradient_bytes`` the bytes that it moves in
-    all to add the gradients of one microbatch to those of the others.
+    ``parameter_tensors`` is as in `UnitCost`, ``parameters`` the number of entries that the rank holds of them,
+    ``trained`` the number of those that have gradients, ``gradient_bytes`` the bytes that it moves in all to add the
+    gradients of one microbatch to those of the others.
     With sequence parallelism operands may be gathered once more in the backward, beside the products, which that slows.
     ``execution`` says how kernels are made; ``chunks`` into how many parts gathers and scatters of divided sequences
     are cut, of which products hide all but one.

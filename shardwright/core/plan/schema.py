@@ -17,7 +17,7 @@ from shardwright.core.plan.training_run import TrainingRun
 from shardwright.core.solver.op_layouts import SlotAlternatives
 from shardwright.core.values.fields import Amount, Count
 
-VERSION = 22
+VERSION = 23
 PlanT = TypeVar("PlanT", bound=PlanRecord)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from shardwright.core.cluster.groups import Group
 from shardwright.core.cluster.hardware import Device
 from shardwright.core.cost.op_kinds import PRECISION_BYTES
-from shardwright.core.execution import Execution
+from shardwright.core.execution import COMPILED_DISPATCH, Execution
 from shardwright.core.layout.mesh import Mesh
 from shardwright.core.plan.decision import Decision
 from shardwright.core.schedule.actions import B, F, I, Kind, W
@@ -29,10 +29,19 @@ from shardwright.core.tables.gathered_stages import gathers_per_stage, most_gath
 from shardwright.core.tables.mesh_links import Links
 from shardwright.core.tables.rank_tables import RankTables
 from shardwright.core.tables.unit_table import UnitTable
+from shardwright.core.values.found_once import found_once
 
 SLOWED = {"gpu": 0.15, "tpu": 0.0, "trainium": 0.0, "cpu": 1.0}
 """The share of a device's compute rate that a message under way takes. GPU, prior: NCCL runs on 16 to 24 of 108 to 132
 multiprocessors. TPU and Trainium: engines of their own send. CPU: the cores that compute copy the messages."""
+
+CHANNELS_OF_A_PORT = 4
+"""The channels of a collective between nodes of GPUs for each port that its group has on a node; each channel runs on
+one multiprocessor. Derived: NCCL (2.18 to 2.28, src/graph/connect.cc) makes two of each path that its search finds, as
+many as ports, and four on devices of compute capability 9 where that makes fewer than 16."""
+
+MOST_CHANNELS = 16
+"""The most channels of such a collective. Derived: two for each of a node's eight ports, as above."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +79,17 @@ class Exchanges:
     def _traffic(self, decision: Decision, rank: int) -> "_ShardTraffic":
         """The traffic of the shard groups of a rank."""
         degrees = decision.placement_order, decision.pp, decision.dp, decision.tp
-        key = rank, degrees, decision.shard_group, decision.hierarchical_gathers
+        key = rank, degrees, decision.shard_group, decision.hierarchical_gathers, decision.shard == 3
         if key not in self._traffics:
             self._traffics[key] = _ShardTraffic(self, decision, rank)
         return self._traffics[key]
 
-    def slowed(self, devices: Sequence[Device]) -> float:
-        """The share of the compute rate that a message takes, of the slowest of some devices."""
-        return max(SLOWED[device.kind] for device in devices)
+    @found_once
+    def slowed(self, mesh: Mesh, rank: int, ways: int | None) -> float:
+        """The share of the compute rate that a message over the data axis takes, of the slowest device of a rank."""
+        inside, across, _ = self.links.shard_groups(mesh, rank, ways)
+        groups = (inside,) if across is None else (inside, across)
+        return max(_slowed(device, group) for device in self.links.devices(mesh, rank) for group in groups)
 
     def of(self, decision: Decision, tables: RankTables, placement: Sequence[int]) -> tuple[RankExchange, ...]:
         """The exchange of every pipeline rank."""
@@ -95,7 +107,7 @@ class Exchanges:
     def _of_rank(
         self, decision: Decision, table: UnitTable, held: Sequence[tuple[int, int]], rank: int
     ) -> RankExchange:
-        slowed = self.slowed(self.links.devices(decision.mesh, rank))
+        slowed = self.slowed(decision.mesh, rank, decision.shard_group)
         if decision.gathered_stages is not None:
             return self._by_stages(decision, table, held, rank, slowed)
         stages = [self._units(decision, table, ends, rank) for ends in held]
@@ -165,7 +177,12 @@ class Exchanges:
             units = self._divided(decision, units, sums.tolist(), updated.tolist(), rank)
         else:
             messages = [max(1, u.parameter_tensors) if self.execution.by_parameter else 1 for u in table.units[a:b]]
-            units = self._sharded(decision, units, held.tolist(), sums.tolist(), messages, rank)
+            entries = np.diff(table.range_elements[a, a + 1 : b + 1], prepend=0.0).tolist()
+            more = [
+                self._gathered_once_more(*unit) if computed_again else 0
+                for *unit, computed_again in zip(entries, messages, (again > 0).tolist(), strict=True)
+            ]
+            units = self._sharded(decision, units, held.tolist(), sums.tolist(), messages, more, rank)
         return units if decision.offload_states == "none" else _by_the_host(decision, units, table, ends, width)
 
     def bucket_bytes(self, decision: Decision) -> float:
@@ -208,13 +225,14 @@ class Exchanges:
         held: Sequence[float],
         sums: Sequence[float],
         messages: Sequence[int],
+        more: Sequence[int],
         rank: int,
     ) -> tuple[UnitTraffic, ...]:
         """Every pass gathers a unit's parameters, and its gradients are scattered; the parameters of small units stay
         whole, and their gradients are summed once."""
         traffic = self._traffic(decision, rank)
         found, staying = [], 0.0
-        for unit, size, made, count in zip(units, held, sums, messages, strict=True):
+        for unit, size, made, count, again in zip(units, held, sums, messages, more, strict=True):
             if size < decision.whole_below_bytes:
                 staying += made
                 found.append(unit)
@@ -223,6 +241,7 @@ class Exchanges:
                 replace(
                     unit,
                     gather_s=count * traffic.gather_s(size / count),
+                    again_gather_s=again * traffic.gather_s(size / count),
                     sum_s=count * traffic.scatter_s(made / count),
                     across_s=traffic.across_s(made) if made else 0.0,
                 )
@@ -231,6 +250,13 @@ class Exchanges:
             group = self.links.axis(decision.mesh, rank, "dp")
             found[0] = replace(found[0], across_s=found[0].across_s + group.all_reduce_s(staying))
         return tuple(found)
+
+    def _gathered_once_more(self, entries: float, messages: int) -> int:
+        """The number of a unit's parameters, of equal sizes, that are released once it has been computed again: what
+        follows them is read by the rest of that forward, and by as much of the backward."""
+        if not self.execution.live_entries:
+            return 0
+        return sum(2 * behind * entries >= messages * self.execution.live_entries for behind in range(messages))
 
     def _by_stages(
         self, decision: Decision, table: UnitTable, held: Sequence[tuple[int, int]], rank: int, slowed: float
@@ -279,7 +305,7 @@ class Exchanges:
             # Sums between shard groups come after all else (`_by_stages`).
             traffic = self._traffic(decision, rank)
             across_s = traffic.across_s(held.trained * self.widths(decision).gradient)
-            slowed = self.slowed(self.links.devices(mesh, rank)) if self._hides(mesh, decision, rank) else 1.0
+            slowed = self.slowed(mesh, rank, decision.shard_group) if self._hides(mesh, decision, rank) else 1.0
             return across_s + slowed * max(0.0, moved_s - across_s)
         # Sums of all microbatches but the last may lie beside other stages' idle time.
         sums_apart = mesh.axis_size("pp") > 1 and decision.gathered_stages is None and decision.reduces_each
@@ -290,7 +316,7 @@ class Exchanges:
         if sums_apart and decision.shard == 3:
             width = self.widths(decision).gradient
             moved_s -= self._traffic(decision, rank).scatter_s(held.trained * width)
-        return self.slowed(self.links.devices(mesh, rank)) * max(0.0, moved_s)
+        return self.slowed(mesh, rank, decision.shard_group) * max(0.0, moved_s)
 
     def least_moved_s(self, held: "Held", mesh: Mesh, decision: Decision, rank: int) -> float:
         """Seconds below which the traffic of a step does not get, of a rank that holds at least so much."""
@@ -319,7 +345,7 @@ class Exchanges:
 
     def _hides(self, mesh: Mesh, decision: Decision, rank: int) -> bool:
         """Whether a rank may compute while traffic is under way."""
-        if self.slowed(self.links.devices(mesh, rank)) == 1.0 and decision.gathered_stages is None:
+        if self.slowed(mesh, rank, decision.shard_group) == 1.0 and decision.gathered_stages is None:
             return False
         if decision.shard == 3:
             return self.execution.prefetched_units > 0
@@ -347,17 +373,38 @@ class _ShardTraffic:
 
     def __init__(self, owner: Exchanges, decision: Decision, rank: int) -> None:
         self.inside, self.across, self.ways = owner.links.shard_groups(decision.mesh, rank, decision.shard_group)
-        self.share, self.staged = owner.execution.bandwidth_share, decision.hierarchical_gathers
+        self.staged, execution = decision.hierarchical_gathers, owner.execution
+        self.least_per_byte_s = self.listed_s = 0.0
+        if decision.shard == 3 and self.inside.ranks > 1:
+            if execution.gathered_bytes_per_s:
+                self.least_per_byte_s = 1 / execution.gathered_bytes_per_s
+            if execution.lists_ranks:
+                issued_s = max(device.dispatched_s for device in owner.links.devices(decision.mesh, rank))
+                self.listed_s = self.inside.ranks * issued_s * COMPILED_DISPATCH
 
     def gather_s(self, size_bytes: float) -> float:
-        return self.inside.all_gather_s(size_bytes, in_stages=self.staged) / self.share if size_bytes else 0.0
+        return self._as_carried_out_s(self.inside.all_gather_s, size_bytes)
 
     def scatter_s(self, size_bytes: float) -> float:
-        return self.inside.reduce_scatter_s(size_bytes, in_stages=self.staged) / self.share if size_bytes else 0.0
+        return self._as_carried_out_s(self.inside.reduce_scatter_s, size_bytes)
+
+    def _as_carried_out_s(self, linked_s: Callable[..., float], size_bytes: float) -> float:
+        """Seconds of a collective that its links carry in so many, as the system carries it out."""
+        if not size_bytes:
+            return 0.0
+        return max(linked_s(size_bytes, in_stages=self.staged), size_bytes * self.least_per_byte_s) + self.listed_s
 
     def across_s(self, size_bytes: float) -> float:
         """Of one rank's share of so many bytes."""
         return self.across.all_reduce_s(size_bytes / self.ways) if self.across is not None and size_bytes else 0.0
+
+
+def _slowed(device: Device, group: Group) -> float:
+    """The share of a device's compute rate that a message inside a group takes."""
+    most = SLOWED[device.kind]
+    if device.kind != "gpu" or not device.compute_units or group.outside is None or not group.ranks_per_node:
+        return most
+    return min(most, min(MOST_CHANNELS, CHANNELS_OF_A_PORT * group.ranks_per_node) / device.compute_units)
 
 
 def _by_the_host(

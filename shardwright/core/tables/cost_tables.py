@@ -438,5 +438,5 @@ class CostTables(LayoutTables):
             parameters=sum(held.values()),
             trained=trained,
             gradient_bytes=trained * self._added_bytes,
-            parameter_tensors=len(held),
+            parameter_tensors=sum(n >= self.execution.whole_entries for n in held.values()),
         )

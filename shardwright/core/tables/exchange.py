@@ -37,6 +37,8 @@ class UnitTraffic:
     """Of its share of the sums between shard groups, in the last microbatch."""
     update_gather_s: float = 0.0
     """Of its parameters once a step, after the optimizer has updated them."""
+    again_gather_s: float = 0.0
+    """Of those of its parameters that are released once it has been computed again, before its backward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +142,7 @@ def one_stage_of_several(
     if gathers or sums_each:
         own = [replace(unit, across_s=0.0, sum_s=unit.sum_s if sums_each else 0.0) for unit in units]
         end_s, tail_s = _folded(own, lambda own: _passes(own, execution, slowed, backward=True))
-        moved = sum(unit.gather_s + unit.sum_s for unit in own)
+        moved = sum(unit.gather_s + unit.again_gather_s + unit.sum_s for unit in own)
         backward = max(0.0, end_s - (tail_s if hides else 0.0) - compute[1], moved - compute[1])
         waited = 0.0 if hides else tail_s
     last_end_s, last_tail_s = _folded(units, lambda own: _passes(own, execution, slowed, backward=True))
@@ -154,7 +156,7 @@ def one_stage_of_several(
 
 def _traffic_s(units: Sequence[UnitTraffic], microbatches: int, *, sums_each: bool) -> float:
     """Seconds of all traffic of a step, one message after the other."""
-    gathers = sum(2 * unit.gather_s for unit in units) * microbatches
+    gathers = sum(2 * unit.gather_s + unit.again_gather_s for unit in units) * microbatches
     sums = sum(unit.sum_s for unit in units) * (microbatches if sums_each else 1)
     return gathers + sums + sum(unit.across_s + unit.update_gather_s for unit in units)
 
@@ -229,7 +231,8 @@ def _backward(lanes: _Lanes, units: Sequence[UnitTraffic], *, after_forward: boo
     for number in reversed(range(len(units))):
         unit = units[number]
         is_there = number == kept
-        done = lanes.compute(unit.backward_s, 0.0 if is_there else unit.gather_s, is_gathered=is_there)
+        gather_s = unit.again_gather_s + (0.0 if is_there else unit.gather_s)
+        done = lanes.compute(unit.backward_s, gather_s, is_gathered=is_there)
         if sums and (unit.sum_s or unit.across_s):
             if lanes.execution.gradients or (unit.gather_s and lanes.execution.prefetched_units):
                 _sum(lanes, unit, done, last=last, hides=True)

@@ -10,7 +10,7 @@ import shardwright as sw
 import shardwright.core.tables.exchange as exchange
 from shardwright.core.cluster.cluster import Cluster
 from shardwright.core.errors import PlanError
-from shardwright.core.execution import PLAIN, SYSTEMS, Execution
+from shardwright.core.execution import COMPILED_DISPATCH, PLAIN, SYSTEMS, Execution
 from shardwright.core.plan.decision import Decision
 from shardwright.core.search.exchanges import Exchanges, Held
 from shardwright.core.search.predict import largest_unit
@@ -191,6 +191,66 @@ def test_no_more_is_hidden_than_there_is_computing(shard: int) -> None:
     pins = PINS | {"dp": 4, "precision": "fp32", "schedule": "looped-bfs", "virtual_stages": 2}
     plan = sw.plan(GRAPH, cluster, batch=64, shard=shard, like="megatron-core", **pins)  # type: ignore[arg-type]
     assert plan.predicted.data_parallel_hidden_s <= plan.predicted.pipeline_s * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("device", "nodes", "each", "tp", "ways", "expected"),
+    [
+        ("h100", 4, 8, 1, None, 16 / 132),  # every port of a node: as many channels as there are
+        ("h100", 4, 8, 4, None, 8 / 132),  # two of a tensor group's data groups on each node, with a port each
+        ("h100", 4, 8, 8, None, 4 / 132),
+        ("h100", 1, 8, 1, None, 0.15),  # within a node
+        ("h100", 4, 8, 1, 8, 0.15),  # shard groups within a node, summed between them
+        ("t4", 4, 2, 1, None, 0.15),
+        ("tpu-v5e", 4, 8, 8, None, 0.0),
+        ("cpu", 4, 2, 2, None, 1.0),
+    ],
+)
+def test_the_channels_of_a_group_say_what_its_messages_take_of_a_device(
+    device: str, nodes: int, each: int, tp: int, ways: int | None, expected: float
+) -> None:
+    cluster = Cluster(device, nodes=nodes, devices_per_node=each)
+    d = Decision(pp=1, dp=nodes * each // tp, tp=tp, batch=64, microbatch=1, schedule="1f1b", stage_starts=(0,))
+    slowed = Exchanges(Links(cluster), "bf16", AHEAD).slowed(d.mesh, 0, ways)
+    assert slowed == pytest.approx(expected)
+
+
+def test_parameters_that_are_gathered_one_by_one() -> None:
+    """A layer of DeepSpeed's ZeRO-3 that is computed again, its weights in three or more messages each way: at its rate
+    at most, with a copy for each rank, and once more before the backward where more lies between two uses."""
+    hidden, cluster = 2048, Cluster("a100-80gb", nodes=2, devices_per_node=8)
+    graph = decoder(layers=2, hidden=hidden, heads=8, vocabulary=512, sequence=256)
+    d = Decision(
+        pp=1, dp=16, tp=1, batch=64, microbatch=1, schedule="1f1b", stage_starts=(0,), shard=3, recompute="full",
+        precision="bf16",
+    )  # fmt: skip
+
+    def of_layer(**changes: object) -> tuple[UnitTraffic, int, float]:
+        """The traffic of a layer, the number of its large weights, and the bytes of all its parameters."""
+        execution = replace(SYSTEMS["deepspeed-0.4"], **changes)  # type: ignore[arg-type]
+        tables = CostTables(graph, cluster, "bf16", "adamw", execution=execution)
+        scorer = Scorer(tables, cluster, Request(batch=d.batch, precision="bf16"))
+        table = scorer.bounds.ranked(Shape(d.mesh, "PDT", d.microbatch, d.microbatches), "full").tables[0]
+        layer, unit = scorer.step.exchanges._units(d, table, (0, len(table.units)), 0)[1], table.units[1]
+        return layer, unit.parameter_tensors, 2.0 * unit.parameter_elements
+
+    plain: dict[str, object] = {"lists_ranks": False, "gathered_bytes_per_s": 0.0, "live_entries": 0}
+    linked, count, size = of_layer(**plain)
+    assert count == sum(
+        graph.tensors[p.tensor].elements(2) >= 100_000 for p in graph.parameters if ".0." in f".{p.name}."
+    )
+    group = cluster.group(range(16))
+    assert linked.gather_s == pytest.approx(count * group.all_gather_s(size / count))
+    assert linked.again_gather_s == 0.0
+    limited, _, _ = of_layer(**plain | {"gathered_bytes_per_s": 1e9})
+    assert limited.gather_s == limited.sum_s == pytest.approx(size / 1e9)
+    listed, _, _ = of_layer(**plain | {"lists_ranks": True})
+    copies_s = count * 16 * cluster.device(0).dispatched_s * COMPILED_DISPATCH
+    assert listed.gather_s - linked.gather_s == pytest.approx(copies_s)
+    assert listed.sum_s - linked.sum_s == pytest.approx(copies_s)
+    for entries, kept in ((size, count), (size / 2 / count * 3, 2), (1, 1)):  # between two uses: twice what follows
+        released, _, _ = of_layer(**plain | {"live_entries": int(entries)})
+        assert released.again_gather_s == pytest.approx((count - kept) * group.all_gather_s(size / count))
 
 
 def test_an_unknown_system_is_refused_with_the_nearest() -> None:
