@@ -165,7 +165,9 @@ def regret_lines(runs: Sequence[Run], predicted: np.ndarray, measured: np.ndarra
         *lines,
         "",
         f"{quicker / whole:.0%} of the regret is of choices whose fastest has microbatches that were measured to take "
-        f"less time than those of half as many samples on the same ranks, which no count of work gives.",
+        "less time than those of half as many samples on the same ranks, which no count of work gives. Mechanisms "
+        "that were tried for them, and the least regret of a model without them: [table](tried_mechanisms.md) "
+        "(`python benchmarks/tried_mechanisms.py`).",
     ]
 
 

@@ -17,6 +17,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -25,11 +26,21 @@ from megatron import gpt
 from published import DATA
 
 import shardwright as sw
+from shardwright.core import execution
 from shardwright.core.errors import ShardwrightError
+from shardwright.core.search import search
 
 Row = dict[str, str]
 TUNED = 0.15
 """How much longer than the fastest a setting may take that a tuned run had, as predicted."""
+ZERO_3 = "DeepSpeed ZeRO-3"
+SYSTEM_OF = {
+    ZERO_3: "deepspeed-0.4",
+    "torchtitan FSDP2 eager": "fsdp2",
+    "torchtitan FSDP2 compiled": "fsdp2-compiled",
+    "Megatron-Core": "megatron-core",
+}
+"""The name by which ``like=`` knows a system of the table."""
 
 
 def main() -> int:
@@ -60,6 +71,7 @@ def main() -> int:
         found[f"{row['system']}, {row['parameters_billion']}B on {row['gpus']}"] = off, width
         print(line, flush=True)
         lines.append(line)
+    lines += _without_each([row for row in rows if row["system"] == ZERO_3])
     lines += ["", f"Whole benchmark: {time.perf_counter() - started:.0f} s."]
     print(lines[-1])
     if options.write:
@@ -98,16 +110,47 @@ def _line(row: Row) -> tuple[str, float, float]:
     return line, off, width
 
 
+def _without_each(rows: list[Row]) -> list[str]:
+    """The error of each row of ZeRO-3 without one of its mechanisms at a time, and with gathers that hide."""
+    if not rows:
+        return []
+    known, name = execution.SYSTEMS, SYSTEM_OF[ZERO_3]
+    lines = [
+        "",
+        "What each mechanism of DeepSpeed's ZeRO-3 adds (`shardwright/core/execution.py`): errors with all, without "
+        "one, and with gathers that travel beside computing one unit ahead, at this rate and at the one that fits the "
+        "first row. Only `gathered_bytes_per_s` is fitted on these rows.",
+        "",
+        f"| | {' | '.join(row['gpus'] + ' GPUs' for row in rows)} |",
+        "|---|" + "---|" * len(rows),
+    ]
+    hides = {"prefetched_units": 1, "gradients": True}
+    for said, changes in (
+        ("all of them", {}),
+        ("without `lists_ranks`: a copy for each rank of a gather", {"lists_ranks": False}),
+        ("without `live_entries`: parameters gathered once more", {"live_entries": 0}),
+        ("without `whole_entries`: small parameters stay whole", {"whole_entries": 0}),
+        ("without `gathered_bytes_per_s`: the rate of gathers", {"gathered_bytes_per_s": 0.0}),
+        ("gathers hide", hides),
+        ("gathers hide, at 16 GB/s", hides | {"gathered_bytes_per_s": 16e9}),
+    ):
+        try:
+            execution.SYSTEMS = known | {name: replace(known[name], **changes)}  # type: ignore[arg-type]
+            search._REMEMBERED.clear()
+            plans = [next(plans_of(row, cluster_of(row))) for row in rows]
+        finally:
+            execution.SYSTEMS = known
+            search._REMEMBERED.clear()
+        errors = [rate_of(row, plan) / float(row["value"]) - 1 for row, plan in zip(rows, plans, strict=True)]
+        lines.append(f"| {said} | {' | '.join(f'{error:+.1%}' for error in errors)} |")
+        print(lines[-1], flush=True)
+    return lines
+
+
 def plans_of(row: Row, cluster: sw.Cluster) -> Iterator[sw.Plan]:
     """The plans that a row may have been: one, or those over what it leaves open."""
     graph = _graph(row)
     pp, dp, batch, layers = (int(row[name]) for name in ("pp", "dp", "global_batch", "layers"))
-    like = {
-        "DeepSpeed ZeRO-3": "deepspeed-0.4",
-        "torchtitan FSDP2 eager": "fsdp2",
-        "torchtitan FSDP2 compiled": "fsdp2-compiled",
-        "Megatron-Core": "megatron-core",
-    }[row["system"]]
     microbatches = [int(row["microbatch"])] if row["microbatch"] else _divisors(batch // dp)
     for microbatch in microbatches:
         for virtual in _virtual(row, layers, pp):
@@ -128,7 +171,7 @@ def plans_of(row: Row, cluster: sw.Cluster) -> Iterator[sw.Plan]:
                     precision=row["precision"],
                     gradient_precision=None if row["system"].startswith("DeepSpeed") else "fp32",
                     sequence_parallel=True if int(row["tp"]) > 1 else None,
-                    like=like,
+                    like=SYSTEM_OF[row["system"]],
                 )
             except ShardwrightError as error:
                 print(f"    microbatch {microbatch}, {virtual} virtual stages: {error}", file=sys.stderr)
