@@ -97,6 +97,7 @@ def sagemaker_lines() -> list[str]:
     for what, published, pins in (
         ("GPT-2 30B, sequence 2048, 256 A100", 141, {"like": "sagemaker", "shard_group": 64}),
         ("the same by DeepSpeed's ZeRO-3", 101, {"like": "deepspeed"}),
+        ("the same by its code of 2021", 101, {"like": "deepspeed-0.4"}),
     ):
         plan = sw.plan(gpt30, cluster, batch=1024, dp=256, **SHARDED, **pins)  # type: ignore[arg-type]
         rate = flops / plan.predicted.step_time_s / 256 / 1e12
@@ -111,7 +112,9 @@ def sagemaker_lines() -> list[str]:
         "",
         "Batches and degrees are not published for all of these; those in the table are ours. The number of devices of "
         "the 10B figure is assumed, so that its error is that of this number too. TFLOP/s are those of the model, "
-        "without what is computed again.",
+        "without what is computed again. The version of DeepSpeed is not published: until 2021 its gathers copied one "
+        "tensor for each rank, which 256 ranks feel. Nothing is fitted on this row; of the mechanisms of ZeRO-3 one "
+        "has a fitted constant, a rate that this port does not reach ([table](large_runs.md)).",
         "",
         *_by_samples(),
         "Why 175B differs: 32 samples/s are 73 TFLOP/s on each A100, 23% of its peak. That library pipelines whole "
