@@ -84,12 +84,20 @@ class Exchanges:
             self._traffics[key] = _ShardTraffic(self, decision, rank)
         return self._traffics[key]
 
-    @found_once
-    def slowed(self, mesh: Mesh, rank: int, ways: int | None) -> float:
+    def slowed(self, decision: Decision, mesh: Mesh, rank: int) -> float:
         """The share of the compute rate that a message over the data axis takes, of the slowest device of a rank."""
+        return self._slowed(mesh, rank, decision.shard_group, decision.gathered_stages is not None)
+
+    @found_once
+    def _slowed(self, mesh: Mesh, rank: int, ways: int | None, gathered: bool) -> float:
+        """The same. Gathers and sums of stages that the schedule gathers are under way at once, and what of them hides
+        is not laid on lanes: they take the most, whatever their channels."""
+        devices = self.links.devices(mesh, rank)
+        if gathered:
+            return max(SLOWED[device.kind] for device in devices)
         inside, across, _ = self.links.shard_groups(mesh, rank, ways)
         groups = (inside,) if across is None else (inside, across)
-        return max(_slowed(device, group) for device in self.links.devices(mesh, rank) for group in groups)
+        return max(_slowed(device, group) for device in devices for group in groups)
 
     def of(self, decision: Decision, tables: RankTables, placement: Sequence[int]) -> tuple[RankExchange, ...]:
         """The exchange of every pipeline rank."""
@@ -107,7 +115,7 @@ class Exchanges:
     def _of_rank(
         self, decision: Decision, table: UnitTable, held: Sequence[tuple[int, int]], rank: int
     ) -> RankExchange:
-        slowed = self.slowed(decision.mesh, rank, decision.shard_group)
+        slowed = self.slowed(decision, decision.mesh, rank)
         if decision.gathered_stages is not None:
             return self._by_stages(decision, table, held, rank, slowed)
         stages = [self._units(decision, table, ends, rank) for ends in held]
@@ -305,7 +313,7 @@ class Exchanges:
             # Sums between shard groups come after all else (`_by_stages`).
             traffic = self._traffic(decision, rank)
             across_s = traffic.across_s(held.trained * self.widths(decision).gradient)
-            slowed = self.slowed(mesh, rank, decision.shard_group) if self._hides(mesh, decision, rank) else 1.0
+            slowed = self.slowed(decision, mesh, rank) if self._hides(mesh, decision, rank) else 1.0
             return across_s + slowed * max(0.0, moved_s - across_s)
         # Sums of all microbatches but the last may lie beside other stages' idle time.
         sums_apart = mesh.axis_size("pp") > 1 and decision.gathered_stages is None and decision.reduces_each
@@ -316,7 +324,7 @@ class Exchanges:
         if sums_apart and decision.shard == 3:
             width = self.widths(decision).gradient
             moved_s -= self._traffic(decision, rank).scatter_s(held.trained * width)
-        return self.slowed(mesh, rank, decision.shard_group) * max(0.0, moved_s)
+        return self.slowed(decision, mesh, rank) * max(0.0, moved_s)
 
     def least_moved_s(self, held: "Held", mesh: Mesh, decision: Decision, rank: int) -> float:
         """Seconds below which the traffic of a step does not get, of a rank that holds at least so much."""
@@ -345,7 +353,7 @@ class Exchanges:
 
     def _hides(self, mesh: Mesh, decision: Decision, rank: int) -> bool:
         """Whether a rank may compute while traffic is under way."""
-        if self.slowed(mesh, rank, decision.shard_group) == 1.0 and decision.gathered_stages is None:
+        if self.slowed(decision, mesh, rank) == 1.0 and decision.gathered_stages is None:
             return False
         if decision.shard == 3:
             return self.execution.prefetched_units > 0

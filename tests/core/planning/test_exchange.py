@@ -12,7 +12,7 @@ from shardwright.core.cluster.cluster import Cluster
 from shardwright.core.errors import PlanError
 from shardwright.core.execution import COMPILED_DISPATCH, PLAIN, SYSTEMS, Execution
 from shardwright.core.plan.decision import Decision
-from shardwright.core.search.exchanges import Exchanges, Held
+from shardwright.core.search.exchanges import SLOWED, Exchanges, Held
 from shardwright.core.search.predict import largest_unit
 from shardwright.core.search.request import Request
 from shardwright.core.search.scoring import Scorer
@@ -210,9 +210,14 @@ def test_the_channels_of_a_group_say_what_its_messages_take_of_a_device(
     device: str, nodes: int, each: int, tp: int, ways: int | None, expected: float
 ) -> None:
     cluster = Cluster(device, nodes=nodes, devices_per_node=each)
-    d = Decision(pp=1, dp=nodes * each // tp, tp=tp, batch=64, microbatch=1, schedule="1f1b", stage_starts=(0,))
-    slowed = Exchanges(Links(cluster), "bf16", AHEAD).slowed(d.mesh, 0, ways)
-    assert slowed == pytest.approx(expected)
+    d = Decision(
+        pp=1, dp=nodes * each // tp, tp=tp, batch=64, microbatch=1, schedule="1f1b", stage_starts=(0,), shard=3,
+        shard_group=ways,
+    )  # fmt: skip
+    exchanges = Exchanges(Links(cluster), "bf16", AHEAD)
+    assert exchanges.slowed(d, d.mesh, 0) == pytest.approx(expected)
+    by_stages = replace(d, gathered_stages=1)
+    assert exchanges.slowed(by_stages, d.mesh, 0) == SLOWED[cluster.device(0).kind]
 
 
 def test_parameters_that_are_gathered_one_by_one() -> None:
