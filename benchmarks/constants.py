@@ -56,7 +56,8 @@ OTHERS_SEEN = (
     "`published_large_runs.csv`: its four rows of Megatron-Core on H100, as ranges (`benchmarks/large_runs.py`)",
     "the other columns of `a100_selective_recompute.csv`: selective recompute, and memory (`benchmarks/accuracy.py`)",
     "SageMaker's figures (arXiv 2111.05972 and its documentation: 175B, 30B and 10B on A100) and Horovod's scaling "
-    "(arXiv 1905.04035), beside `benchmarks/accuracy.py`; nothing is fitted on them. Horovod's time of one reduction, "
+    "(arXiv 1905.04035), beside `benchmarks/accuracy.py`; no number is fitted on them, but which code of "
+    "DeepSpeed the 30B row is held against, with lists of ranks or without. Horovod's time of one reduction, "
     "of the same paper, is the rate of the port in `benchmarks/horovod.py`, and in no other table",
     "NCCL 2.28, src/graph/tuning.cc: latencies and bandwidths of its protocols, taken over as origins say",
     "nccl-tests of 16 A100 on 2 p4de (AWS EFA workshop) and of V100 on 2 to 8 p3dn (AWS deep-learning AMI guide): EFA "

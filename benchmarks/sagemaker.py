@@ -113,7 +113,7 @@ def sagemaker_lines() -> list[str]:
         "Batches and degrees are not published for all of these; those in the table are ours. The number of devices of "
         "the 10B figure is assumed, so that its error is that of this number too. TFLOP/s are those of the model, "
         "without what is computed again. The version of DeepSpeed is not published: until 2021 its gathers copied one "
-        "tensor for each rank, which 256 ranks feel. Nothing is fitted on this row; of the mechanisms of ZeRO-3 one "
+        "tensor for each rank, which 256 ranks feel. No number is fitted on this row; of the mechanisms of ZeRO-3 one "
         "has a fitted constant, a rate that this port does not reach ([table](large_runs.md)).",
         "",
         *_by_samples(),
