@@ -111,7 +111,7 @@ def test_the_metadata_offers_the_extras_and_keeps_the_base_small(installed: Path
     }
     assert base == needed
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert set(extras) == {"torch", "jax", "all", "dev"}
+    assert set(extras) == {"torch", "jax", "solver", "all", "dev"}
 
 
 def test_the_command_is_installed(installed: Path) -> None:
