@@ -280,6 +280,34 @@ def few_microbatches(slower: Sequence[float], cases: int, limit: float) -> Claim
     return claims
 
 
+def jobs(parts: Mapping[str, Mapping[str, float]]) -> Claims:
+    """The simulator of jobs, by part: Hydra's bound kept by every list; no policy below the proven optimum; the gain
+    over model parallelism within 1% of the closed form; copies of half a unit hidden to 95%, and, not hidden, a loss
+    within 2% of the predicted one; 1.5 million units in 60 s and 1 GiB."""
+    claims = Claims()
+    if (bound := parts.get("bound")) is not None:
+        claims.at_least("lists", bound["lists"], 5000)
+        claims.at_most("makespan over the bound", bound["worst"], 1.0)
+        claims.at_most("lists with a unit left out or out of order", bound["broken"], 0)
+    for name, ratio in parts.get("optimum", {}).items():
+        if name.endswith("least"):
+            claims.at_least(f"{name}: over the optimum", ratio, 1 - 1e-5)
+        elif name.startswith("sharded-lrtf"):
+            claims.at_most(f"{name}: over the optimum", ratio, 1.25 if name.endswith("worst") else 1.03)
+    for name, error in parts.get("gain", {}).items():
+        claims.at_most(f"{name}: gain, off the closed form by", abs(error), 0.01)
+    for name, ratio in parts.get("pipelines", {}).items():
+        claims.at_least(name, ratio, 1.0)
+    for name, figure in parts.get("copies", {}).items():
+        if name.endswith("hidden"):
+            claims.at_least(name, figure, 0.95)
+        else:
+            claims.at_most(f"{name}, off the predicted by", abs(figure), 0.02)
+    for name, figure in parts.get("speed", {}).items():
+        claims.at_most(name, figure, 1024 if name.endswith("MiB") else 60.0)
+    return claims
+
+
 def slice_lengths(rows: Mapping[str, Mapping[str, float | None]]) -> Claims:
     """Of each table: the search's processor time, at most 10 s; the step over that of the best equal lengths, and over
     that of TeraPipe's planner where it was asked, at most 1."""

@@ -6,6 +6,7 @@ Importing this package imports neither framework. `shardwright.torch` and `shard
 from shardwright.api import capture, plan, simulate
 from shardwright.core.cluster.cluster import Cluster
 from shardwright.core.errors import ShardwrightError
+from shardwright.core.jobs.simulate import simulate_jobs
 from shardwright.core.layout.mesh import Mesh
 from shardwright.core.layout.placements import Layout, Partial, Replicate, Split
 from shardwright.core.model.graph import Graph
@@ -37,5 +38,6 @@ __all__ = [
     "plan",
     "rescore",
     "simulate",
+    "simulate_jobs",
     "slice_lengths",
 ]

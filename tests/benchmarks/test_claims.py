@@ -30,6 +30,14 @@ BF16 = {"peer in float32": 1e-7, "apart": 1e-6, "ours": 1e-3, "fsdp2": 1e-3, "fa
 GPU = {"overhead": 1.01, "compiled": 0.95, "hidden": {"shard 0": 1.0, "shard 3": 0.5}, "memory": {"fp32": [1.0, 1.03]}}
 TWO_RANKS = {str(plan): 0.05 for plan in range(9)} | {"9": 0.1}
 MODELS = {(f"a:{number}", case): "equal" for number in range(45) for case in ("pp 2", "tp 2")}
+JOBS = {
+    "bound": {"lists": 5000, "worst": 1.0, "broken": 0},
+    "optimum": {"sharded-lrtf worst": 1.25, "sharded-lrtf mean": 1.03, "fifo least": 1.0, "fifo worst": 1.9},
+    "gain": {"a": -0.009},
+    "pipelines": {"a": 1.0},
+    "copies": {"a: hidden": 0.95, "a: loss": 0.02},
+    "speed": {"a": 60.0, "a, MiB": 1024.0},
+}
 ALONE = {"peak over budget": 0.9, "first losses apart": 0.0, "last loss over the first": 0.5, "last apart": 0.01}
 EDITED = {"refused": 100, "rescored": 25, "commands": 31}
 EDITS = {(name, framework): EDITED for name in "abcd" for framework in ("torch", "jax")}
@@ -45,6 +53,26 @@ JUDGED: dict[str, tuple[Callable[[], Claims], list[Callable[[], Claims]]]] = {
             lambda: claims.edited_plans({("a", "jax"): EDITED}),
             lambda: claims.edited_plans({models: {"refused": 100, "rescored": 25} for models in EDITS}),
             lambda: claims.edited_plans({}),
+        ],
+    ),
+    "jobs": (
+        lambda: claims.jobs(JOBS),
+        [
+            lambda: claims.jobs({"bound": JOBS["bound"] | {"worst": 1.01}}),
+            lambda: claims.jobs({"bound": JOBS["bound"] | {"worst": NAN}}),
+            lambda: claims.jobs({"bound": JOBS["bound"] | {"lists": 4999}}),
+            lambda: claims.jobs({"bound": JOBS["bound"] | {"broken": 1}}),
+            lambda: claims.jobs({"optimum": JOBS["optimum"] | {"fifo least": 0.99}}),
+            lambda: claims.jobs({"optimum": JOBS["optimum"] | {"sharded-lrtf worst": 1.3}}),
+            lambda: claims.jobs({"optimum": JOBS["optimum"] | {"sharded-lrtf mean": NAN}}),
+            lambda: claims.jobs({"gain": {"a": 0.0, "b": -0.011}}),
+            lambda: claims.jobs({"gain": {"a": NAN}}),
+            lambda: claims.jobs({"pipelines": {"a": 0.99}}),
+            lambda: claims.jobs({"copies": {"a: hidden": 0.94}}),
+            lambda: claims.jobs({"copies": {"a: loss": -0.03}}),
+            lambda: claims.jobs({"speed": {"a": 61.0}}),
+            lambda: claims.jobs({"speed": {"a, MiB": 1025.0}}),
+            lambda: claims.jobs({}),
         ],
     ),
     "slice_lengths": (

@@ -98,9 +98,20 @@ def test_the_metadata_offers_the_extras_and_keeps_the_base_small(installed: Path
     code = "from importlib.metadata import requires; print('\\n'.join(requires('shardwright')))"
     requirements = run("-c", code, PYTHONPATH=str(installed)).splitlines()
     base = {line.split(">")[0].strip() for line in requirements if "extra ==" not in line}
-    assert base == {"annotated-types", "numpy", "scipy", "networkx", "pydantic", "typer", "rich", "xxhash"}
+    needed = {
+        "annotated-types",
+        "numpy",
+        "scipy",
+        "networkx",
+        "pydantic",
+        "typer",
+        "rich",
+        "typing-extensions",
+        "xxhash",
+    }
+    assert base == needed
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert set(extras) == {"torch", "jax", "all", "dev"}
+    assert set(extras) == {"torch", "jax", "solver", "all", "dev"}
 
 
 def test_the_command_is_installed(installed: Path) -> None:

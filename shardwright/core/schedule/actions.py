@@ -140,6 +140,25 @@ class Action:
         mb, piece = self.microbatch, self.slice
         return f"{self.stage}{self.kind.value}{'' if mb is None else mb}{'' if piece is None else f's{piece}'}"
 
+    @property
+    def letter(self) -> str:
+        """One letter, for the terminal: that of the kind, X for an overlapped pair."""
+        return "X" if self.parts else self.kind.value[0]
+
+    @property
+    def series(self) -> str:
+        return self.kind.value
+
+    @property
+    def numbers(self) -> dict[str, int | None]:
+        """Stage and microbatch, and the slice of one."""
+        found = {"stage": self.stage, "microbatch": self.microbatch}
+        return found if self.slice is None else {**found, "slice": self.slice}
+
+    @property
+    def is_transfer(self) -> bool:
+        return self.kind in TRANSFER
+
     def as_kind(self, kind: Kind, stage: int | None = None) -> "Action":
         """Another action on the same microbatch and slice, on this stage or another."""
         return cell(self.stage if stage is None else stage, kind, self.microbatch, self.slice)

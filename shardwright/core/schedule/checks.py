@@ -11,9 +11,10 @@ from shardwright.core.schedule.actions import TRANSFER, Action, B, Kind, W
 from shardwright.core.schedule.costs import per_rank_limit
 from shardwright.core.schedule.legality import report
 from shardwright.core.schedule.passes.transfers import insert_transfers
-from shardwright.core.schedule.peak_memory import walk_activations
+from shardwright.core.schedule.peak_memory import bytes_of, walk_activations
+from shardwright.core.schedule.run import ScheduleRun
 from shardwright.core.schedule.schedule import Schedule
-from shardwright.core.schedule.simulate import Costs, Engine, bytes_of, costs_by_slice, explain_stop
+from shardwright.core.schedule.simulate import Costs, costs_by_slice, explain_stop
 
 
 def check(
@@ -111,8 +112,8 @@ def check_ends(schedule: Schedule, *, blocking: bool = False) -> None:
     """
     if blocking and schedule.ranks > 1 and not has_any(schedule, TRANSFER):
         schedule = insert_transfers(schedule, blocking=True)
-    engine = Engine(schedule, costs_by_slice(schedule, None), "blocking" if blocking else "asynchronous")
-    if stuck := engine.run():
+    ran = ScheduleRun(schedule, costs_by_slice(schedule, None), "blocking" if blocking else "asynchronous")
+    if stuck := ran.run():
         raise ScheduleError(explain_stop(schedule, stuck))
 
 

@@ -2,7 +2,7 @@
 
 The order in which ranks run actions and links carry tensors is that of the table, whatever the costs, so a makespan is
 a fixed sequence of sums and maxima. Here each of them is done for all cuts together: the same steps as those of the
-event engine (`core.schedule.simulate`), on arrays.
+event engine (`core.schedule.run`), on arrays.
 """
 
 from dataclasses import dataclass

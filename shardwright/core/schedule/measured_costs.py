@@ -24,12 +24,14 @@ def measured_costs(timelines: Iterable[Timeline]) -> StageCosts:
     a whole one takes both.
 
     Raises:
-        ScheduleError: there is no timeline, or one has no forward or no backward of a stage, or ran slices.
+        ScheduleError: there is no timeline, or one has no forward or no backward of a stage, ran slices, or is of jobs.
     """
     seconds: defaultdict[tuple[int, Kind, bool], list[float]] = defaultdict(list)
     crossing: defaultdict[int, list[float]] = defaultdict(list)
     stages = 0
     for timeline in timelines:
+        if timeline.held is not None:
+            raise ScheduleError("a timeline of jobs has no stages: record the steps of a pipeline")
         ran: dict[tuple[int, Kind, int], Span] = {}
         free_s: dict[tuple[int, Kind, int], float] = {}
         for rank in range(timeline.ranks):

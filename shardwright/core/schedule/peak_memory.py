@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from shardwright.core.schedule.actions import Action, B, F, I, W
+from shardwright.core.schedule.costs import StageCosts
 
 Sizes = Sequence[int] | Mapping[int, int]
 """The bytes of each stage."""
@@ -22,6 +23,11 @@ class SliceBytes(NamedTuple):
 
     activations: Sizes
     freed_by_input_grad: Sizes
+
+
+def bytes_of(costs: StageCosts) -> SliceBytes:
+    """What a slice of these costs holds."""
+    return SliceBytes(costs.activation_bytes, costs.freed_by_input_grad_bytes or (0,) * costs.stages)
 
 
 def walk_activations(

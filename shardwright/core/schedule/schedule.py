@@ -9,8 +9,8 @@ from shardwright.core.schedule.auto import shortest
 from shardwright.core.schedule.catalogue import FAMILIES
 from shardwright.core.schedule.costs import per_rank_limit
 from shardwright.core.schedule.family import Sizes
-from shardwright.core.schedule.peak_memory import peak_live
-from shardwright.core.schedule.simulate import Costs, bytes_of, costs_by_slice, require_costs
+from shardwright.core.schedule.peak_memory import bytes_of, peak_live
+from shardwright.core.schedule.simulate import Costs, costs_by_slice, require_costs
 
 AUTO = "auto"
 """The schedule that is searched for the costs and the memory given, instead of following a pattern."""

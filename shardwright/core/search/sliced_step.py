@@ -16,8 +16,7 @@ from shardwright.core.errors import PlanError
 from shardwright.core.plan.decision import Decision
 from shardwright.core.plan.prediction_error import LEAD
 from shardwright.core.schedule.costs import StageCosts
-from shardwright.core.schedule.peak_memory import peak_below_sum_of_slices, peak_live
-from shardwright.core.schedule.simulate import bytes_of
+from shardwright.core.schedule.peak_memory import bytes_of, peak_below_sum_of_slices, peak_live
 from shardwright.core.search.answer import place_of
 from shardwright.core.search.predict import Pipeline, simulated_pipeline
 from shardwright.core.search.scoring import Scored, Scorer

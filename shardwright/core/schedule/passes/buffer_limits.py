@@ -10,7 +10,8 @@ from dataclasses import replace
 from shardwright.core.errors import ScheduleError
 from shardwright.core.schedule.action_table import ActionTable, TableT, has_any
 from shardwright.core.schedule.actions import TRANSFER
-from shardwright.core.schedule.simulate import Engine, costs_by_slice
+from shardwright.core.schedule.run import ScheduleRun
+from shardwright.core.schedule.simulate import costs_by_slice
 
 
 def bound_buffers(schedule: TableT, credits: int) -> TableT:
@@ -39,4 +40,4 @@ def bound_buffers(schedule: TableT, credits: int) -> TableT:
 
 
 def _ends(schedule: ActionTable) -> bool:
-    return not Engine(schedule, costs_by_slice(schedule, None), "asynchronous").run()
+    return not ScheduleRun(schedule, costs_by_slice(schedule, None)).run()
