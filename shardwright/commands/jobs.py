@@ -45,7 +45,13 @@ def jobs_plan_command(
         ),
     ] = None,
     policy: Annotated[str, typer.Option(help="Whose pass runs next on a free device.")] = DEFAULT_POLICY,
-    double_buffering: Annotated[bool, typer.Option(help="Copy the next pass in while one runs.")] = True,
+    double_buffering: Annotated[
+        bool | None,
+        typer.Option(
+            help="Copy in what the next pass needs while one runs; default: where copies run beside computing.",
+            show_default=False,
+        ),
+    ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Where to save the plan file.", show_default=False)
     ] = None,

@@ -87,6 +87,8 @@ class PlannedJob:
     output: str | None
     batches: Amount | None
     """The number of batches in its data, where it is known."""
+    nesting: Amount
+    """How often blocks of the model are opened into smaller units, because larger ones do not fit."""
     shards: tuple[Shard, ...]
     passes: tuple[ShardPass, ...]
     """The passes of a step, in order."""

@@ -1,32 +1,20 @@
 """Planning a list of jobs: a cut of each, one buffer for all, what stays on the device, and the ends by simulation."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-
-import numpy as np
+from dataclasses import replace
 
 from shardwright.core.cluster.cluster import Cluster
 from shardwright.core.errors import PlanError
-from shardwright.core.jobs.cut import SAME, Choices, Cut, choices_of, refusal
+from shardwright.core.jobs.cut import Cut
 from shardwright.core.jobs.job import Job, require_jobs
 from shardwright.core.jobs.jobs_plan import HostBytes, JobsPlan, PlannedJob, PredictedEnds, Shard, Waiting
+from shardwright.core.jobs.joint_cut import Counted, JointCut
 from shardwright.core.jobs.keep import keeping
 from shardwright.core.jobs.shard_pass import ShardPass
 from shardwright.core.jobs.shard_tables import ShardTables
 from shardwright.core.values.amounts import bytes_text
 
-BUFFERS = 64
-"""The most sizes of the buffer that are tried."""
 DEFAULT_POLICY = "sharded-lrtf"
-
-
-@dataclass(frozen=True, slots=True)
-class Counted:
-    """A job with its tables and the shards that fit a device by themselves."""
-
-    job: Job
-    tables: ShardTables
-    choices: Choices
 
 
 def plan_jobs(
@@ -36,7 +24,7 @@ def plan_jobs(
     budget_bytes: int | None = None,
     host_memory_bytes: int | None = None,
     policy: str = DEFAULT_POLICY,
-    double_buffering: bool = True,
+    double_buffering: bool | None = None,
 ) -> JobsPlan:
     """Cut the models of jobs into shards, and predict when each job ends.
 
@@ -46,7 +34,8 @@ def plan_jobs(
         budget_bytes: what the jobs may hold of each device's memory; None: all that a model may use.
         host_memory_bytes: what they may hold of the host's memory; None: what the devices have of it, if that is known.
         policy: which job's pass runs next on a free device.
-        double_buffering: whether the next pass is copied in while one runs.
+        double_buffering: whether what the next pass needs is copied in while one runs; None: where copies run beside
+            computing, as they do not on CPUs.
 
     Raises:
         PlanError: there are no jobs; two have one name or one output; data end before the steps do; a budget above the
@@ -55,10 +44,12 @@ def plan_jobs(
     """
     given = require_jobs(jobs)
     budget = require_budget(cluster, budget_bytes)
-    beside = double_buffering and cluster.device(0).kind != "cpu"
-    counted = _counted(given, cluster, budget, beside=beside)
-    buffer, cuts = _cuts(counted, budget, double_buffering=double_buffering)
+    copies_beside = cluster.device(0).kind != "cpu"
+    double_buffering = copies_beside if double_buffering is None else double_buffering
+    beside = double_buffering and copies_beside
+    counted, cuts = JointCut(given, cluster, budget, double_buffering=double_buffering).found()
     made = [_passes(own.tables, cut) for own, cut in zip(counted, cuts, strict=True)]
+    buffer = max(each.buffer_bytes for passes in made for each in passes) if double_buffering else 0
     if cluster.world_size == 1:
         room = budget - buffer - max(each.device_bytes for passes in made for each in passes)
         cuts = keeping([own.tables for own in counted], cuts, room, beside=beside)
@@ -110,63 +101,6 @@ def require_host(jobs: Sequence[PlannedJob], host_memory_bytes: int | None) -> N
     )
 
 
-def _counted(jobs: Sequence[Job], cluster: Cluster, budget: int, *, beside: bool) -> list[Counted]:
-    """The jobs with their tables, which are counted once for jobs that differ in name, length and data alone."""
-    known: dict[object, Counted] = {}
-    found = []
-    for job in jobs:
-        numbers = job.batch, job.microbatch, job.precision, job.gradient_precision, job.optimizer, job.clip_norm is None
-        key = id(job.model), numbers
-        if key not in known:
-            tables = ShardTables(job, cluster)
-            known[key] = Counted(job, tables, choices_of(tables, budget, beside=beside))
-        found.append(replace(known[key], job=job))
-    return found
-
-
-def _cuts(counted: Sequence[Counted], budget: int, *, double_buffering: bool) -> tuple[int, list[Cut]]:
-    """The buffer under which the jobs take least time together, and their cuts."""
-    sizes: list[int | None] = [None]
-    if double_buffering:
-        every = np.unique(np.concatenate([own.choices.buffer_bytes for own in counted]))
-        every = every[every < budget]
-        some = np.linspace(0, len(every) - 1, min(len(every), BUFFERS)).round().astype(int)
-        sizes = [int(size) for size in every[some]]
-    best: tuple[float, int, list[Cut]] | None = None
-    able = [list[int]() for _ in counted]
-    for size in sizes:
-        found = [own.choices.cut(budget, size) for own in counted]
-        for sizes_of, cut in zip(able, found, strict=True):
-            sizes_of += [size or 0] if cut is not None else []
-        cuts = [cut for cut in found if cut is not None]
-        if len(cuts) < len(counted):
-            continue
-        cost_s = sum(cut.cost_s * own.job.steps for cut, own in zip(cuts, counted, strict=True))
-        shards = sum(len(cut.starts) for cut in cuts)
-        if best is None or cost_s < best[0] * (1 - SAME) or (cost_s <= best[0] * (1 + SAME) and shards < best[1]):
-            best = cost_s, shards, cuts
-    if best is None:
-        raise _no_cuts(counted, able, budget, double_buffering=double_buffering)
-    *_, cuts = best
-    passes = [each for own, cut in zip(counted, cuts, strict=True) for each in _passes(own.tables, cut)]
-    return max(each.buffer_bytes for each in passes) if double_buffering else 0, cuts
-
-
-def _no_cuts(
-    counted: Sequence[Counted], able: Sequence[Sequence[int]], budget: int, *, double_buffering: bool
-) -> PlanError:
-    for own, sizes in zip(counted, able, strict=True):
-        if not sizes:
-            return refusal(own.job.name, own.tables, budget, double=double_buffering)
-    hungry = max(range(len(counted)), key=lambda number: min(able[number]))
-    large = min(range(len(counted)), key=lambda number: max(able[number]))
-    return PlanError(
-        f"jobs {counted[hungry].job.name!r} and {counted[large].job.name!r} do not fit {bytes_text(budget)} together: "
-        f"shards of the first need a buffer of {bytes_text(min(able[hungry]))} beside those of the second, which leave "
-        f"{bytes_text(max(able[large]))}. Give a larger budget, smaller microbatches, or double_buffering=False"
-    )
-
-
 def _passes(tables: ShardTables, cut: Cut) -> tuple[ShardPass, ...]:
     """The passes of a step, in order: forwards, the last shard's, backwards, and updates that wait."""
     found = [
@@ -208,6 +142,7 @@ def _planned(own: Counted, cut: Cut, *, beside: bool) -> PlannedJob:
         gradient_precision=job.gradient_precision,
         output=job.output,
         batches=job.batches,
+        nesting=tables.nesting,
         shards=tuple(
             Shard(
                 a, b, label, module(a, 0), module(b - 1, -1), tables.parameters_bytes(a, b),

@@ -39,9 +39,11 @@ Updates = Literal["at once", "when all are there"]
 class ShardTables:
     """The shards of one job's model on one kind of device."""
 
-    def __init__(self, job: Job, cluster: Cluster) -> None:
-        device = cluster.device(0)
-        self.tables = CostTables(job.model, cluster, job.precision, job.optimizer, job.gradient_precision)
+    def __init__(self, job: Job, cluster: Cluster, nesting: int = 0) -> None:
+        device, self.nesting = cluster.device(0), nesting
+        self.tables = CostTables(
+            job.model, cluster, job.precision, job.optimizer, job.gradient_precision, nesting=nesting
+        )
         self.microbatch, self.microbatches = job.microbatch or job.batch, job.microbatches
         self.optimizer, self.precision = job.optimizer, self.tables.precision
         self.updates: Updates = "at once" if job.clip_norm is None else "when all are there"
