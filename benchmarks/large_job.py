@@ -3,9 +3,10 @@
     python benchmarks/large_job.py
 
 It is planned, not trained: bytes and seconds are those of the plan. Limits: the shards fit the device beside the buffer
-for the next one; the host has room for parameters, their fp32 copies, AdamW's states and what lies between shards; at
-least 95% of the copies' time is hidden behind computing at a batch of 32 sequences of 1,024 tokens; planning takes at
-most 60 s. The table also says what clipping by the global norm costs, and what smaller batches hide.
+for the next one; the host has room for parameters, AdamW's states and what lies between shards; at
+least 95% of the copies' time is hidden behind computing at a batch of 16 sequences of 1,024 tokens; planning takes at
+most 60 s. The table also says what clipping by the global norm costs, what smaller batches hide, and what fp16 does,
+whose updates wait too.
 """
 
 import sys
@@ -16,7 +17,7 @@ from typing import Any
 import claims
 
 LAYERS, HIDDEN, VOCABULARY, TOKENS = 30, 4096, 50257, 1024
-BATCHES = (1, 4, 8, 16, 32)
+BATCHES = (1, 2, 4, 8, 16)
 GIB = 2**30
 
 
@@ -44,10 +45,11 @@ def measured(model: Any) -> list[dict[str, Any]]:
     device = replace(load_profile("v100").device, memory_bytes=16 * GIB, host_memory_bytes=488 * GIB)
     cluster = sw.Cluster(device)
     rows = []
-    for batch, clip_norm in [*((batch, None) for batch in BATCHES), (BATCHES[-1], 1.0)]:
+    cases = [*(("fp32", batch, None) for batch in BATCHES), ("fp32", BATCHES[-1], 1.0), ("fp16", BATCHES[-1], None)]
+    for precision, batch, clip_norm in cases:
         began = time.perf_counter()
         job = sw.Job(
-            name="gpt", model=model, steps=10, batch=batch, microbatch=1, precision="fp16", clip_norm=clip_norm
+            name="gpt", model=model, steps=10, batch=batch, microbatch=1, precision=precision, clip_norm=clip_norm
         )
         plan = sw.plan_jobs([job], cluster)
         took_s = time.perf_counter() - began
@@ -55,7 +57,8 @@ def measured(model: Any) -> list[dict[str, Any]]:
         alone = planned.alone()
         rows.append(
             {
-                "batch": batch, "clipped": clip_norm is not None, "parameters": planned.parameter_count,
+                "precision": precision, "batch": batch, "clipped": clip_norm is not None,
+                "parameters": planned.parameter_count,
                 "shards": len(planned.shards), "device": plan.device_bytes, "budget": plan.budget_bytes,
                 "host": planned.host, "copied": planned.copied_bytes, "step_s": alone.makespan_s,
                 "hidden": alone.hidden_share, "waiting": planned.waiting, "planning_s": took_s,
@@ -68,19 +71,21 @@ def main() -> int:
     """Print the table, and judge it."""
     model = graph()
     rows = measured(model)
+    print(f"GPT-2 of {rows[0]['parameters'] / 1e9:.3g} billion parameters, AdamW, one V100 of 16 GB\n")
     print(
-        f"GPT-2 of {rows[0]['parameters'] / 1e9:.3g} billion parameters, fp16 beside fp32, AdamW, one V100 of 16 GB\n"
+        "| precision | batch | clipped | shards | device GiB | host GiB | of it states | copied a step GiB | step s | "
+        "hidden |"
     )
-    print("| batch | clipped | shards | device GiB | host GiB | of it states | copied a step GiB | step s | hidden |")
-    print("|---|---|---|---|---|---|---|---|---|")
+    print("|---|---|---|---|---|---|---|---|---|---|")
     for row in rows:
         host = row["host"]
         print(
+            f"| {row['precision']} "
             f"| {row['batch']} | {'yes' if row['clipped'] else 'no'} | {row['shards']} | {row['device'] / GIB:.4g} | "
             f"{host.total / GIB:.4g} | {(host.parameters + host.optimizer) / GIB:.4g} | {row['copied'] / GIB:.4g} | "
             f"{row['step_s']:.4g} | {row['hidden']:.3f} |"
         )
-    waiting = rows[-1]["waiting"]
+    waiting = rows[-2]["waiting"]
     print(
         f"\nClipped by the global norm, a step takes {waiting.step_s:.3g} s more, copies "
         f"{waiting.copied_bytes / GIB:.3g} GiB more, and {waiting.host_bytes / GIB:.3g} GiB of gradients are on "
@@ -89,7 +94,7 @@ def main() -> int:
     judged = claims.large_job(
         {
             "parameters": rows[0]["parameters"],
-            "hidden": max(row["hidden"] for row in rows if not row["clipped"] and row["batch"] == BATCHES[-1]),
+            "hidden": max(row["hidden"] for row in rows if not row["waiting"].reason and row["batch"] == BATCHES[-1]),
             "device": max(row["device"] / row["budget"] for row in rows),
             "host": max(row["host"].total for row in rows) / (488 * GIB),
             "planning_s": max(row["planning_s"] for row in rows),

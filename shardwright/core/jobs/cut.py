@@ -83,14 +83,16 @@ class Choices:
         return Cut(tuple(starts), tuple(labels), float(best_s[-1]))
 
 
-def choices_of(tables: ShardTables, budget_bytes: int, *, beside: bool) -> Choices:
-    """The shards that fit a budget by themselves. ``beside``: whether copies run while other passes compute."""
+def choices_of(tables: ShardTables, budget_bytes: int, *, beside: bool, may_offload: bool = True) -> Choices:
+    """The shards that fit a budget by themselves. ``beside``: whether copies run while other passes compute;
+    ``may_offload``: whether activations may go to the host."""
+    labels = LABELS if may_offload else LABELS[:1]
     rows: list[tuple[int, int, int, float, int, int]] = []
     for a in range(tables.units):
         for b in range(a + 1, tables.units + 1):
             if tables.parameters_bytes(a, b) > budget_bytes:
                 break  # no larger one fits
-            for number, of in enumerate(LABELS if b < tables.units else LABELS[:1]):
+            for number, of in enumerate(labels if b < tables.units else labels[:1]):
                 passes = tables.passes(a, b, of)
                 most = max(own.device_bytes for own in passes)
                 if most <= budget_bytes:

@@ -34,8 +34,11 @@ class Counted:
 class JointCut:
     """The cuts of a list of jobs for devices of one budget."""
 
-    def __init__(self, jobs: Sequence[Job], cluster: Cluster, budget: int, *, double_buffering: bool) -> None:
+    def __init__(
+        self, jobs: Sequence[Job], cluster: Cluster, budget: int, *, double_buffering: bool, may_offload: bool = True
+    ) -> None:
         self.cluster, self.budget, self.double_buffering = cluster, budget, double_buffering
+        self.may_offload = may_offload
         self.beside = double_buffering and cluster.device(0).kind != "cpu"
         self._known: dict[object, Counted] = {}
         self.counted = [self._count(job, 0) for job in jobs]
@@ -56,11 +59,13 @@ class JointCut:
 
     def _count(self, job: Job, nesting: int) -> Counted:
         """A job with its tables, which are counted once for jobs that differ in name, length and data alone."""
-        numbers = job.batch, job.microbatch, job.precision, job.gradient_precision, job.optimizer, job.clip_norm is None
+        numbers = job.batch, job.microbatch, job.precision, job.gradient_precision, job.optimizer, job.clip_norm
         key = id(job.model), numbers, nesting
         if key not in self._known:
             tables = ShardTables(job, self.cluster, nesting)
-            self._known[key] = Counted(job, tables, choices_of(tables, self.budget, beside=self.beside))
+            self._known[key] = Counted(
+                job, tables, choices_of(tables, self.budget, beside=self.beside, may_offload=self.may_offload)
+            )
         return replace(self._known[key], job=job)
 
     def _finer(self, own: Counted) -> Counted | None:

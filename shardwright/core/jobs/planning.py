@@ -47,18 +47,23 @@ def plan_jobs(
     copies_beside = cluster.device(0).kind != "cpu"
     double_buffering = copies_beside if double_buffering is None else double_buffering
     beside = double_buffering and copies_beside
-    counted, cuts = JointCut(given, cluster, budget, double_buffering=double_buffering).found()
-    made = [_passes(own.tables, cut) for own, cut in zip(counted, cuts, strict=True)]
-    buffer = max(each.buffer_bytes for passes in made for each in passes) if double_buffering else 0
-    if cluster.world_size == 1:
-        room = budget - buffer - max(each.device_bytes for passes in made for each in passes)
-        cuts = keeping([own.tables for own in counted], cuts, room, beside=beside)
-    planned = tuple(_planned(own, cut, beside=beside) for own, cut in zip(counted, cuts, strict=True))
     if host_memory_bytes is None and (own := cluster.device(0).host_memory_bytes) is not None:
         host_memory_bytes = own * cluster.world_size
+    planned: tuple[PlannedJob, ...] = ()
+    for may_offload in (True, False):  # where the host has no room for activations, they are computed again
+        joint = JointCut(given, cluster, budget, double_buffering=double_buffering, may_offload=may_offload)
+        counted, cuts = joint.found()
+        made = [_passes(own.tables, cut) for own, cut in zip(counted, cuts, strict=True)]
+        buffer = max(each.buffer_bytes for passes in made for each in passes) if double_buffering else 0
+        if cluster.world_size == 1:
+            room = budget - buffer - max(each.device_bytes for passes in made for each in passes)
+            cuts = keeping([own.tables for own in counted], cuts, room, beside=beside)
+        planned = tuple(_planned(own, cut, beside=beside) for own, cut in zip(counted, cuts, strict=True))
+        if host_memory_bytes is None or sum(job.host.total for job in planned) <= host_memory_bytes:
+            break
     require_host(planned, host_memory_bytes)
     plan = JobsPlan(
-        planned, cluster, budget, buffer, host_memory_bytes, policy, double_buffering, counted[0].tables.copies_beside,
+        planned, cluster, budget, buffer, host_memory_bytes, policy, double_buffering, copies_beside,
         PredictedEnds(0.0, (), ""), "",
     )  # fmt: skip
     return replace(plan, digest=plan.counted_digest).simulated()
@@ -155,13 +160,11 @@ def _planned(own: Counted, cut: Cut, *, beside: bool) -> PlannedJob:
         host=HostBytes(
             parameters, gradients, states, values * tables.microbatches, offloaded * tables.microbatches
         ),
-        waiting=_waiting(job, tables, cut, passes, gradients, beside=beside),
+        waiting=_waiting(tables, cut, passes, gradients, beside=beside),
     )  # fmt: skip
 
 
-def _waiting(
-    job: Job, tables: ShardTables, cut: Cut, passes: Sequence[ShardPass], gradients: int, *, beside: bool
-) -> Waiting:
+def _waiting(tables: ShardTables, cut: Cut, passes: Sequence[ShardPass], gradients: int, *, beside: bool) -> Waiting:
     """The price of updates that wait, over the same shards that are updated at once."""
     if tables.updates == "at once":
         return Waiting("", 0, 0.0, 0)
@@ -172,5 +175,4 @@ def _waiting(
     ]
     seconds = [sum(each.seconds(beside=beside) for each in those) for those in (passes, at_once)]
     copied = [sum(each.in_bytes + each.out_bytes for each in those) for those in (passes, at_once)]
-    reason = f"gradients are clipped to a norm of {job.clip_norm:g} over all of them"
-    return Waiting(reason, gradients, max(0.0, seconds[0] - seconds[1]), max(0, copied[0] - copied[1]))
+    return Waiting(tables.waits_because, gradients, max(0.0, seconds[0] - seconds[1]), max(0, copied[0] - copied[1]))

@@ -46,7 +46,8 @@ class ShardTables:
         )
         self.microbatch, self.microbatches = job.microbatch or job.batch, job.microbatches
         self.optimizer, self.precision = job.optimizer, self.tables.precision
-        self.updates: Updates = "at once" if job.clip_norm is None else "when all are there"
+        self.waits_because = _waits_because(job.clip_norm, self.precision)
+        self.updates: Updates = "when all are there" if self.waits_because else "at once"
         place = Place(device, cluster.group(range(1)), None, in_stages=True)
         self.table = self.tables.table(1, self.microbatch, "none", place)
         self.units = len(self.table.units)
@@ -220,8 +221,8 @@ class ShardTables:
         staying = self.parameters_bytes(a, b) + self.buffers[a, b] + self.batch_once[a, b]
         entering, leaving = self.batch_each[a, b] + crossing.entering[a, b], crossing.leaving[a, b]
         held = staying + self.slots * (entering + leaving) + UNCOUNTED_BYTES
-        if label == "recompute":
-            held += max(self._held_by_forward[a:b])
+        if label == "recompute" or (label == "offload" and not self.copies_beside):
+            held += max(self._held_by_forward[a:b])  # copies that nothing runs beside are made as values come
         else:
             held += kept * (self.slots if label == "offload" else self.microbatches) + self._working(a, b)
         sent = leaving + (kept if label == "offload" else 0)
@@ -283,3 +284,13 @@ class ShardTables:
             apart = sum(size for first, last, size in ends if any(first < start <= last for start in starts))
             gradients = apart * self.gradient_width
         return parameters, gradients, states
+
+
+def _waits_because(clip_norm: float | None, precision: str) -> str:
+    """Why updates wait until the gradients of all shards are there; "" where they do not."""
+    reasons = []
+    if clip_norm is not None:
+        reasons.append(f"gradients are clipped to a norm of {clip_norm:g} over all of them")
+    if precision == "fp16":
+        reasons.append("a step in fp16 is left out where any gradient has overflowed")
+    return ", and ".join(reasons)

@@ -74,6 +74,22 @@ def test_one_device_keeps_activations_where_there_is_room() -> None:
     assert kept[1] > 0
 
 
+def test_activations_are_computed_again_where_the_host_has_no_room_for_them() -> None:
+    roomy = sw.plan_jobs(jobs(1), v100(), budget_bytes=WHOLE // 2)
+    host = roomy.jobs[0].host
+    assert host.activations > 0
+    tight = sw.plan_jobs(jobs(1), v100(), budget_bytes=WHOLE // 2, host_memory_bytes=host.total - 1)
+    assert tight.jobs[0].host.activations == 0
+    assert tight.host_bytes < host.total
+    assert tight.jobs[0].run_s > roomy.jobs[0].run_s
+
+
+def test_steps_in_fp16_wait_for_all_gradients() -> None:
+    found = sw.plan_jobs(jobs(1, precision="fp16"), v100(), budget_bytes=WHOLE // 2).jobs[0]
+    assert "overflowed" in found.waiting.reason
+    assert {own.kind for own in found.passes} >= {"backward", "update"}
+
+
 def test_plan_files_come_back_as_they_were(plan: sw.JobsPlan, tmp_path: Path) -> None:
     path = tmp_path / "jobs.json"
     plan.save(path)

@@ -22,7 +22,7 @@ from shardwright.backends.torch.program.randomness import Streams, kept_generato
 from shardwright.backends.torch.program.stages import Division, Edge, divide
 from shardwright.backends.torch.program.step_recorder import StepRecorder, record
 from shardwright.backends.torch.state.ownership import Ownership
-from shardwright.core.errors import LossError, PlanError, UnrecordableError
+from shardwright.core.errors import LossError, MissingCapabilityError, PlanError, UnrecordableError
 from shardwright.core.jobs.jobs_plan import PlannedJob
 from shardwright.core.jobs.shard_pass import ShardPass
 from shardwright.core.model.fold import fold
@@ -62,7 +62,7 @@ class JobRun:
 
     Raises:
         PlanError: the plan is of another model.
-        MissingCapabilityError: as `HostState`.
+        MissingCapabilityError: another precision than fp32, or as `HostState`.
     """
 
     def __init__(
@@ -75,6 +75,11 @@ class JobRun:
         device: torch.device | None = None,
         seed: int = 0,
     ) -> None:
+        if planned.precision != "fp32":
+            raise MissingCapabilityError(
+                f"job {planned.name!r} is planned in {planned.precision}, and jobs in shards compute in fp32 in this "
+                f"version: plan it with precision='fp32'"
+            )
         folded = fold(graph, planned.nesting)
         if structure_of(folded)[0].digest != planned.model_digest:
             raise PlanError(f"job {planned.name!r} is planned for another model than {graph.model_name}: plan it again")
@@ -206,7 +211,7 @@ class JobRun:
             self._streams.begin(step.number, mb, recomputing=True)
 
             def depart(edge: Edge, tensors: list[torch.Tensor], mb: int = mb) -> None:
-                step.gradients[edge.index, mb] = [self.state.store.kept(tensor.clone()) for tensor in tensors]
+                step.gradients[edge.index, mb] = [self.state.store.kept(tensor) for tensor in tensors]
 
             replay.backward(kept, came, depart, [scale] * len(division.program.losses))
 
@@ -233,7 +238,7 @@ class JobRun:
         came = [[_on(t, self.device) for t in step.values[e.index, mb]] for e in replay.part.receives]
 
         def depart(edge: Edge, tensors: list[torch.Tensor]) -> None:
-            step.values[edge.index, mb] = [self.state.store.kept(tensor.clone()) for tensor in tensors]
+            step.values[edge.index, mb] = [self.state.store.kept(tensor) for tensor in tensors]
 
         given = [tensor.to(self.device) for tensor in step.microbatches[mb]]
         with torch.enable_grad() if grad else torch.no_grad():
@@ -258,8 +263,8 @@ class JobRun:
     def _update(self, shard: int) -> None:
         """A pass that updates a shard, once all gradients are there."""
         mine = sorted(n for n in self._division.parts[shard].parameters if self._updates(n) == shard)
-        if shard == max(own.shard for own in self.planned.passes if own.kind == "update"):
-            assert self.planned.clip_norm is not None
+        is_first = shard == max(own.shard for own in self.planned.passes if own.kind == "update")
+        if is_first and self.planned.clip_norm is not None:
             self._under_way.scale = min(1.0, self.planned.clip_norm / (float(self.state.norm()) + 1e-6))
         self.state.load(mine)
         self.state.load_gradients(mine)
