@@ -64,6 +64,18 @@ def pipeline_speed(cases: Mapping[str, Mapping[str, float]]) -> Claims:
     return claims
 
 
+def large_job(figures: Mapping[str, float]) -> Claims:
+    """6 billion parameters or more on one device of 16 GB, planned within a minute: as shares of the budget and of the
+    host's memory, and the share of the copies' time that is hidden at the largest batch."""
+    claims = Claims()
+    claims.at_least("parameters", figures["parameters"], 6e9)
+    claims.at_least("hidden share of copies", figures["hidden"], 0.95)
+    claims.at_most("device, over its budget", figures["device"], 1.0)
+    claims.at_most("host, over its memory", figures["host"], 1.0)
+    claims.at_most("seconds of planning", figures["planning_s"], 60.0)
+    return claims
+
+
 def data_parallel(cases: Mapping[tuple[str, int], Mapping[str, float]], *, timed: bool) -> Claims:
     """Beside torch's own, by model and level, as ratios: whole replicas send as much, in no more memory but for a flag
     for each parameter, and in 5% less time; sharded parameters take at most the time."""

@@ -6,6 +6,9 @@ Importing this package imports neither framework. `shardwright.torch` and `shard
 from shardwright.api import capture, plan, simulate
 from shardwright.core.cluster.cluster import Cluster
 from shardwright.core.errors import ShardwrightError
+from shardwright.core.jobs.job import Job
+from shardwright.core.jobs.jobs_plan import JobsPlan
+from shardwright.core.jobs.planning import plan_jobs
 from shardwright.core.jobs.simulate import simulate_jobs
 from shardwright.core.layout.mesh import Mesh
 from shardwright.core.layout.placements import Layout, Partial, Replicate, Split
@@ -22,6 +25,8 @@ __all__ = [
     "Cluster",
     "Comparison",
     "Graph",
+    "Job",
+    "JobsPlan",
     "Layout",
     "Mesh",
     "Partial",
@@ -36,6 +41,7 @@ __all__ = [
     "compare",
     "explain",
     "plan",
+    "plan_jobs",
     "rescore",
     "simulate",
     "simulate_jobs",

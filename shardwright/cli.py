@@ -1,5 +1,5 @@
 """The command line: `shardwright plan | partition | show | compare | rescore | convert | simulate | explain |
-schedule | profile | hardware | doctor`.
+schedule | jobs | profile | hardware | doctor`.
 
 Neither framework is imported before a model file asks for one.
 """
@@ -15,6 +15,7 @@ from shardwright.commands.convert import convert_command
 from shardwright.commands.doctor import doctor_command
 from shardwright.commands.explain import explain_command
 from shardwright.commands.hardware import hardware_command
+from shardwright.commands.jobs import jobs_app
 from shardwright.commands.output import USER_ERROR, print_error
 from shardwright.commands.partition import partition_command
 from shardwright.commands.plan import plan_command
@@ -85,6 +86,7 @@ app.command("convert")(convert_command)
 app.command("simulate")(simulate_command)
 app.command("explain")(explain_command)
 app.command("schedule")(schedule_command)
+app.add_typer(jobs_app, name="jobs")
 app.command("profile")(profile_command)
 app.command("hardware")(hardware_command)
 app.command("doctor")(doctor_command)

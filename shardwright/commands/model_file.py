@@ -19,6 +19,7 @@ from shardwright.core.errors import CaptureError, nearest
 _EXPECTED = "expected (model, sample) or (model, sample, loss)"
 _MODEL = "a model is FILE.py:FUNCTION, a function that returns (model, sample)"
 _LOSS = "a loss is FILE.py:FUNCTION, a function of the model's output"
+_DATA = "data are FILE.py:FUNCTION, a function that returns batches"
 
 LossOption = Annotated[
     str | None,
@@ -65,6 +66,25 @@ def load_model(target: str, loss: str | None = None) -> ModelGiven:
     if chosen is not None and given.loss is not None:
         raise CaptureError(f"{target} returns a loss, and --loss {loss} names one: leave out one of them")
     return given if chosen is None else replace(given, loss=chosen)
+
+
+def load_data(target: str) -> Any:
+    """The batches that the function ``target``, FILE.py:FUNCTION, returns. What it prints goes to stderr.
+
+    Raises CaptureError for a missing file or function (with the nearest), for one that fails, and for what is no
+    iterable.
+    """
+    path, name = _parts(target, _DATA)
+    with redirect_stdout(sys.stderr):
+        function = _function(_run_file(path), path, name)
+        _require_no_arguments(function, path, name, "a function of batches")
+        try:
+            returned = function()
+        except (Exception, SystemExit) as error:
+            raise CaptureError(f"{target} failed: {_said(error, path)}") from error
+    if not hasattr(returned, "__iter__") and not hasattr(returned, "__getitem__"):
+        raise CaptureError(f"{target} returned a {type(returned).__name__}: expected batches to go through, one a step")
+    return returned
 
 
 def _parts(target: str, what: str) -> tuple[Path, str]:
@@ -116,7 +136,7 @@ def _function(module: ModuleType, path: Path, name: str) -> Callable[..., Any]:
     return found
 
 
-def _require_no_arguments(function: Callable[..., Any], path: Path, name: str) -> None:
+def _require_no_arguments(function: Callable[..., Any], path: Path, name: str, what: str = "a model function") -> None:
     try:
         needed = [
             parameter.name
@@ -127,7 +147,7 @@ def _require_no_arguments(function: Callable[..., Any], path: Path, name: str) -
     except (TypeError, ValueError):
         needed = []
     if needed:
-        raise CaptureError(f"{path}:{name} needs {', '.join(needed)}: a model function is called without arguments")
+        raise CaptureError(f"{path}:{name} needs {', '.join(needed)}: {what} is called without arguments")
 
 
 def _checked(target: str, returned: Any) -> ModelGiven:

@@ -22,6 +22,7 @@ BENCHMARKS = sorted({command.split()[1] for command in COMMANDS if command.start
 BEHIND_FIGURES = ("benchmarks/twins.py", "benchmarks/found_plans.py")
 """Whose figures the table links to."""
 
+LARGE_JOB = {"parameters": 6.25e9, "hidden": 0.98, "device": 0.97, "host": 0.3, "planning_s": 2.0}
 LAYERS = {"ours, 1f1b": 1.05, "ours, gpipe": 1.04, "ppermute": 1.0, "praxis": 0.99}
 CLASS = {"class": "A", "equal": True, "split": 0.98, "reasons": []}
 FOUND = {"torch_losses": [7.0, 6.0], "jax_losses": [7.0, 6.0], "torch": [1.01], "jax": [1.1], "jax_compiled": [1.0]}
@@ -73,6 +74,16 @@ JUDGED: dict[str, tuple[Callable[[], Claims], list[Callable[[], Claims]]]] = {
             lambda: claims.jobs({"speed": {"a": 61.0}}),
             lambda: claims.jobs({"speed": {"a, MiB": 1025.0}}),
             lambda: claims.jobs({}),
+        ],
+    ),
+    "large_job": (
+        lambda: claims.large_job(LARGE_JOB),
+        [
+            lambda: claims.large_job(LARGE_JOB | {"parameters": 5.9e9}),
+            lambda: claims.large_job(LARGE_JOB | {"hidden": NAN}),
+            lambda: claims.large_job(LARGE_JOB | {"device": 1.01}),
+            lambda: claims.large_job(LARGE_JOB | {"host": 1.5}),
+            lambda: claims.large_job(LARGE_JOB | {"planning_s": 61.0}),
         ],
     ),
     "slice_lengths": (

@@ -70,9 +70,19 @@ def parameter_tree(graph: Graph) -> list[Node]:
     return nodes
 
 
-def find_blocks(nodes: list[Node]) -> set[int]:
-    """The nodes that are blocks; none of them lies inside another."""
-    return set(_blocks_under(nodes, 0))
+def find_blocks(nodes: list[Node], nesting: int = 0) -> set[int]:
+    """The nodes that are blocks; none of them lies inside another. ``nesting``: how often blocks are opened, each into
+    the blocks inside it, or into the modules that it is made of where there are none such."""
+    found = _blocks_under(nodes, 0)
+    for _ in range(nesting):
+        found = [inner for block in found for inner in _opened(nodes, block)]
+    return set(found)
+
+
+def _opened(nodes: list[Node], block: int) -> list[int]:
+    """The blocks inside a block, or its modules; itself where it is made of one or of none."""
+    inner = _blocks_under(nodes, block) or nodes[block].children
+    return inner if len(inner) > 1 else [block]
 
 
 def _blocks_under(nodes: list[Node], parent: int) -> list[int]:

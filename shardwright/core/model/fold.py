@@ -59,11 +59,12 @@ class Folded:
         return tuple(tuple(members[c]) for c in sorted(members))
 
 
-def fold(graph: Graph) -> Folded:
-    """Cut the graph into units and fold them. Raises CaptureError for a graph without ops."""
+def fold(graph: Graph, nesting: int = 0) -> Folded:
+    """Cut the graph into units and fold them. ``nesting``: how often blocks are opened into smaller ones, as in
+    `find_blocks`, of a graph that records module calls. Raises CaptureError for a graph without ops."""
     if not graph.ops:
         raise CaptureError(f"{graph.model_name} ran no op: there is nothing to plan")
-    labels = _fill(graph, _owners(graph))
+    labels = _fill(graph, _owners(graph, nesting))
     starts = [i for i in range(len(labels)) if i == 0 or labels[i] != labels[i - 1]]
     ranges = _merge_small_gaps(graph, labels, [*starts, len(labels)])
     parameter_of = {p.tensor: i for i, p in enumerate(graph.parameters)}
@@ -86,9 +87,9 @@ def module_inside(graph: Graph, unit: Unit, op: Op) -> str:
     return path
 
 
-def _block_of_calls(graph: Graph) -> list[str | None]:
+def _block_of_calls(graph: Graph, nesting: int) -> list[str | None]:
     """The block around every call, as a key that tells the calls of one block apart; None outside every block."""
-    blocks = find_blocks(call_tree(graph))
+    blocks = find_blocks(call_tree(graph), nesting)
     found: list[str | None] = []
     for index, call in enumerate(graph.calls):
         outer = found[call.parent] if index and call.parent < index else None
@@ -114,10 +115,10 @@ def _innermost(name: str) -> str:
     return group if group and not last.isdigit() else name
 
 
-def _owners(graph: Graph) -> list[str | None]:
+def _owners(graph: Graph, nesting: int) -> list[str | None]:
     """The owner of every op: a block, `GLUE` (a module or a parameter outside every block), or None for nobody."""
     has_calls = len(graph.calls) > 1
-    blocks = _block_of_calls(graph)
+    blocks = _block_of_calls(graph, nesting)
     if has_calls and not any(blocks):  # no indexed container at all: every innermost module is a unit
         blocks = [f"{call.path}#{call.occurrence}" if call.path else None for call in graph.calls]
     parameters = {p.tensor for p in graph.parameters}

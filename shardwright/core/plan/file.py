@@ -65,7 +65,7 @@ def from_text(text: str, source: str, kind: type[PlanT]) -> PlanT:
 
     Raises PlanFileError with the path inside the file of the first thing that is wrong.
     """
-    document = _document(text, source)
+    document = json_of(text, source)
     if not isinstance(document, Mapping) or document.get("format") != FORMAT:
         raise PlanFileError(f"{source}: not a plan file: expected format: {FORMAT!r} at the top")
     version = document.get("version")
@@ -86,7 +86,7 @@ def from_text(text: str, source: str, kind: type[PlanT]) -> PlanT:
     try:
         section = section_of(PlanDocument).model_validate_json(text)
     except ValidationError as error:
-        raise PlanFileError(f"{source}: {_first_problem(error)}") from error
+        raise PlanFileError(f"{source}: {problem_of(error)}") from error
     try:
         parsed = _parsed(section)
         _require_consistent(parsed)
@@ -106,7 +106,7 @@ def _parsed(section: Any) -> PlanDocument:
     return PlanDocument(**values)
 
 
-def _document(text: str, source: str) -> Any:
+def json_of(text: str, source: str) -> Any:
     """The values of a JSON text. Raises PlanFileError for a text that is not JSON, or is too large to be a plan."""
     if text.count(",") > MOST_VALUES:
         raise PlanFileError(f"{source}: more than {MOST_VALUES} values, and no plan has so many: is it another file?")
@@ -130,7 +130,8 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _first_problem(error: ValidationError) -> str:
+def problem_of(error: ValidationError) -> str:
+    """The first problem of a file's values: where, what, and what was given."""
     problems = error.errors(include_url=False, include_context=False)
     first = problems[0]
     where = ".".join(str(part) for part in first["loc"])

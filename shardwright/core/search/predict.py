@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from shardwright.core.cluster.hardware import Device
 from shardwright.core.cost.op_kinds import PRECISION_BYTES
 from shardwright.core.execution import Execution
 from shardwright.core.layout.mesh import Mesh
@@ -14,9 +13,9 @@ from shardwright.core.schedule.simulate import Costs, simulate_schedule
 from shardwright.core.search.exchanges import Exchanges, Held
 from shardwright.core.tables.memory import MemoryUse
 from shardwright.core.tables.mesh_links import Links
-from shardwright.core.tables.optimizers import OPTIMIZERS
 from shardwright.core.tables.rank_tables import RankTables, RankWork
 from shardwright.core.tables.unit_table import UnitTable
+from shardwright.core.tables.update_seconds import touched_bytes, update_rate
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,19 +186,10 @@ class StepModel:
 
     def _update_s(self, mesh: Mesh, decision: Decision, updated: float, pp: int) -> float:
         """Seconds of the optimizer's step on so many entries of one rank."""
-        width = PRECISION_BYTES[self.precision]
         ways = (decision.shard_group or decision.dp) if decision.shard else 1
-        states = OPTIMIZERS[decision.optimizer].states
-        # The optimizer reads parameter, gradient and states, and writes parameter and states, in fp32. In mixed
-        # precision the 16-bit parameter is written after that, and the gradient is first read in 16 bits and written in
-        # 32. Gradients that add up in 32 bits are kept: cleared, unscaled in place, read for their norm and clipped in
-        # place.
-        mixed = 0
-        if width < 4:
-            mixed = width + (4 + 24 if decision.gradient_precision == "fp32" else width + 4)
-        touched = updated / ways * (4 * (3 + 2 * states) + mixed)
+        touched = updated / ways * touched_bytes(decision.optimizer, self.precision, decision.gradient_precision)
         on_host = decision.offload_states != "none"
-        return max(touched / _update_rate(device, on_host=on_host) for device in self.links.devices(mesh, pp))
+        return max(touched / update_rate(device, on_host=on_host) for device in self.links.devices(mesh, pp))
 
     def _tied_s(self, decision: Decision, tied: Sequence[tuple[tuple[int, ...], int]]) -> float:
         """Seconds to add up the gradients of parameters that several pipeline ranks hold."""
@@ -208,17 +198,6 @@ class StepModel:
             group = self.cluster.group([decision.mesh.rank({"pp": rank}) for rank in ranks])
             total += group.all_reduce_s(elements * width)
         return total
-
-
-HOST_UPDATE_BYTES_PER_S = 20e9
-"""The bytes per second that an optimizer on the host of a device reads and writes. Prior: torch's Adam in fp32 on the
-cores that a device of a node of eight has for itself, whose memory gives 25 to 50e9."""
-
-
-def _update_rate(device: Device, *, on_host: bool) -> float:
-    """The bytes per second that the optimizer reads and writes."""
-    rate = device.optimizer_bandwidth_bytes_per_s
-    return min(rate, HOST_UPDATE_BYTES_PER_S) if on_host and device.kind != "cpu" else rate
 
 
 LONGEST_SIMULATED = 5

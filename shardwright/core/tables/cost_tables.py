@@ -92,15 +92,17 @@ class CostTables(LayoutTables):
         pins: tuple[Pin, ...] = (),
         execution: Execution | None = None,
         loading_horizon: int = 1,
+        nesting: int = 0,
     ) -> None:
         self.execution = execution or graph.execution
         precision = precision or _best_precision(cluster)
         if precision == "fp8":
             _require_fp8(cluster)
-        super().__init__(graph, cluster, precision, optimizer, gradient_precision, sequence_parallel, pins)
+        super().__init__(graph, cluster, precision, optimizer, gradient_precision, sequence_parallel, pins, nesting)
         graph = self.graph
         self._loading_horizon = loading_horizon
-        self._numbers = optimizer, gradient_precision, sequence_parallel, pins, self.execution, loading_horizon
+        numbers = optimizer, gradient_precision, sequence_parallel, pins, self.execution, loading_horizon
+        self._numbers = *numbers, nesting
         self.counter = self._read.counter
         self.fp8_products = self.counter.fp8 if self.precision == "fp8" else Fp8Products((), {}, ())
         """The products in fp8; none in other precisions."""

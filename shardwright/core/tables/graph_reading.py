@@ -25,9 +25,9 @@ Found = TypeVar("Found")
 class Reading:
     """The facts that depend on a graph alone: its units, its structure, and the work of units counted so far."""
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, nesting: int = 0) -> None:
         self.graph = graph
-        self.folded = fold(graph)
+        self.folded = fold(graph, nesting)
         self.structure, self.binding = structure_of(self.folded)
         self.counter = WorkCounter(graph)
         self.shared = self.counter.shared(self.folded.units)
@@ -112,19 +112,21 @@ class Reading:
         )
 
 
-_readings: OrderedDict[int, Reading] = OrderedDict()
+_readings: OrderedDict[tuple[int, int], Reading] = OrderedDict()
 
 
-def read(graph: Graph) -> Reading:
-    """The reading of a graph, made once for the graphs used last: plans of one model differ in their pins.
+def read(graph: Graph, nesting: int = 0) -> Reading:
+    """The reading of a graph, made once for the graphs used last: plans of one model differ in their pins. ``nesting``
+    is as in `fold`.
 
     Graphs are known by identity, and each is kept alive by its reading: hashing a graph would walk through all of its
     ops.
     """
-    found = _readings.get(id(graph))
+    key = id(graph), nesting
+    found = _readings.get(key)
     if found is None:
-        found = _readings[id(graph)] = Reading(graph)
-    _readings.move_to_end(id(graph))
+        found = _readings[key] = Reading(graph, nesting)
+    _readings.move_to_end(key)
     while len(_readings) > REMEMBERED_GRAPHS:
         _readings.popitem(last=False)
     return found

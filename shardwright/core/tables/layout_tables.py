@@ -40,13 +40,14 @@ class LayoutTables:
         gradient_precision: SumPrecision | None,
         sequence_parallel: bool | None,
         pins: tuple[Pin, ...],
+        nesting: int = 0,
     ) -> None:
         self.captured = graph  # kept alive: tables are remembered by its identity
         graph = graph.for_precision(precision)
         self.graph, self.cluster, self.precision, self.optimizer = graph, cluster, precision, optimizer
         self.gradient_precision, self._sequence_parallel, self._pins = gradient_precision, sequence_parallel, pins
         self.device = cluster.device(0)
-        self._read = read(graph)
+        self._read = read(graph, nesting)
         self.frame = self._read.frame
         self.folded: Folded = self._read.folded
         self.structure: Structure = self._read.structure

@@ -1,0 +1,42 @@
+"""What the forward of a shard saves for its backward: parameters by their names, so that their memory is freed between
+the passes, and where the plan says so all else on the host."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from shardwright.backends.torch.machine.host_store import HostStore
+
+Unpack = Callable[[], torch.Tensor]
+
+
+class SavedByName:
+    """The saving of one shard's activations. ``parameters`` are those that are loaded, by name; ``store``: where all
+    other tensors go, None: they stay."""
+
+    def __init__(self, parameters: Mapping[str, torch.Tensor], store: HostStore | None) -> None:
+        self._parameters, self._store = parameters, store
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """A context in which a forward runs whose backward comes in a later pass."""
+        storages = {tensor.untyped_storage().data_ptr(): name for name, tensor in self._parameters.items()}
+
+        def pack(tensor: torch.Tensor) -> Any:
+            name = storages.get(tensor.untyped_storage().data_ptr())
+            if name is not None:
+                place = tensor.shape, tensor.stride(), tensor.storage_offset()
+                return lambda: self._parameters[name].detach().as_strided(*place)
+            if self._store is None:
+                return lambda: tensor
+            return self._on_host(tensor.detach())
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda unpack: unpack()):
+            yield
+
+    def _on_host(self, tensor: torch.Tensor) -> Unpack:
+        assert self._store is not None
+        device, away = tensor.device, self._store.kept(tensor)
+        return lambda: torch.empty_like(away, device=device).copy_(away)
