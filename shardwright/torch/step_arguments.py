@@ -64,8 +64,8 @@ def as_key(item: Any) -> Hashable:
         return "the model"
     if isinstance(item, np.ndarray) and not item.dtype.hasobject:  # which may be written to between steps
         mask = sha256(np.ma.getmaskarray(item).tobytes()).digest() if isinstance(item, np.ma.MaskedArray) else b""
-        held = np.asarray(item.data if mask else item)
-        return (type(item), item.dtype.str, item.shape, sha256(held.tobytes()).digest(), mask)
+        entries = np.asarray(item.data if mask else item)
+        return (type(item), item.dtype.str, item.shape, sha256(entries.tobytes()).digest(), mask)
     if isinstance(item, np.ndarray) and item.dtype.names is None:
         held = item.ravel().tolist()
         return (
