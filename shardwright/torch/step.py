@@ -245,6 +245,10 @@ class Step:
         held = ", whose gradients are not summed" if runtime.gradients.holds_back else ""
         function = Claim.of("the code of the step", f"{self._name} ({self._code}){held}", fix)
         labels, leaves = list(self._labels[given.form]), list(given.leaves)
+        whole = [
+            position for position, leaf in enumerate(leaves)
+            if isinstance(leaf, torch.Tensor) and self._axis(leaf, given.names[position]) is None
+        ]  # fmt: skip
         wanting = [label for label, leaf in zip(labels, leaves, strict=True) if wants_gradient(leaf)]
         said = f"{given.form}, with gradients of {', '.join(wanting)}" if wanting else given.form
         said += ", with a copy of the weights" if run.has_copied_weights else ""
@@ -255,7 +259,7 @@ class Step:
             cut = [tensor for of_one in parts.tensors for tensor in of_one]
             labels += [f"{labels[position]}, tensor {number} of its parts" for number in range(len(cut))]
             leaves += cut
-        batch = batch_claims(labels, leaves, session, in_full=in_full)
+        batch = batch_claims(labels, leaves, whole, session, in_full=in_full)
         split_model = runtime.split_model
         of_model = [*split_model.flags.claims(), *(split_model.claims_in_full() if in_full else ())]
         return [*which, function, mode_claim(), *batch, form, *of_model, *session_claims(session, run)]

@@ -387,6 +387,22 @@ def own_parts() -> str:
     return ""
 
 
+@sw.step
+def scaled(model, batch, scale):
+    loss = model(**batch).loss / scale
+    model.backward(loss)
+    return loss
+
+
+def other_scales() -> str:
+    """A tensor that is not split, of which ranks with samples of their own have values of their own."""
+    own = {key: tensor.chunk(2)[dist.get_rank()] for key, tensor in batch("gpt2", 0).items()}
+    model = begin(build("gpt2"), prescaled_batch=False)
+    scaled(model, own, torch.tensor(2.0))
+    scaled(model, own, torch.tensor(2.0 + dist.get_rank()))
+    return ""
+
+
 def compiled() -> str:
     """Each unit on pieces is compiled; results are the unsplit model's."""
     plain = build("gpt2")
@@ -449,7 +465,8 @@ CASES: dict[str, Callable[[], str]] = {
     "hook": hooked, "hook on one rank": hooked_on_one_rank, "inputs": other_inputs, "seeds": other_seeds,
     "own gradient": own_gradient, "mixed": mixed, "dropout seeds": other_dropout_seeds,
     "odd widths": odd_widths, "changed module": changed_module,
-    "evaluation": evaluation, "own results": own_results, "own parts": own_parts, "compiled": compiled,
+    "evaluation": evaluation, "own results": own_results, "own parts": own_parts, "other scales": other_scales,
+    "compiled": compiled,
     "compiled with dropout": compiled_with_dropout, "registered": registered, "built before": built_before,
     "by messages from meta": by_messages_from_meta,
 }  # fmt: skip
