@@ -11,6 +11,7 @@ import torch
 
 import shardwright.torch as _torch
 from shardwright.core.errors import MissingCapabilityError, PlanWarning, ShardwrightError
+from shardwright.torch.checkpoints import resumed
 from shardwright.torch.pending_checkpoint import PendingCheckpoint
 
 
@@ -45,15 +46,14 @@ def resume_from_checkpoint(
     """As `shardwright.torch.resume_from_checkpoint`. A function that translates weights has no effect, which a warning
     says: checkpoints have the names of the model that was saved.
 
+    Args:
+        load_sharded_optimizer_state: False loads weights (in float32, where steps compute in 16 bits) and the scale of
+            losses, and no states of the optimizer, which begin anew.
+
     Raises:
-        MissingCapabilityError: ``load_sharded_optimizer_state=False``, which loads a part of an optimizer's state; or
-            a function that translates weights beside ``strict=False``, which would leave out weights of other names.
+        MissingCapabilityError: a function that translates weights beside ``strict=False``, which would leave out
+            weights of other names.
     """
-    if not load_sharded_optimizer_state:
-        raise MissingCapabilityError(
-            "load_sharded_optimizer_state=False: an optimizer's state is loaded whole, or, with load_optimizer=False, "
-            "not at all"
-        )
     if translate_function is not None and not strict:
         raise MissingCapabilityError(
             "translate_function and strict=False: checkpoints have the names of the model that was saved, nothing is "
@@ -66,7 +66,8 @@ def resume_from_checkpoint(
             PlanWarning,
             stacklevel=2,
         )
-    return _torch.resume_from_checkpoint(path, tag, partial, strict=strict, load_optimizer=load_optimizer)
+    loads_states = load_optimizer and load_sharded_optimizer_state
+    return resumed(path, tag, strict=strict, load_optimizer=loads_states, load_scale=load_optimizer)
 
 
 def save(

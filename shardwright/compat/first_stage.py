@@ -14,9 +14,9 @@ from shardwright.backends.torch.compat import pytree
 from shardwright.core.errors import ShardwrightError
 from shardwright.torch.session import Session, current
 from shardwright.torch.sliced import can_be_sliced, with_tensors
-from shardwright.torch.step import plain
+from shardwright.torch.step_arguments import plain
 
-_OWN, _VALUE, _TENSOR, _SLICED, _ARRAY = "own", "value", "tensor", "sliced", "array"
+_OWN, _VALUE, _TENSOR, _SLICED, _ARRAY, _REFUSED = "own", "value", "tensor", "sliced", "array", "refused"
 _ALIGNED = 16
 """The bytes to which each tensor of a message is aligned."""
 
@@ -27,7 +27,7 @@ def of_first_stage(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple
     the run calls this.
 
     Raises ShardwrightError where the arguments have another form than on pipeline rank 0, DisagreementError on the
-    other ranks then.
+    other ranks then; and for arrays that hold more than their entries, as masked ones do.
     """
     session = current()
     if session.bound.size("pp") == 1:
@@ -39,11 +39,17 @@ def of_first_stage(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple
     told, data = _told(session, text, [tensor for leaf in leaves for tensor in _tensors_of(leaf)] if is_first else [])
     of_first, described = json.loads(told)
     failure = None
+    refused = next((known for kind, known in described if kind == _REFUSED), None)
     held = [(known, leaf) for (kind, known), leaf in zip(described, leaves, strict=False) if kind == _SLICED]
     if of_first != form or any(len(known) != len(tensors_in(leaf)) for known, leaf in held):
         failure = ShardwrightError(
             f"the arguments of the step have another form than on pipeline rank 0: {form[:200]} against "
             f"{of_first[:200]}; tensors may differ in shape and dtype, and nothing else"
+        )
+    elif refused is not None:
+        failure = ShardwrightError(
+            f"the step is given a {refused}, of which pipeline rank 0 cannot send what it holds: pass a plain array "
+            f"(np.asarray, .filled() of a masked one) or a tensor"
         )
     session.agreement.meet("the step, for the batch of pipeline rank 0", failure=failure)
     if not is_first:
@@ -58,6 +64,8 @@ def _described(leaf: Any) -> list[Any]:
         return [_TENSOR, [str(leaf.dtype).removeprefix("torch."), list(leaf.shape), leaf.requires_grad]]
     if can_be_sliced(leaf):
         return [_SLICED, [_described(tensor)[1] for tensor in tensors_in(leaf)]]
+    if isinstance(leaf, np.ndarray) and type(leaf) is not np.ndarray:
+        return [_REFUSED, f"{type(leaf).__module__}.{type(leaf).__name__}"]
     if _is_array(leaf):
         return [_ARRAY, [leaf.dtype.str, list(leaf.shape), isinstance(leaf, np.ndarray)]]
     return [_VALUE, leaf] if leaf is None or type(leaf) in (bool, int, float, str) else [_OWN, None]
@@ -73,8 +81,8 @@ def _tensors_of(leaf: Any) -> list[torch.Tensor]:
 
 
 def _is_array(leaf: Any) -> bool:
-    """Whether an argument is an array of NumPy's, or one number of its types."""
-    return isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind in "biufc"
+    """Whether an argument is an array of NumPy's itself, or one number of its types."""
+    return (type(leaf) is np.ndarray or isinstance(leaf, np.generic)) and leaf.dtype.kind in "biufc"
 
 
 class _Bytes:

@@ -56,10 +56,16 @@ def step(
     of its pipeline get that, whatever they pass of the same form. What it returns beside tensors, such as numbers by
     ``.item()``, comes as a list with one entry for each microbatch.
 
-    Raises MissingCapabilityError for ``detach_outputs=False``: values that a step returns have no gradient.
+    Under ``detach_outputs=False`` too what a step returns is detached, which a warning says: its backward pass has run
+    within the step, and one from what it returns is an error of torch's.
     """
     if not detach_outputs:
-        raise MissingCapabilityError("detach_outputs=False: what a step returns is detached; leave it True")
+        warnings.warn(
+            "detach_outputs=False has no effect: the backward pass of a step has run when it returns, and what it "
+            "returns is detached",
+            PlanWarning,
+            stacklevel=2,
+        )
 
     def wrapped(given: Callable[..., Any]) -> Callable[..., Any]:
         if given.__module__ == _OF_TRAINER:

@@ -45,7 +45,7 @@ NAMES: tuple[Name, ...] = (
         "(.item()): then the step runs by messages. Where ranks of a tensor axis have batches of their own a "
         "training step runs on the samples of all of them: a rank gets what is returned for its own samples, and "
         "losses and counts of all. "
-        "detach_outputs=False is refused",
+        "detach_outputs=False has no effect, which a warning says: the backward pass has run within the step",
     ),
     *_same("StepOutput", "StepOutput.outputs", "StepOutput.concat", "StepOutput.stack"),
     Name(
@@ -57,7 +57,8 @@ NAMES: tuple[Name, ...] = (
     Name(
         "DistributedModel", "other",
         "a process may have several; original weights and names stay; arguments about tracing, buckets and overlap "
-        "have no effect, which a warning says; broadcast_buffers=False is refused; "
+        "have no effect, which a warning says; broadcast_buffers=False of a model with buffers is refused over several "
+        "replicas, which have the same buffers here; "
         "average_grads_across_microbatches=False beside a tensor axis whose ranks have batches of their own takes "
         "losses that are means or sums over samples",
     ),
@@ -93,10 +94,16 @@ NAMES: tuple[Name, ...] = (
         )
     ),
     Name(
-        "DistributedModel.join", "refused",
-        "replicas run as many steps: sampler gives every replica as many samples, and the last batch may be smaller",
+        "DistributedModel.join", "other",
+        "as under throw_on_early_termination=True: replicas that run different numbers of steps are an error on all "
+        "ranks. A step of a pipeline takes every rank of a replica, and an idle one would have to run all of them: "
+        "sampler gives every replica as many samples, and the last batch may be smaller",
     ),
-    Name("DistributedModel.cpu", "refused", "over several ranks each holds a part: take state_dict()"),
+    Name(
+        "DistributedModel.cpu", "other",
+        "on CPUs it changes nothing; over several other devices it is refused, as what runs there is a part of a "
+        "split model: take state_dict(), which is whole and on the CPU",
+    ),
     *_same("DistributedOptimizer", "DistributedOptimizer.step", "DistributedOptimizer.overflow"),
     *_same("DistributedOptimizer.loss_scale", "DistributedOptimizer.local_state_dict"),
     Name("DistributedOptimizer.state_dict", "other", "whole, by original names, under any plan"),
@@ -154,8 +161,7 @@ NAMES: tuple[Name, ...] = (
     ),
     Name(
         "resume_from_checkpoint", "other",
-        "under any partition; translate_function has no effect, as names are the model's own; "
-        "load_sharded_optimizer_state=False is refused",
+        "under any partition; translate_function has no effect, as names are the model's own",
     ),
     *(
         Name(

@@ -41,11 +41,13 @@ except ImportError as failed:
         f"accelerate ({failed})"
     ) from failed
 
+from shardwright.compat import broadcast_masks  # noqa: E402
 from shardwright.compat import modelparallel as smp  # noqa: E402
 from shardwright.compat.accelerate import Accelerator  # noqa: E402
 from shardwright.compat.plain_checkpoints import is_first_of_batch, load_weights, numbered, split_optimizer  # noqa: E402
 from shardwright.compat.whole_batches import batches, samples, whole  # noqa: E402
 
+broadcast_masks.install()
 OPTIMIZER, SCHEDULER = "optimizer.pt", "scheduler.pt"
 """The files of the optimizer and of the scheduler in a checkpoint of `Trainer`."""
 

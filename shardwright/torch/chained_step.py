@@ -82,6 +82,7 @@ class ChainedStep:
 
         self._forward = [of_role(link, "forward") for link in links[:-1]]
         self._last = of_role(links[-1], "last")
+        self._last.holds_writes = True  # links that run behind it find the Python values that those before it found
         self._backward = [of_role(link, "backward") if link.is_trained else None for link in links[:-1]]
 
     def _require_plain_sums(self) -> None:
@@ -127,6 +128,7 @@ class ChainedStep:
                 with _at_turn(link), _from_buffers(link.model, before):
                     step(*positional, **named, **{GRADIENTS: gradients})
                 self._take_over(link.model)
+        self._last.release_writes()
         return result
 
     def _given(

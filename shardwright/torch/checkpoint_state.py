@@ -246,6 +246,11 @@ class CheckpointState:
         mine = [name for name in reader.names(RANDOM) if name.endswith(suffix)]
         set_generator_states({name.removesuffix(suffix): read_whole(reader, f"{RANDOM}/{name}") for name in mine})
 
+    def load_scales(self, content: Any) -> None:
+        """Load the scales of losses alone, of as many optimizers as the checkpoint has."""
+        for optimizer, told in zip(self.optimizers, content["optimizers"] or (), strict=False):
+            optimizer.resume_scale(told)
+
     def _say_options(self, reader: SavedState, note: str | None) -> None:
         """Say what of the options of an optimizer does not cross frameworks."""
         if note is not None and self.session.bound.rank == 0:

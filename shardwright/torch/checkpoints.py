@@ -178,6 +178,26 @@ def resume_from_checkpoint(
         CheckpointError: there is none, it is not complete, damaged, or of another model or optimizer.
         DisagreementError: on all ranks, where one has failed, or reads another checkpoint.
     """
+    return resumed(
+        path, tag, model=model, optimizer=optimizer, strict=strict, load_optimizer=load_optimizer, names=names,
+        missing_ok=missing_ok,
+    )  # fmt: skip
+
+
+def resumed(
+    path: str | Path,
+    tag: str | None,
+    *,
+    model: DistributedModel | None = None,
+    optimizer: Optimizers = None,
+    strict: bool = True,
+    load_optimizer: bool = True,
+    load_scale: bool = False,
+    names: NameMap | Mapping[str, str] | str | Path | None = None,
+    missing_ok: bool = False,
+) -> Any:
+    """As `resume_from_checkpoint`. ``load_scale``: the scale of losses is loaded where the states of optimizers are
+    not."""
     session = sessions.current()
     failure: Exception | None = None
     claims: list[Claim] = []
@@ -211,6 +231,8 @@ def resume_from_checkpoint(
     assert state is not None
     try:
         state.load(reader, content, load_optimizer=load_optimizer)
+        if load_scale and not load_optimizer:
+            state.load_scales(content)
     except Exception as error:
         failure = error
     session.agreement.meet(f"{call}, loading", failure=failure)

@@ -1,33 +1,21 @@
 """The configuration that `init` takes: SageMaker's keys, and a few of our own."""
 
 import json
-import math
 import os
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
-
-from shardwright.core.cost.row_gradients import POLICIES, Policy
-from shardwright.core.errors import MissingCapabilityError, PlanError, ShardwrightError, nearest
+from shardwright.core.cost.row_gradients import Policy
+from shardwright.core.errors import MissingCapabilityError, ShardwrightError, nearest
 from shardwright.core.layout.mesh import Mesh
-from shardwright.core.partition.partitioners import require_partitioner
-from shardwright.core.plan.decision import STATES_LEVEL, LossScope, OffloadStates, require_residency
-from shardwright.core.schedule import AUTO, Schedule, StageCosts, schedule_names
-from shardwright.core.schedule.action_table import has_any
-from shardwright.core.schedule.actions import SHARDING
-from shardwright.core.schedule.checks import require_runnable
+from shardwright.core.plan.decision import STATES_LEVEL, LossScope, OffloadStates
+from shardwright.core.schedule import Schedule, StageCosts
 from shardwright.core.schedule.passes.sharding import ReduceAfter, insert_residency
-from shardwright.core.values.recompute_modes import names_products
-from shardwright.core.values.step_line import require_every
+from shardwright.torch.config_checks import AXIS_LETTERS, STRATEGIES, require_possible
 
 _ALIASES = {"partitions": "pipeline_parallel_degree", "sdp_hierarchical_allgather": "hierarchical_gathers"}
-_AXIS_LETTERS = {"P": "pp", "D": "dp", "T": "tp"}
-_STRATEGIES = {"cluster": "DPT", "spread": "TPD"}
-
-PIPELINE_MODES = ("auto", "recorded", "messages")
 
 _LATER: dict[str, tuple[Any, str]] = {
     "fp16_params": (False, "use torch.autocast around the step"),
@@ -39,32 +27,6 @@ _WITHOUT_EFFECT = {
     "skip_tracing", "deterministic_server", "static_mode", "fast_mode", "tensor_parallel_seed",
 }  # fmt: skip
 """Keys that tune machinery which this library does not have: accepted with a warning."""
-
-
-OF_DIVIDED_PARAMETERS = ("sdp_reduce_bucket_size", "sdp_param_persistence_threshold", "sdp_max_live_parameters")
-"""Keys that are about parameters of which each rank keeps a part, under ``shard=3``."""
-_COUNTS = (
-    "pipeline_parallel_degree", "tensor_parallel_degree", "microbatches", "virtual_stages", "compare_in_full_every",
-    "sharded_data_parallel_degree", "activation_loading_horizon",
-)  # fmt: skip
-_SWITCHES = (
-    "ddp", "prescaled_batch", "shard_optimizer_state", "bf16", "fp8", "fp16", "offload_activations",
-    "delayed_parameter_initialization", "auto_partition",
-)  # fmt: skip
-_CHOICES: dict[str, tuple[tuple[str | None, ...], str]] = {
-    "recompute": (
-        ("none", "elementwise", "alternate", "products", "full"),
-        "'none', 'elementwise', 'alternate', 'products', 'products:MODULE,…' or 'full'",
-    ),
-    "loss_scope": ((None, "replica", "global"), "'replica' or 'global'"),
-    "nonfinite": (("warn", "error", "ignore"), "'warn', 'error' or 'ignore'"),
-    "debug": ((None, "numerics"), "'numerics', or None"),
-    "offload_states": (("none", "optimizer", "parameters"), "'none', 'optimizer' or 'parameters'"),
-    "optimize": ((None, "speed", "memory"), "'speed' or 'memory'"),
-    "ddp_dist_backend": (("auto", "nccl", "gloo"), "auto, nccl or gloo"),
-    "sparse_gradients": (POLICIES, "'auto', 'dense' or 'sparse'"),
-}
-"""The values of a key, and the same in words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,125 +155,7 @@ class Config:
     memory_weight: float | None = None
 
     def __post_init__(self) -> None:
-        for name in _COUNTS:
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ShardwrightError(f"{name}={value!r}: expected a whole number of at least 1")
-        self._require_types()
-        if self.pipeline_parallel_degree == 1 and self.virtual_stages > 1:
-            raise ShardwrightError(
-                f"pipeline_parallel_degree=1 and virtual_stages={self.virtual_stages}: one rank alone has nobody to "
-                f"take turns with; leave out virtual_stages"
-            )
-        if isinstance(self.pipeline, Schedule):
-            self._require_sizes(self.pipeline)
-            require_runnable(self.pipeline)
-        elif not isinstance(self.pipeline, str) or self.pipeline not in (*schedule_names(), AUTO):
-            hint = nearest(str(self.pipeline), (*schedule_names(), AUTO))
-            raise ShardwrightError(f"pipeline={self.pipeline!r} is no schedule: {hint}")
-        for name, (known, said) in _CHOICES.items():
-            value = getattr(self, name)
-            if value not in known and not (name == "recompute" and names_products(str(value))):
-                raise ShardwrightError(f"{name}={value!r}: expected {said}")
-        if not isinstance(self.compile, bool):
-            backends = torch.compiler.list_backends(exclude_tags=())
-            if self.compile not in backends:
-                said = ", ".join(backends)
-                raise ShardwrightError(f"compile={self.compile!r}: expected True, False or a backend: {said}")
-        if self.debug and self.compile:
-            raise ShardwrightError("debug='numerics' looks at single ops, and compile leaves none: leave one out")
-        if self.debug and self.nonfinite == "ignore":
-            raise ShardwrightError("debug='numerics' and nonfinite='ignore' are given: leave one of them out")
-        if self.pipeline_mode not in PIPELINE_MODES:
-            raise ShardwrightError(
-                f"pipeline_mode={self.pipeline_mode!r}: {nearest(str(self.pipeline_mode), PIPELINE_MODES)}"
-            )
-        letters = _STRATEGIES.get(self.placement_strategy, self.placement_strategy)
-        if sorted(letters) != sorted(_AXIS_LETTERS):
-            raise ShardwrightError(
-                f"placement_strategy={self.placement_strategy!r}: expected cluster, spread or an order of D, P and T, "
-                f"such as PDT"
-            )
-
-    def _require_types(self) -> None:
-        for name in _SWITCHES:
-            if not isinstance(getattr(self, name), bool):
-                raise ShardwrightError(f"{name}={getattr(self, name)!r}: expected True or False")
-        if not isinstance(self.hierarchical_gathers, bool | None):
-            raise ShardwrightError(f"hierarchical_gathers={self.hierarchical_gathers!r}: expected True or False")
-        if not isinstance(self.seed, int) or isinstance(self.seed, bool):
-            raise ShardwrightError(f"seed={self.seed!r}: expected a whole number")
-        timeout = self.wait_timeout_s
-        if not isinstance(timeout, int | float) or isinstance(timeout, bool) or not 0 < timeout < math.inf:
-            raise ShardwrightError(f"wait_timeout_s={timeout!r}: expected a number of seconds above 0")
-        require_every(self.log_every)
-        if self.active_microbatches is not None and type(self.active_microbatches) is not int:
-            raise ShardwrightError(f"active_microbatches={self.active_microbatches!r}: expected a whole number")
-        for name in ("placement_strategy", "pipeline_mode", "ddp_dist_backend"):
-            if not isinstance(getattr(self, name), str):
-                raise ShardwrightError(f"{name}={getattr(self, name)!r}: expected text")
-        if self.tensor_parallel_degree == 1 and self.layouts not in (None, "auto"):
-            raise ShardwrightError(
-                "tensor_parallel_degree=1 has no axis for layouts to lie on: leave layouts out, or set the degree"
-            )
-        if self.shard not in (0, 1, 2, 3) or isinstance(self.shard, bool):
-            raise ShardwrightError(f"shard={self.shard!r}: expected 0, 1, 2 or 3")
-        if self.shard_group is not None and (type(self.shard_group) is not int or self.shard_group < 1):
-            raise ShardwrightError(f"shard_group={self.shard_group!r}: expected a number of replicas")
-        if self.activation_loading_horizon > 1 and not self.offload_activations:
-            warnings.warn(
-                f"activation_loading_horizon={self.activation_loading_horizon} has no effect without "
-                f"offload_activations",
-                stacklevel=5,
-            )
-        if self.offload_activations and self.recompute != "none":
-            raise ShardwrightError(
-                f"offload_activations=True and recompute={self.recompute!r}: the same activations are kept on the "
-                f"host, or computed again; leave out one of them"
-            )
-        self._require_partitioner()
-        self._require_one_sharding()
-        self._require_limits()
-        self._require_residency()
-        if self.bf16 and self.fp16:
-            raise ShardwrightError("bf16 and fp16 are both True: steps compute in one of them; leave out one")
-        if self.fp8 and self.fp16:
-            raise ShardwrightError("fp8 and fp16 are both True: what is not computed in fp8 is in bf16; leave out fp16")
-        if self.fp8 and self.pipeline_mode == "messages":
-            raise ShardwrightError("fp8 and pipeline_mode='messages': a plan says what is in fp8; leave one out")
-        if self.cluster is not None and not isinstance(self.cluster, str):
-            raise ShardwrightError(f"cluster={self.cluster!r}: expected the name of a hardware profile, such as 'h100'")
-
-    def _require_partitioner(self) -> None:
-        ranks, default, weight = self.pipeline_parallel_degree, self.default_partition, self.memory_weight
-        if type(default) is not int or not 0 <= default < ranks:
-            raise ShardwrightError(
-                f"default_partition={default!r}: expected 0 to {ranks - 1} (pipeline_parallel_degree={ranks})"
-            )
-        if default and self.auto_partition:
-            warnings.warn(
-                f"default_partition={default} has no effect under auto_partition=True, where the planner places every "
-                f"module",
-                stacklevel=5,
-            )
-        if weight is not None and (isinstance(weight, bool) or not isinstance(weight, int | float)):
-            raise ShardwrightError(f"memory_weight={weight!r}: expected a number from 0 (time) to 1 (memory)")
-        if weight is not None and not 0 <= weight <= 1:
-            raise ShardwrightError(f"memory_weight={weight}: expected a number from 0 (time) to 1 (memory)")
-        if self.partitioner is not None:
-            require_partitioner(self.partitioner)
-        if weight is not None and self.partitioner not in (None, "tree"):
-            raise ShardwrightError(
-                f"memory_weight={weight} and partitioner={self.partitioner!r}: only the module tree weighs memory "
-                f"against time; leave out one of them"
-            )
-        by_hand = [name for name in ("partitioner", "memory_weight") if getattr(self, name) is not None]
-        by_hand += ["virtual_stages"] if self.virtual_stages > 1 else []
-        if by_hand and not self.auto_partition:
-            raise ShardwrightError(
-                f"auto_partition=False and {by_hand[0]}={getattr(self, by_hand[0])!r}: modules are placed by hand, one "
-                f"stage on each rank; leave out one of them"
-            )
+        require_possible(self)
 
     @property
     def cut(self) -> dict[str, Any]:
@@ -321,64 +165,9 @@ class Config:
         weight = {"speed": 0.2, "memory": 0.8}.get(self.optimize or "memory")
         return {"partitioner": "tree", "memory_weight": weight if self.memory_weight is None else self.memory_weight}
 
-    def _require_one_sharding(self) -> None:
-        degree = self.sharded_data_parallel_degree
-        said = [f"shard={self.shard}"] if self.shard else []
-        said += ["shard_optimizer_state=True"] if self.shard_optimizer_state else []
-        said += [f"sharded_data_parallel_degree={degree}"] if degree > 1 else []
-        if len(said) > 1:
-            raise ShardwrightError(f"{' and '.join(said)} say how state is sharded: keep one of them")
-        on_host = self.offload_states != "none"
-        level = STATES_LEVEL.get(self.offload_states, 0)
-        if on_host and said and self.shard_level != level:
-            raise ShardwrightError(
-                f"offload_states={self.offload_states!r} and {said[0]}: replicas divide what lies on the host, which "
-                f"is shard={level}; leave out one of them"
-            )
-        if self.shard_group is not None and not self.shard and not on_host:
-            raise ShardwrightError(f"shard_group={self.shard_group} goes with shard=1, 2 or 3: nothing is sharded")
-        if said and not self.ddp:
-            raise ShardwrightError(f"{said[0]} shares state over replicas, and ddp is False: set 'ddp': True")
-
-    def _require_limits(self) -> None:
-        for name in OF_DIVIDED_PARAMETERS:
-            value, least = getattr(self, name), 0 if name == "sdp_param_persistence_threshold" else 1
-            if isinstance(value, float) and value.is_integer():  # as 5e8
-                object.__setattr__(self, name, value := int(value))
-            if value is not None and (type(value) is not int or value < least):
-                raise ShardwrightError(f"{name}={value!r}: expected a number of entries, {least} or more")
-        clips = self.sdp_gradient_clipping
-        if clips is not None and (
-            isinstance(clips, bool) or not isinstance(clips, int | float) or not 0 < clips < math.inf
-        ):
-            raise ShardwrightError(f"sdp_gradient_clipping={clips!r}: expected a norm above 0, or None for no clipping")
-        if self.sdp_max_live_parameters is not None and self.gathered_stages:
-            raise ShardwrightError(
-                f"sdp_max_live_parameters={self.sdp_max_live_parameters} and gathered_stages={self.gathered_stages}: "
-                f"what is whole follows from the number of stages; leave out one of them"
-            )
-
-    def _require_residency(self) -> None:
-        for name in ("gathered_stages", "look_ahead"):
-            value = getattr(self, name)
-            if not (name == "look_ahead" and value is None) and (type(value) is not int or value < 0):
-                raise ShardwrightError(f"{name}={value!r}: expected a whole number of stages")
-        if self.reduce_after not in (None, "each", "last"):
-            raise ShardwrightError(f"reduce_after={self.reduce_after!r}: expected 'each' or 'last'")
-        try:
-            require_residency(
-                self.shard_level, self.gathered_stages or None, self.look_ahead, self.reduce_after, self.virtual_stages
-            )
-        except PlanError as error:
-            raise ShardwrightError(str(error)) from error
-        if self._says_residency and isinstance(self.pipeline, Schedule) and has_any(self.pipeline, SHARDING):
-            raise ShardwrightError(
-                "the schedule given as pipeline gathers stages or reduces gradients itself: leave out gathered_stages "
-                "and reduce_after, or remove these actions with strip_sharding"
-            )
-
     @property
-    def _says_residency(self) -> bool:
+    def says_residency(self) -> bool:
+        """Whether it says when stages are gathered or gradients are reduced."""
         return bool(self.gathered_stages or self.reduce_after)
 
     @property
@@ -408,21 +197,11 @@ class Config:
     @property
     def placement_order(self) -> str:
         """The letters of the axes, the last those of neighbouring ranks, as a plan has them."""
-        return _STRATEGIES.get(self.placement_strategy, self.placement_strategy)
+        return STRATEGIES.get(self.placement_strategy, self.placement_strategy)
 
     @property
     def axes(self) -> tuple[str, ...]:
-        return tuple(_AXIS_LETTERS[letter] for letter in self.placement_order)
-
-    def _require_sizes(self, schedule: Schedule) -> None:
-        given = (schedule.ranks, schedule.microbatches, schedule.virtual_stages)
-        asked = (self.pipeline_parallel_degree, self.microbatches, self.virtual_stages)
-        if given != asked:
-            raise ShardwrightError(
-                f"the schedule given as pipeline has (ranks, microbatches, virtual stages) = {given}, and the "
-                f"configuration asks for {asked}: set pipeline_parallel_degree, microbatches and virtual_stages to "
-                f"those of the schedule"
-            )
+        return tuple(AXIS_LETTERS[letter] for letter in self.placement_order)
 
     def schedule(self, costs: StageCosts | None) -> Schedule:
         """The schedule asked for. Raises ScheduleError when it does not admit the sizes, or when more stages run at
@@ -434,7 +213,7 @@ class Config:
                 self.pipeline, ranks=self.pipeline_parallel_degree, microbatches=self.microbatches,
                 virtual_stages=self.virtual_stages, costs=costs, active_microbatches=self.active_microbatches,
             )  # fmt: skip
-        if not self._says_residency:
+        if not self.says_residency:
             return schedule
         each = self.reduces == "each"
         return insert_residency(schedule, self.gathered_stages or None, self.look_ahead, reduces_each=each)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from shardwright.backends.torch.machine.mesh import BoundMesh
 from shardwright.backends.torch.machine.watchdog import Watchdog
 from shardwright.core.errors import MissingCapabilityError
-from shardwright.torch.peers import of_this_rank
+from shardwright.torch.peers import own_samples
 
 
 def wants_gradient(leaf: Any) -> bool:
@@ -18,26 +18,15 @@ def wants_gradient(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.requires_grad and torch.is_grad_enabled()
 
 
-def require_can_have_gradient(
-    tensor: torch.Tensor, axis: int | None, label: str, bound: BoundMesh, *, own: bool
-) -> None:
-    """Raise MissingCapabilityError for an argument whose gradient cannot be brought together.
-
-    Args:
-        axis: along which it is cut into microbatches; None: each gets it whole.
-        own: whether ranks of the tensor axis have samples of their own.
-    """
+def require_can_have_gradient(tensor: torch.Tensor, axis: int | None, label: str, bound: BoundMesh) -> None:
+    """Raise MissingCapabilityError for an argument whose gradient cannot be brought together; ``axis``: along which it
+    is cut into microbatches, None where each gets it whole."""
     if tensor.is_complex():
         raise MissingCapabilityError(f"{label} is complex and requires a gradient: pass torch.view_as_real of it")
     if axis is None and bound.size("dp") > 1:
         raise MissingCapabilityError(
             f"{label} requires a gradient and every microbatch gets it whole: that is not summed over the "
             f"{bound.size('dp')} replicas. Make it a parameter of the model, or pass it detached"
-        )
-    if axis and own:
-        raise MissingCapabilityError(
-            f"{label} requires a gradient, is split along dim {axis}, and ranks of the tensor axis have samples of "
-            f"their own: put its samples along dim 0, or set prescaled_batch=True"
         )
 
 
@@ -54,12 +43,11 @@ class InputGradients:
     """The gradients of the arguments of one call of a step.
 
     Args:
-        samples: of each microbatch, where it holds samples of all ranks of the tensor axis, of which this rank gave its
-            own; None: this rank gave all.
+        own: whether microbatches hold samples of all ranks of the tensor axis, of which this rank gave its own.
     """
 
-    def __init__(self, bound: BoundMesh, watchdog: Watchdog, samples: Sequence[int] | None) -> None:
-        self._bound, self._watchdog, self._samples = bound, watchdog, samples
+    def __init__(self, bound: BoundMesh, watchdog: Watchdog, *, own: bool) -> None:
+        self._bound, self._watchdog, self._own = bound, watchdog, own
         self._wanting: list[_Wanting] = []
 
     def leaves(self, tensor: torch.Tensor, pieces: list[torch.Tensor], axis: int | None) -> list[torch.Tensor]:
@@ -90,8 +78,7 @@ class InputGradients:
             if one.axis is None:
                 gradient = torch.stack(whole).sum(dim=0)
             else:
-                own = whole if self._samples is None else of_this_rank(whole, self._samples, self._bound)
-                gradient = torch.cat(own, one.axis)
+                gradient = own_samples(whole, one.axis, self._bound) if self._own else torch.cat(whole, one.axis)
             tensors.append(one.tensor)
             gradients.append(gradient.div_(divisor).to(one.tensor))
         if tensors:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from shardwright.backends.torch.program.python_reads import left_as_it_is
 from shardwright.core.errors import ShardwrightError
 from shardwright.torch import session as sessions
 from shardwright.torch.chained_step import ChainedStep
@@ -93,7 +94,10 @@ class JointStep:
         named = with_models(args, kwargs, lambda one: probes[id(one)])
         device = sessions.current().bound.device
         try:
-            with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            roots = ((self._function, "the step function"),)
+            with torch.random.fork_rng([device] if device.type == "cuda" else []), contextlib.ExitStack() as stack:
+                for model in models:
+                    stack.enter_context(left_as_it_is(model.module, roots))
                 before = _generators(device)
                 self._function(*named[0], **named[1])
                 draws = before != _generators(device)

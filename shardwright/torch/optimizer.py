@@ -346,8 +346,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 if key != "params":
                     group[key] = entry
         self._steps = told["steps"] if told else self._steps if steps is None else steps
-        if self._scaling is not None and told and told[LOSS_SCALE] is not None:
-            self._scaling = self._split_model.loss_scale = LossScale(**told[LOSS_SCALE])
+        if told:
+            self.resume_scale(told)
         names = [name for group in self.named_groups() for name in group]
 
         def load() -> None:
@@ -359,6 +359,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         cut_later = self._bound.size("tp") > 1 and not self._split_model.has_cut_parameters
         lacks = self._lacks_values()
         self._load_later, self._load_whole = load if cut_later or lacks else None, load if lacks else None
+
+    def resume_scale(self, told: Mapping[str, Any]) -> None:
+        """Take the scale of losses of an optimizer in a checkpoint, where both have one."""
+        if self._scaling is not None and told[LOSS_SCALE] is not None:
+            self._scaling = self._split_model.loss_scale = LossScale(**told[LOSS_SCALE])
 
     def require_states(self) -> None:
         """Raise CheckpointError where states of a checkpoint wait for parameters without values."""

@@ -1,5 +1,5 @@
-"""Batches of the tensor axis. Where its ranks have samples of their own, a step is over the samples of all of them, and
-each rank gets the results of its own."""
+"""Batches of the tensor axis. Where its ranks have samples of their own, a step is over the samples of all of them,
+and each rank gets the results of its own."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,7 +10,15 @@ import torch.distributed as dist
 from shardwright.backends.torch.machine.mesh import BoundMesh
 from shardwright.backends.torch.machine.pipeline_messages import as_carried
 from shardwright.backends.torch.machine.watchdog import Watchdog
-from shardwright.backends.torch.pipeline.step_results import Returned
+from shardwright.backends.torch.pipeline.step_results import Returned, even_split
+from shardwright.core.errors import ShardwrightError
+from shardwright.core.model.loss import Place
+from shardwright.torch.session import Session
+
+
+def have_own_batches(session: Session) -> bool:
+    """Whether the ranks of the tensor axis are given batches of their own."""
+    return session.bound.size("tp") > 1 and not session.config.prescaled_batch
 
 
 def of_all_peers(tensor: torch.Tensor, axis: int, bound: BoundMesh, watchdog: Watchdog) -> torch.Tensor:
@@ -51,21 +59,33 @@ def together(turns: Sequence[Returned], own: int) -> Returned:
     return replace(found, everywhere=torch.cat(values), weights=joined, first=first)
 
 
-def of_this_rank(outputs: Sequence[torch.Tensor], samples: Sequence[int], bound: BoundMesh) -> list[torch.Tensor]:
-    """The results for this rank's samples of a step over the samples of all tensor-parallel peers.
+def own_samples(gradients: Sequence[torch.Tensor], axis: int, bound: BoundMesh) -> torch.Tensor:
+    """This rank's part of microbatches along the axis along which `of_all_peers` joined their samples."""
+    return torch.cat(list(gradients), axis).chunk(bound.size("tp"), axis)[bound.coordinate("tp")]
+
+
+def own_entries(
+    outputs: Sequence[torch.Tensor], samples: Sequence[int], place: Place, bound: BoundMesh
+) -> list[torch.Tensor]:
+    """The entries of this rank's samples in a result of a step over the samples of all tensor-parallel peers, in as
+    many parts as there are microbatches.
 
     Args:
-        outputs: of the microbatches, in order. Where dim 0 counts samples, or as many entries for each of them, this
-            rank keeps its own, in as many parts as there are microbatches; anything else, a loss say, is of all
-            samples and stays.
+        outputs: of the microbatches, in order.
         samples: of each microbatch.
+        place: of the samples in each of them.
+
+    Raises ShardwrightError for outputs whose sizes are not those of their samples.
     """
-    each = {out.shape[0] / count if out.dim() else 0.0 for out, count in zip(outputs, samples, strict=True)}
-    entries = next(iter(each))
-    if len(each) > 1 or entries < 1 or entries != int(entries):
-        return list(outputs)
-    own = torch.cat(list(outputs)).chunk(bound.size("tp"))[bound.coordinate("tp")]
-    rows = own.shape[0] // int(entries)
-    count = min(len(outputs), rows)
-    sizes = [int(entries) * (rows // count + (m < rows % count)) for m in range(count)]
-    return list(own.split(sizes))
+    dim = place.dim
+    parts = []
+    for output, count in zip(outputs, samples, strict=True):
+        if output.shape[dim] != place.outer * count * place.inner:
+            raise ShardwrightError(
+                f"the step returned a tensor of shape {tuple(output.shape)} for {count} samples of the ranks of the "
+                f"tensor axis, and dim {dim} was expected to have {place.outer * place.inner} entries for each of them"
+            )
+        parts.append(output.unflatten(dim, (place.outer, count, place.inner)))
+    own = own_samples(parts, dim + 1, bound)
+    rows = own.shape[dim + 1]
+    return [part.flatten(dim, dim + 2) for part in own.split(even_split(rows, min(len(outputs), rows)), dim + 1)]

@@ -75,11 +75,14 @@ def optimizers_claim(run: ModelRun) -> Claim:
     return Claim.of("the optimizers", run.optimizers_said(), fix)
 
 
-def batch_claims(names: Sequence[str], leaves: Sequence[Any], session: Session, *, in_full: bool) -> list[Claim]:
+def batch_claims(
+    names: Sequence[str], leaves: Sequence[Any], whole: Sequence[int], session: Session, *, in_full: bool
+) -> list[Claim]:
     """The claims of the arguments of a step.
 
     Args:
         names: of each leaf, the place in the arguments.
+        whole: the positions of tensors that every microbatch gets whole.
         in_full: see `digests`.
     """
     bound, config = session.bound, session.config
@@ -96,10 +99,19 @@ def batch_claims(names: Sequence[str], leaves: Sequence[Any], session: Session, 
         )
     among: Among = "replica" if config.prescaled_batch else "pipeline"
     contents = partial(_contents, [name for name, _ in tensors], digests)
-    return [
+    claims = [
         Claim.of("the arguments", dict(zip(names, map(_argument_text, leaves), strict=True)), fix, "replica"),
         Claim("the contents of the batch", digest_of(*digests), contents, fix, among),
     ]
+    if bound.size("tp") > 1 and not config.prescaled_batch and whole:
+        shared = [fingerprint(leaves[position], in_full=in_full) for position in whole]
+        fix = (
+            "A step runs on the samples of all tensor-parallel peers, with one value of what is not split into "
+            "microbatches: give these ranks the same, as a count of the samples of all of them."
+        )
+        held = partial(_contents, [names[position] for position in whole], shared)
+        claims.append(Claim("what every microbatch gets whole", digest_of(*shared), held, fix, "replica"))
+    return claims
 
 
 def _argument_text(leaf: Any) -> str:

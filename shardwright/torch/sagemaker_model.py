@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -23,7 +24,6 @@ class SageMakerArguments:
 
     Raises:
         ShardwrightError: a value that theirs refuses too.
-        MissingCapabilityError: ``broadcast_buffers=False``.
     """
 
     trace_device: str | None = "gpu"
@@ -40,14 +40,20 @@ class SageMakerArguments:
             raise ShardwrightError(f"trace_device={self.trace_device!r}: expected 'gpu', 'cpu' or None")
         if self.trace_execution_times and self.trace_device == "cpu":
             raise ShardwrightError("trace_execution_times=True and trace_device='cpu': leave one of them out")
-        if not self.broadcast_buffers:
-            raise MissingCapabilityError(
-                "broadcast_buffers=False: replicas of a model have the same buffers here; leave it True"
-            )
         for name, (default, instead) in _WITHOUT_EFFECT.items():
             given = getattr(self, name)
             if given != default:
                 warnings.warn(f"{name}={given!r} has no effect: {instead}", PlanWarning, stacklevel=5)
+
+    def require_same_buffers(self, module: nn.Module, replicas: int) -> None:
+        """Raise MissingCapabilityError for ``broadcast_buffers=False`` of a model with buffers, over several replicas:
+        these would have buffers of their own."""
+        name = next((name for name, _ in module.named_buffers()), None)
+        if not self.broadcast_buffers and name is not None and replicas > 1:
+            raise MissingCapabilityError(
+                f"broadcast_buffers=False: the {replicas} replicas of a model have the same buffers here, and the "
+                f"model has {name!r}; leave it True"
+            )
 
     @property
     def reduction(self) -> Literal["sum"] | None:
@@ -170,20 +176,41 @@ class SageMakerModel(nn.Module):
         return handle
 
     def cpu(self) -> "SageMakerModel":
-        """Refused over several ranks, each of which holds a part. Raises MissingCapabilityError."""
-        if self.session.bound.mesh.size > 1:
+        """The model, where it runs on CPUs. Raises MissingCapabilityError where other devices have its parts."""
+        bound = self.session.bound
+        if bound.mesh.size == 1:
+            return super().cpu()
+        if bound.device.type != "cpu":
             raise MissingCapabilityError(
-                "model.cpu(): a rank holds a part of the model; take model.state_dict(), which is whole and on the "
-                "CPU, into the unsplit model"
+                f"model.cpu(): its parts run on {bound.device} and its peers; take model.state_dict(), which is whole "
+                f"and on the CPU, into the unsplit model"
             )
-        return super().cpu()
+        return self
 
-    def join(self, *args: Any, **options: Any) -> Any:
-        """Refused: every rank runs as many steps. Raises MissingCapabilityError."""
-        raise MissingCapabilityError(
-            "model.join(): replicas run as many steps as each other here; `sw.sampler` gives every replica as many "
-            "samples, and the last step may have a batch of another size"
-        )
+    @contextmanager
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+        **options: Any,
+    ) -> Iterator[None]:
+        """A context for as many steps on every rank, as under ``throw_on_early_termination=True`` of
+        `DistributedDataParallel.join`: a rank that leaves it while others begin another step raises DisagreementError,
+        and so do they. Every rank enters it. ``enable=False`` makes it none at all.
+
+        Raises MissingCapabilityError for other options than those of `DistributedDataParallel.join`.
+        """
+        if options:
+            raise MissingCapabilityError(f"model.join({', '.join(options)}): known are those of DDP's join")
+        yield
+        if enable:
+            self.session.agreement.meet(
+                self.model_run.of_model(
+                    "the end of model.join(): ranks run as many steps as each other; sw.sampler gives every replica as "
+                    "many samples, and the last step may have a batch of another size"
+                )
+            )
 
 
 _Tensor = TypeVar("_Tensor", bound=torch.Tensor)

@@ -31,7 +31,8 @@ from shardwright.core.errors import CheckpointError, ShardwrightError
 from shardwright.core.layout.mesh import Mesh
 from shardwright.core.plan.plan import Plan
 from shardwright.core.schedule import AUTO
-from shardwright.torch.config import OF_DIVIDED_PARAMETERS, Config, configuration_of_environment, read_config
+from shardwright.torch.config import Config, configuration_of_environment, read_config
+from shardwright.torch.config_checks import OF_DIVIDED_PARAMETERS
 from shardwright.torch.model_run import ModelRun, labels, read_plan, require_apart, require_fits_run
 from shardwright.torch.start_agreement import said_at_start
 from shardwright.torch.step_mode import require_carried_out

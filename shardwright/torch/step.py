@@ -5,37 +5,35 @@ import functools
 import inspect
 import warnings
 import weakref
-from collections import UserDict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from hashlib import sha256
+from dataclasses import replace
 from itertools import islice
 from typing import Any, overload
 
-import numpy as np
 import torch
 
-from shardwright.backends.torch.capture.held_tensors import tensors_in
 from shardwright.backends.torch.compat import pytree
 from shardwright.backends.torch.machine.agreement import Claim
 from shardwright.backends.torch.machine.digests import code_of, digest_of
-from shardwright.backends.torch.pipeline.step_results import Returned, Shares, as_tensors
+from shardwright.backends.torch.pipeline.step_results import Shares
+from shardwright.backends.torch.program.program import Literal, Tree
+from shardwright.backends.torch.program.python_places import Holder
 from shardwright.backends.torch.runtime import Runtime
-from shardwright.backends.torch.state.model_agreement import plain_text
 from shardwright.backends.torch.training.call import StepCall
-from shardwright.core.errors import MissingCapabilityError, PlanWarning, ShardwrightError
-from shardwright.core.values.step_line import Argument
+from shardwright.core.errors import MissingCapabilityError, ShardwrightError
 from shardwright.torch import session as sessions
 from shardwright.torch.batch import Batch
 from shardwright.torch.input_gradients import InputGradients, require_can_have_gradient, wants_gradient
+from shardwright.torch.joint_stand_ins import MISSING
 from shardwright.torch.joint_step import JointStep
-from shardwright.torch.model import DistributedModel
 from shardwright.torch.model_run import ModelRun
-from shardwright.torch.output import StepOutput
-from shardwright.torch.peers import of_all_peers, of_each_peer, of_this_rank, together
+from shardwright.torch.own_results import OwnResults
+from shardwright.torch.peers import have_own_batches, of_all_peers, of_each_peer, together
 from shardwright.torch.run_agreement import batch_claims, mode_claim, model_claim, session_claims
 from shardwright.torch.scaler import Scalers, noting_scalers
 from shardwright.torch.sliced import Sliced, can_be_sliced, with_tensors
+from shardwright.torch.step_arguments import Given, as_key, is_model, models_in, plain, restored, sized_argument
+from shardwright.torch.step_outputs import as_listed, as_output
 from shardwright.torch.weights_copy import with_models
 
 StepFunction = Callable[..., Any]
@@ -86,25 +84,6 @@ def step(
     return Step(function, frozenset(non_split_inputs), dict(input_split_axes or {}))
 
 
-@dataclass(slots=True)
-class _Given:
-    """The arguments of one call."""
-
-    run: ModelRun
-    """The model that it is for."""
-    bound: inspect.BoundArguments
-    leaves: list[Any]
-    spec: Any
-    form: str
-    names: list[str]
-    """The argument that each leaf belongs to."""
-    batch: Batch
-    sized: list[Argument]
-    """The tensors of the batch, whole."""
-    sliced: dict[int, Sliced]
-    """By their position among the leaves, objects that say themselves what a microbatch has of them."""
-
-
 class Step:
     """A step of a user's function.
 
@@ -126,6 +105,11 @@ class Step:
         self._code = f"{digest_of(code_of(function), sorted(whole), sorted(axes.items())) & 0xFFFFFFFF:08x}"
         self._joined = False
         """Whether it is made by a training step of several models, of which it is a part without gradients too."""
+        self.holds_writes = False
+        """Whether what its body writes to Python values is kept back, until `release_writes`."""
+        self._held_writes: list[tuple[Holder, Any, Any]] = []
+        self._is_passed_on = False
+        """Whether what it returns goes into another part of such a step."""
         self._said: set[tuple[int, int]] = set()
         self._scalers: weakref.WeakKeyDictionary[ModelRun, Scalers] = weakref.WeakKeyDictionary()
         """The scalers that the body has scaled its loss by, by model."""
@@ -154,7 +138,7 @@ class Step:
     def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any], session: sessions.Session) -> Any:
         if len(session.models) > 1:
             try:
-                models = _models_in(args, kwargs, session)
+                models = models_in(args, kwargs, session)
             except ShardwrightError:  # which is raised below, and told to the other ranks
                 models = []
             if len(models) > 1:
@@ -165,15 +149,20 @@ class Step:
     def _like(self, function: StepFunction, *, is_main: bool) -> "Step":
         """A step of a function of the same arguments; ``is_main``: whether it returns what this one does."""
         made = Step(function, self.whole, self.axes, lists_plain=self._lists_plain and is_main)
-        made._code, made._joined = self._code, torch.is_grad_enabled()
+        made._code, made._joined, made._is_passed_on = self._code, torch.is_grad_enabled(), not is_main
         return made
+
+    def release_writes(self) -> None:
+        """Write what was kept back (`holds_writes`)."""
+        held, self._held_writes = self._held_writes, []
+        _put(held)
 
     def _agreed(self, args: Any, kwargs: Any, session: sessions.Session) -> Any:
         """Run the step, once all ranks have come to it with the same claims."""
         if not session.models:
             raise ShardwrightError("wrap the model first: sw.DistributedModel(model)")
         run: ModelRun | None = None
-        given: _Given | None = None
+        given: Given | None = None
         claims: list[Claim] = []
         failure: Exception | None = None
         try:
@@ -195,21 +184,19 @@ class Step:
 
     def _run_of(self, args: tuple[Any, ...], kwargs: dict[str, Any], session: sessions.Session) -> ModelRun:
         """The model that a call is for. Raises ShardwrightError where that cannot be told."""
-        found = _models_in(args, kwargs, session)
+        found = models_in(args, kwargs, session)
         if found:
             return session.of(found[0])
         return session.only(f"the step {self._name} is given no model", "pass the one that it runs as an argument")
 
-    def _given(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], session: sessions.Session, run: ModelRun
-    ) -> "_Given":
+    def _given(self, args: tuple[Any, ...], kwargs: dict[str, Any], session: sessions.Session, run: ModelRun) -> Given:
         """The arguments, taken apart, without anything from other ranks."""
         bound = self._signature.bind(*args, **kwargs)
         arguments = {name: plain(value) for name, value in bound.arguments.items()}
-        leaves, spec = pytree.tree_flatten(arguments, is_leaf=_is_model)
+        leaves, spec = pytree.tree_flatten(arguments, is_leaf=is_model)
         form = str(spec)
         if form not in self._names:
-            paths = pytree.tree_flatten_with_path(arguments, is_leaf=_is_model)[0]
+            paths = pytree.tree_flatten_with_path(arguments, is_leaf=is_model)[0]
             # Arguments of ``**more`` have names of their own, which `non_split_inputs` and `input_split_axes` mean too.
             self._names[form] = [
                 str(path[1 if path[0].key == self._more and len(path) > 1 else 0].key)  # type: ignore[attr-defined]
@@ -217,7 +204,7 @@ class Step:
             ]
             self._labels[form] = [f"{path[0].key}{pytree.keystr(path[1:])}" for path, _ in paths]  # type: ignore[attr-defined]
         names = self._names[form]
-        apart = _have_own_batches(session)
+        apart = have_own_batches(session)
         own = self._runs_jointly(session)
         sized: dict[str, tuple[torch.Tensor, int | None]] = {}
         for position, (name, leaf) in enumerate(zip(names, leaves, strict=True)):
@@ -231,8 +218,8 @@ class Step:
                 sized[f"{name} (number {position})"] = (whole, axis)
         for position, leaf in enumerate(leaves):
             if wants_gradient(leaf):
-                require_can_have_gradient(leaf, self._axis(leaf, names[position]), self._labels[form][position],
-                                          session.bound, own=own)  # fmt: skip
+                label = self._labels[form][position]
+                require_can_have_gradient(leaf, self._axis(leaf, names[position]), label, session.bound)
         batch = Batch.of(sized, run.microbatches)
         sliced: dict[int, Sliced] = {}
         for p, leaf in enumerate(leaves):
@@ -246,10 +233,10 @@ class Step:
                 sliced[p] = Sliced.of(leaf, self._labels[form][p], len(batch.samples), axis)
                 batch = batch.with_samples(sliced[p].samples, self._labels[form][p])
         labels = [self._labels[form][p] for p, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        tensors = [_argument(name, *given) for name, given in zip(labels, sized.values(), strict=True)]
-        return _Given(run, bound, leaves, spec, form, names, batch, tensors, sliced)
+        tensors = [sized_argument(name, *given) for name, given in zip(labels, sized.values(), strict=True)]
+        return Given(run, bound, leaves, spec, form, names, batch, tensors, sliced)
 
-    def _claims(self, given: "_Given", session: sessions.Session, run: ModelRun) -> list[Claim]:
+    def _claims(self, given: Given, session: sessions.Session, run: ModelRun) -> list[Claim]:
         """The claims of this call that must be the same on all ranks."""
         runtime = run.runtime
         which = [model_claim(run)] if len(session.models) > 1 else []
@@ -258,6 +245,10 @@ class Step:
         held = ", whose gradients are not summed" if runtime.gradients.holds_back else ""
         function = Claim.of("the code of the step", f"{self._name} ({self._code}){held}", fix)
         labels, leaves = list(self._labels[given.form]), list(given.leaves)
+        whole = [
+            position for position, leaf in enumerate(leaves)
+            if isinstance(leaf, torch.Tensor) and self._axis(leaf, given.names[position]) is None
+        ]  # fmt: skip
         wanting = [label for label, leaf in zip(labels, leaves, strict=True) if wants_gradient(leaf)]
         said = f"{given.form}, with gradients of {', '.join(wanting)}" if wanting else given.form
         said += ", with a copy of the weights" if run.has_copied_weights else ""
@@ -268,17 +259,17 @@ class Step:
             cut = [tensor for of_one in parts.tensors for tensor in of_one]
             labels += [f"{labels[position]}, tensor {number} of its parts" for number in range(len(cut))]
             leaves += cut
-        batch = batch_claims(labels, leaves, session, in_full=in_full)
+        batch = batch_claims(labels, leaves, whole, session, in_full=in_full)
         split_model = runtime.split_model
         of_model = [*split_model.flags.claims(), *(split_model.claims_in_full() if in_full else ())]
         return [*which, function, mode_claim(), *batch, form, *of_model, *session_claims(session, run)]
 
-    def _carry_out(self, call: "_Given", session: sessions.Session, shares: Shares) -> Any:
+    def _carry_out(self, call: Given, session: sessions.Session, shares: Shares) -> Any:
         """Run the step. Where ranks of the tensor axis have batches of their own, a training step is over the samples
         of all of them, and so are all steps that one of several models makes; without gradients it runs once for each
         of them, and a rank gets what came of its own."""
         batch, bound = call.batch, session.bound
-        if self._runs_jointly(session) or not _have_own_batches(session):
+        if self._runs_jointly(session) or not have_own_batches(session):
             tree, returned, others = self._run_once(call, session, shares)
         else:
             every = {
@@ -289,7 +280,8 @@ class Step:
             turns = []
             for peer in range(bound.size("tp")):
                 leaves = [every[p][peer] if p in every else leaf for p, leaf in enumerate(call.leaves)]
-                turns.append(self._run_once(replace(call, leaves=leaves), session, shares))
+                is_own = peer == bound.coordinate("tp")
+                turns.append(self._run_once(replace(call, leaves=leaves), session, shares, is_own=is_own))
             tree, returned, others = turns[bound.coordinate("tp")]
             returned = {
                 position: together([turn[1][position] for turn in turns], bound.coordinate("tp"))
@@ -302,17 +294,20 @@ class Step:
             values = [getattr(one, "value", None) for one in of_each]
             if len(values) == 1:
                 values *= len(batch.samples)
-            outputs.append(_listed(found, values) if self._lists_plain else _output(found, values, position))
+            outputs.append(as_listed(found, values) if self._lists_plain else as_output(found, values, position))
         return pytree.tree_unflatten(outputs, tree.spec)
 
-    def _run_once(self, call: "_Given", session: sessions.Session, shares: Shares) -> tuple[Any, Any, Any]:
-        """The result of the body as a tree, its tensors by position, and the trees of further microbatches."""
+    def _run_once(
+        self, call: Given, session: sessions.Session, shares: Shares, *, is_own: bool = True
+    ) -> tuple[Any, Any, Any]:
+        """The result of the body as a tree, its tensors by position, and the trees of further microbatches. What the
+        body writes to Python values stays where ``is_own``, and the step is no part of another one."""
         run, runtime = call.run, call.run.runtime
         leaves, names, batch = call.leaves, call.names, call.batch
         device = session.bound.device
         positions = [position for position, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         own = self._runs_jointly(session)
-        wanting = InputGradients(session.bound, session.watchdog, batch.samples if own else None)
+        wanting = InputGradients(session.bound, session.watchdog, own=own)
         given_by_user = list(leaves)
         if own:
             for p in positions:
@@ -345,14 +340,14 @@ class Step:
                 given[position] = with_tensors(parts.parts[0], list(islice(given_tensors, len(parts.axes))))
             again = copy.copy(call.bound)
             again.arguments = {
-                name: _restored(call.bound.arguments[name], value)
+                name: restored(call.bound.arguments[name], value)
                 for name, value in pytree.tree_unflatten(given, call.spec).items()
             }
             return self.function(*again.args, **again.kwargs)
 
         objects = [
             (item, names[p]) for p, item in enumerate(literals)
-            if item is not None and not _is_model(item) and p not in call.sliced
+            if item is not None and not is_model(item) and p not in call.sliced
         ]  # fmt: skip
         body.python_roots = (  # type: ignore[attr-defined]
             (self.function, "the step function"), (numbers, "the arguments"), *objects
@@ -367,29 +362,47 @@ class Step:
             run.log.begin()
         scalers = self._scalers.setdefault(run, weakref.WeakSet())
         with noting_scalers(scalers):
-            prepared = runtime.prepare(StepCall(key, body, microbatches, shares, axes))
+            written: list[tuple[Holder, Any, Any]] | None = None
+            if self._is_passed_on or self.holds_writes or not is_own:
+                written = []
+            made = StepCall(key, body, microbatches, shares, axes, written)
+            prepared = runtime.prepare(made)
+            results = self._own_results(runtime, made, batch) if own else None
             if run.is_first_step:
                 run.is_first_step = False
                 failure = run.run_post_partition_hooks()
                 session.agreement.meet(run.of_model("the hooks behind the split"), failure=failure)
             tree, returned, trained, others = prepared.run()
+        if written is not None:
+            left = [(holder, key, holder.value(key)) for holder, key, _ in written]
+            _put(reversed(written))
+            self._held_writes = left if self.holds_writes and is_own else self._held_writes
         if trained is not None:
             wanting.give(trained.divisor)
             run.scalers, run.batch_losses = scalers, trained.losses
             run.samples_trained += sum(shares.flat)
         if run.log is not None and trained is not None:
             run.log.worked(trained, sum(batch.samples), call.sized)
-        if own and batch.whole_axis:
-            returned = {
-                position: replace(found, outputs=of_this_rank(found.outputs, batch.samples, session.bound))
-                for position, found in returned.items()
-            }
-            self._say_of_peers(run, returned, batch)
+        if results is not None:
+            returned, missing, totals = results.taken(returned, session.bound)
+            if missing:
+                tree, others = _without(tree, missing), [_without(other, missing) for other in others]
+            if totals and (run.number, -1) not in self._said:
+                self._said.add((run.number, -1))
+                results.say_of_totals(totals)
         return tree, returned, others
+
+    def _own_results(self, runtime: Runtime, call: StepCall, batch: Batch) -> OwnResults:
+        """What this rank gets of the results of a step over the samples of all ranks of the tensor axis. Raises
+        MissingCapabilityError where that cannot be told."""
+        samples = batch.samples if batch.whole_axis else None
+        found = OwnResults(self._name, runtime.reading(call), samples, self._is_passed_on)
+        found.require()
+        return found
 
     def _runs_jointly(self, session: sessions.Session) -> bool:
         """Whether the step is over the samples of all ranks of the tensor axis, which have batches of their own."""
-        return _have_own_batches(session) and (torch.is_grad_enabled() or self._joined)
+        return have_own_batches(session) and (torch.is_grad_enabled() or self._joined)
 
     def _axis(self, tensor: torch.Tensor, name: str) -> int | None:
         """The axis along which an argument is split into microbatches; None: every microbatch gets it whole."""
@@ -415,132 +428,26 @@ class Step:
                 stacklevel=3,
             )
 
-    def _say_of_peers(self, run: ModelRun, returned: Mapping[int, Returned], batch: Batch) -> None:
-        """Warn, once, of counts over the samples of all ranks of the tensor axis, which have batches of their own."""
-        counts = any(found.outputs[0].numel() == 1 < batch.samples[0] and not found.outputs[0].is_floating_point()
-                     for found in returned.values())  # fmt: skip
-        if counts and (run.number, -1) not in self._said:
-            self._said.add((run.number, -1))
-            warnings.warn(
-                f"the step {self._name} returns a whole number, and ranks of the tensor axis have batches of their own "
-                f"('prescaled_batch': False): the step runs on the samples of all of them, and counts these too. "
-                f"Return what there is for each sample, of which a rank gets its own",
-                PlanWarning,
-                stacklevel=4,
-            )
-
     def _key(self, runtime: Runtime, form: str, literals: list[Any], inputs: list[torch.Tensor]) -> Hashable:
-        def hashable(item: Any) -> Hashable:
-            if _is_model(item):
-                return "the model"
-            if isinstance(item, np.ndarray) and not item.dtype.hasobject:  # which may be written to between steps
-                return (type(item), item.dtype.str, item.shape, sha256(item.tobytes()).digest())
-            try:
-                hash(item)
-            except TypeError:
-                return id(item)
-            return (type(item), None if type(item) in (int, float) else item)
-
         modes = tuple([module.training for module in runtime.ownership.modules.values()])
         kind = runtime.bound.device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         shapes = tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in inputs)
         # The function itself: an id could become another one's.
-        return (self, form, tuple(map(hashable, literals)), shapes, modes, torch.is_grad_enabled(), autocast)
+        return (self, form, tuple(map(as_key, literals)), shapes, modes, torch.is_grad_enabled(), autocast)
 
 
-def _argument(name: str, tensor: torch.Tensor, axis: int | None) -> Argument:
-    is_integer = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool)
-    return Argument(name, tuple(tensor.shape), is_integer, axis)
+def _put(values: Iterable[tuple[Holder, Any, Any]]) -> None:
+    for holder, key, value in values:
+        holder.put(key, value)
 
 
-def _have_own_batches(session: sessions.Session) -> bool:
-    """Whether the ranks of the tensor axis are given batches of their own."""
-    return session.bound.size("tp") > 1 and not session.config.prescaled_batch
-
-
-def _is_model(item: Any) -> bool:
-    return isinstance(item, DistributedModel)
-
-
-def _models_in(args: Any, kwargs: Any, session: sessions.Session) -> list[DistributedModel]:
-    """The models among the arguments, each once."""
-    leaves = pytree.tree_leaves((args, kwargs), is_leaf=_is_model)
-    return list({id(session.of(leaf)): leaf for leaf in leaves if _is_model(leaf)}.values())
-
-
-def _output(found: Returned | None, values: Sequence[Any], position: int) -> Any:
-    """A leaf of a result: a tensor as StepOutput, and what is none as it is where it is the same for all microbatches.
-
-    Args:
-        values: of each microbatch, where it is no tensor.
-
-    Raises ShardwrightError for leaves that differ, other than numbers.
-    """
-    if found is not None:
-        return StepOutput(found.outputs, found.everywhere, found.weights, found.first)
-    first = values[0]
-    said = plain_text(first)
-    if all(
-        value is first or (said is not None and plain_text(value) == said) or _equal(value, first) for value in values
-    ):
-        return first
-    if all(isinstance(value, (bool, int, float)) for value in values):
-        return StepOutput(as_tensors(values))
-    kinds = ", ".join(sorted({type(value).__name__ for value in values}))
-    raise ShardwrightError(
-        f"leaf {position} of what the step returned differs between microbatches of different shapes ({kinds}): return "
-        f"tensors or numbers, or the same value for all of them"
-    )
-
-
-def _equal(one: Any, other: Any) -> bool:
-    """Whether values that are no tensors are the same, by what they hold."""
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, np.ndarray):
-        of_objects = one.dtype.hasobject or other.dtype.hasobject
-        same_form = not of_objects and (one.dtype, one.shape) == (other.dtype, other.shape)
-        return same_form and one.tobytes() == other.tobytes()
-    try:
-        return bool(one == other)
-    except Exception:  # of a comparison that has no one answer
-        return False
-
-
-def _listed(found: Returned | None, values: list[Any]) -> Any:
-    """A leaf of a result as SageMaker's steps return it: what is no tensor, and not None, once for each microbatch."""
-    if found is None:
-        return None if all(value is None for value in values) else values
-    if found.are_numbers:
-        return [number.item() for number in found.outputs]
-    return StepOutput(found.outputs, found.everywhere, found.weights, found.first)
+def _without(tree: Tree, missing: frozenset[int]) -> Tree:
+    """A result with the mark of what is missing in these places."""
+    leaves = [Literal(MISSING) if position in missing else leaf for position, leaf in enumerate(tree.leaves)]
+    return Tree(tuple(leaves), tree.spec)
 
 
 def _counted(samples: Sequence[int]) -> str:
     """The sizes of microbatches in words: ``3 x 2, 1 x 1``."""
     return ", ".join(f"{samples.count(size)} x {size}" for size in sorted(set(samples), reverse=True))
-
-
-def plain(value: Any) -> Any:
-    """An argument whose tensors can be found: mappings such as tokenizers return become dicts. Raises ShardwrightError
-    for another object that holds tensors."""
-    if isinstance(value, UserDict):
-        return dict(value.data)
-    for leaf in pytree.tree_leaves(value):
-        kept = isinstance(leaf, (torch.Tensor, torch.nn.Module, torch.optim.Optimizer)) or can_be_sliced(leaf)
-        if kept or not tensors_in(leaf):
-            continue
-        raise ShardwrightError(
-            f"a {type(leaf).__name__} among the arguments of the step holds tensors: pass tensors, or lists, tuples "
-            f"and dicts of them, or give it smp_slice(num_mb, mb, axis), which returns what a microbatch has of it"
-        )
-    return value
-
-
-def _restored(original: Any, value: Any) -> Any:
-    if isinstance(original, UserDict):
-        made = copy.copy(original)
-        made.data = value
-        return made
-    return value

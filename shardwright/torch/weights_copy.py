@@ -158,6 +158,7 @@ class WeightsCopy(nn.Module):
     def __deepcopy__(self, memo: Any) -> "WeightsCopy":
         made = WeightsCopy(self.model)
         made._fill(self._parameters.items(), self._buffers.items())
+        made._may_differ = self._may_differ
         made._modes, made.training = [*self._modes], self.training
         return made
 

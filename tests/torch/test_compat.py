@@ -365,12 +365,34 @@ def test_objects_with_a_dict_are_saved_as_it(tmp_path: Path) -> None:
     assert modelparallel.load(tmp_path / "object", partial=False) == {"kind": "steps", "on": "cpu", "at": "folder"}
     with pytest.warns(PlanWarning, match="translate_function has no effect"):
         modelparallel.resume_from_checkpoint(tmp_path, translate_function=len)
-    for given in ({"translate_function": len, "strict": False}, {"load_sharded_optimizer_state": False}):
-        with pytest.raises(MissingCapabilityError, match=next(iter(given))):
-            modelparallel.resume_from_checkpoint(tmp_path, **given)
+    with pytest.raises(MissingCapabilityError, match="translate_function"):
+        modelparallel.resume_from_checkpoint(tmp_path, translate_function=len, strict=False)
     with pytest.raises(ShardwrightError, match="load takes no 'mmap'"):
         modelparallel.load(tmp_path / "object", partial=False, mmap=True)
     sw.shutdown()
+
+
+def test_the_scale_of_losses_is_loaded_without_the_states_of_the_optimizer(tmp_path: Path) -> None:
+    given = {"load_sharded_optimizer_state": False}, {"load_optimizer": False}, {}
+    for number, arguments in enumerate(({}, *given)):
+        modelparallel.init({"fp16": True, "log_every": 0})
+        model = modelparallel.DistributedModel(torch.nn.Linear(2, 2))
+        adam = torch.optim.Adam(model.parameters())
+        optimizer = modelparallel.DistributedOptimizer(
+            adam, dynamic_loss_scale=True, dynamic_loss_args={"init_scale": 2.0**9 if number else 2.0**6}
+        )
+        if not number:
+            step = modelparallel.step(lambda model, x: model.backward(model(x).square().mean()))
+            step(model, torch.ones(2, 2))
+            optimizer.step()
+            modelparallel.save_checkpoint(tmp_path, "one", model=model, optimizer=optimizer)
+            weights = {name: entry.clone() for name, entry in model.state_dict().items()}
+        else:
+            modelparallel.resume_from_checkpoint(tmp_path, **arguments)
+            Comparison("weights").equal(model.state_dict(), weights).require()
+            assert optimizer.loss_scale == (2.0**9 if "load_optimizer" in arguments else 2.0**6)
+            assert bool(adam.state) == (not arguments)
+        sw.shutdown()
 
 
 def test_groups_of_the_data_parallel_backend(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from shardwright.backends.torch.loss.read import Batching, Losses, LossReading, read_losses
-from shardwright.core.model.loss import shares_of_microbatches
+from shardwright.backends.torch.loss.read import Batching, Losses, LossReading, StepReading, read_step
+from shardwright.core.model.loss import Place, ResultOfBatch, shares_of_microbatches
 
 CLASSES = 5
 
@@ -38,6 +38,12 @@ def inputs(samples: int = 7) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def read(body: Body, x: torch.Tensor, y: torch.Tensor, model: Net | None = None) -> LossReading:
+    """The reading of the one loss that a body returns."""
+    (reading,) = read_all(lambda given, losses: losses.backward(body(*given)), x, y, model).losses
+    return reading
+
+
+def read_all(step_of: Any, x: torch.Tensor, y: torch.Tensor, model: Net | None = None) -> StepReading:
     model = model or Net()
     found: list[Losses] = []
 
@@ -47,10 +53,9 @@ def read(body: Body, x: torch.Tensor, y: torch.Tensor, model: Net | None = None)
         yield
 
     def step(given: list[torch.Tensor]) -> Any:
-        found[-1].backward(body(model, *given))
+        return step_of((model, *given), found[-1])
 
-    (reading,) = read_losses(model, step, [x, y], Batching((0, 0), len(x), 3 * len(x)), torch.device("cpu"), listening)
-    return reading
+    return read_step(model, step, [x, y], Batching((0, 0), len(x), 3 * len(x)), torch.device("cpu"), listening)
 
 
 def ctc(model: Net, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -173,3 +178,60 @@ def test_a_loss_that_cannot_be_told_is_not(name: str) -> None:
     verdict = read(body, *inputs()).verdict
     assert verdict.finding is not None, verdict
     assert said in verdict.finding.reason
+
+
+RESULTS: dict[str, tuple[Place | None, Callable[[Net, torch.Tensor, torch.Tensor], Any]]] = {
+    "of each sample": (Place(0, 1, 1), lambda m, x, y: m(x)),
+    "along another dim": (Place(1, 1, 1), lambda m, x, y: m(x).T),
+    "two copies": (Place(0, 2, 1), lambda m, x, y: m(x).repeat(2, 1)),
+    "several of each": (Place(0, 1, CLASSES), lambda m, x, y: m(x).reshape(-1)),
+    "statistics": (Place(0, 1, 1), lambda m, x, y: m.norm.train()(m(x))),
+    "of another number of ops": (Place(0, 1, 1), lambda m, x, y: torch.cat([m(one[None]) for one in x])),
+    "a mean": (None, lambda m, x, y: m(x).square().mean(0)),
+    "a mean over what counts": (None, lambda m, x, y: F.cross_entropy(m(x), y)),
+    "a mean as a number": (None, lambda m, x, y: m(x).square().mean().item()),
+    "a constant": (None, lambda m, x, y: m.layer.weight.square().sum()),
+    "a number": (None, lambda m, x, y: 5),
+    "a text": (None, lambda m, x, y: "a label"),
+}
+TOTALS: dict[str, Callable[[Net, torch.Tensor, torch.Tensor], Any]] = {
+    "a total": lambda m, x, y: m(x).square().sum(),
+    "a total of products": lambda m, x, y: m(x).T @ m(x),
+    "a count": lambda m, x, y: (y >= 0).sum(),
+    "a count as a real number": lambda m, x, y: (m(x).argmax(-1) == y).float().sum(),
+    "a total as a number": lambda m, x, y: m(x).square().sum().item(),
+    "made of a number": lambda m, x, y: 2 * m(x).square().sum().item(),
+    "the largest": lambda m, x, y: m(x).max(),
+}
+PAIRS: dict[str, Callable[[Net, torch.Tensor, torch.Tensor], Any]] = {
+    "pairs": lambda m, x, y: m(x) @ m(x).T,
+    "what was picked": lambda m, x, y: m(x)[1:],
+    "several, of statistics": lambda m, x, y: m.norm.train()(m(x)).repeat(2, 1),
+}  # fmt: skip
+
+
+def result_of(body: Callable[[Net, torch.Tensor, torch.Tensor], Any]) -> ResultOfBatch:
+    results = read_all(lambda given, _: body(*given), *inputs()).results
+    assert results is not None
+    (result,) = results
+    return result
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_what_a_result_is_to_the_samples_is_told(name: str) -> None:
+    place, body = RESULTS[name]
+    result = result_of(body)
+    assert (result.place, result.grows, result.adds_up) == (place, place is not None, False)
+
+
+@pytest.mark.parametrize("name", TOTALS)
+def test_what_is_no_mean_is_told(name: str) -> None:
+    result = result_of(TOTALS[name])
+    assert (result.place, result.grows, result.adds_up) == (None, False, True)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_whose_a_result_is_that_cannot_be_told_is_not(name: str) -> None:
+    result = result_of(PAIRS[name])
+    assert (result.place, result.grows) == (None, True)
+    assert result.verdict.finding is not None

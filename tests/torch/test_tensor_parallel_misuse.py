@@ -82,6 +82,10 @@ def test_a_registered_form_takes_the_place_of_its_class(said: dict[str, str]) ->
 
 def test_a_rank_with_samples_of_its_own_gets_their_results(said: dict[str, str]) -> None:
     assert said["own results"] == ""
+    assert "it cannot be told which part of leaf 0 of what the step pairs returns" in said["own parts"]
+    assert "what every microbatch gets whole" in said["other scales"]
+    assert "scale" in said["other scales"]
+    assert "brings every sample together with every other" in said["own parts"]
 
 
 def test_units_on_pieces_are_compiled(said: dict[str, str]) -> None:

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from shardwright.compat import broadcast_masks
 from tests.comparison import Comparison
 from tests.torch.launch import ROOT, WORKERS, Outcome, run
 
@@ -292,3 +294,23 @@ def test_trainer_of_releases_4_takes_its_own_batch_and_decays_by_name() -> None:
     """
     outcome = run([sys.executable, "-c", textwrap.dedent(code)], 90)
     assert outcome.code == 0, outcome.text[-4000:]
+
+
+def test_masks_of_indices_that_broadcast_are_those_of_mapped_functions() -> None:
+    """As releases 4 of transformers map a mask's function over each sample, head, query and key."""
+    padding, chunks = torch.rand(3, 7, generator=torch.Generator().manual_seed(0)) > 0.3, torch.arange(7) // 3
+
+    def causal(sample: Any, head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        return query.new_ones((), dtype=torch.bool) & (key <= query + 2)
+
+    def padded(sample: Any, head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        return causal(sample, head, query, key) & padding[sample, key] & (chunks[query] == chunks[key])
+
+    samples, heads, queries, keys = (torch.arange(count) for count in (3, 1, 5, 7))
+    for function in (causal, padded):
+        found = broadcast_masks.over_all_indices(function)(samples, heads, queries, keys)
+        wanted = [[[[bool(function(b, h, q, k)) for k in keys] for q in queries] for h in heads] for b in samples]
+        Comparison("masks").equal(found, torch.tensor(wanted)).require()
+    found = broadcast_masks.over_all_indices(causal, bh_indices=False)(None, None, queries, keys)
+    wanted = [[bool(causal(None, None, q, k)) for k in keys] for q in queries]
+    Comparison("masks of no samples").equal(found, torch.tensor(wanted)).require()

@@ -16,7 +16,7 @@ CHAINED = ("a_generator_through_its_discriminator", "gradients_of_inputs")
 CALLED_TWICE = "a_discriminator_that_is_called_twice"
 OWN_BATCHES = "statistics_of_batches_of_their_own"
 BESIDE = (
-    CALLED_TWICE, "a_cycle_of_two", "one_mask_in_both_passes",
+    CALLED_TWICE, "a_cycle_of_two", "one_mask_in_both_passes", "what_the_body_writes",
     "a_teacher_and_a_student_by_messages", "dropout_of_each_model", "checkpoints_of_both", "hooks_of_each_model",
     "a_scaler_of_both", "a_plan_for_each", "misuse",
 )  # fmt: skip

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from shardwright.backends.torch.loss.read import StepReading
 from shardwright.backends.torch.machine.agreement import Agreement, Claim
 from shardwright.backends.torch.machine.mesh import BoundMesh
 from shardwright.backends.torch.machine.watchdog import Watchdog
@@ -186,6 +187,10 @@ class Runtime:
                 raise
             self._change_to_messages(mode, call, error)
         return self.steps.prepare(call)
+
+    def reading(self, call: StepCall) -> StepReading:
+        """What the results of a step are to the samples of its batch."""
+        return self._losses.results(call)
 
     # The form of the steps ---------------------------------------------------------------------------------------
 

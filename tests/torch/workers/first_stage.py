@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import shardwright.compat.modelparallel as smp
 import shardwright.torch as sw
-from shardwright.core.errors import MissingCapabilityError, ShardwrightError
+from shardwright.core.errors import MissingCapabilityError, PlanWarning, ShardwrightError
 
 
 @smp.step(non_split_inputs=["scale"])
@@ -48,14 +48,19 @@ def losses(given: Any, is_last: bool = False) -> list[float]:
         found.append(float(train_step(model, batch, scale, 0.5 if is_first else 7.0, factors).reduce_mean()))
         optimizer.step()
     if is_last:
+        with pytest.raises(MissingCapabilityError, match="broadcast_buffers=False: the 2 replicas"):
+            smp.DistributedModel(torch.nn.BatchNorm1d(2), broadcast_buffers=False)
         with pytest.raises(ShardwrightError, match="another form than on pipeline rank 0"):
             train_step(model, batch if smp.pp_rank() == 0 else {}, scale)
+        for unlike in (np.ma.masked_array(of_all, of_all > 9), of_all.view(np.recarray)):
+            with pytest.raises(ShardwrightError, match=f"is given a numpy.*{type(unlike).__name__}, of which"):
+                train_step(model, batch, scale, 0.5, {"of all": unlike, "one": np.float64(1.0)})
         assert float(train_step(model, batch, scale, 0.5, factors).reduce_mean()) > 0, "and then it goes on"
     sw.shutdown()
     return found
 
 
-with pytest.raises(MissingCapabilityError, match="detach_outputs"):
+with pytest.warns(PlanWarning, match="detach_outputs=False has no effect"):
     smp.step(detach_outputs=False)
 dist.init_process_group("gloo")
 expected = losses(lambda tensor: tensor)

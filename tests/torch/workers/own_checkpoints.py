@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from launched import run_checks
 from models import batch, build
 from torch import nn
@@ -144,6 +145,48 @@ def marked_blocks_write_to_their_buffers_once() -> None:
         sw.shutdown()
 
 
+class Counting(nn.Module):
+    """What it computes follows from how often it was called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.calls, self.seen = nn.Linear(4, 4), 0, []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.seen.append(self.calls)
+        return torch.tanh(self.layer(x)) * (1.0 + 0.5 * len(self.seen))
+
+
+def marked_blocks_set_their_attributes_once() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(Counting(), nn.Linear(4, 4)), Counting(), nn.Linear(4, 1))
+    plain = copy.deepcopy(model)
+    sw.init({"pipeline_parallel_degree": 2, "microbatches": MICROBATCHES, "pipeline_mode": "messages"})
+    split = sw.DistributedModel(model)
+    for number in (1, 2):
+        sw.set_activation_checkpointing(model[number])
+    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
+    compared = Comparison("attributes")
+    for _ in range(2):
+        split.zero_grad()
+        plain.zero_grad()
+        losses = [plain(part).square().mean() / MICROBATCHES for part in x.chunk(MICROBATCHES)]
+        torch.stack(losses).sum().backward()
+        compared.losses(mean_step(split, x).all_reduce_mean(), torch.stack(losses).sum().detach())
+        held = dict(split.local_named_parameters())
+        found = {name: p.grad for name, p in held.items() if p.grad is not None}
+        compared.gradients(found, {name: p.grad for name, p in plain.named_parameters() if name in found})
+    own = [one for one in model.modules() if isinstance(one, Counting) and not one.layer.weight.is_meta]
+    calls = 2 * MICROBATCHES
+    assert all(module.calls == calls and module.seen == [*range(1, calls + 1)] for module in own), own
+    counted = torch.tensor(len(own))
+    dist.all_reduce(counted)
+    assert int(counted) == 2
+    compared.require()
+    sw.shutdown()
+
+
 def replicas_that_are_not_split_recompute_their_blocks() -> None:
     alone = {"pipeline_parallel_degree": 1, "ddp": True}
     assert runs_twice(Rows(0, 0), range(6), recompute="full", **alone).decision.pp == 1
@@ -217,6 +260,7 @@ CHECKS: tuple[Callable[[], None], ...] = (
     blocks_that_are_not_checkpointed_are_kept,
     marked_blocks_are_recomputed,
     marked_blocks_write_to_their_buffers_once,
+    marked_blocks_set_their_attributes_once,
     replicas_that_are_not_split_recompute_their_blocks,
     blocks_go_to_the_host,
     what_does_not_go_together_is_refused,

@@ -14,7 +14,7 @@ from launched import run_checks, whole_gradients
 
 import shardwright.compat.modelparallel as smp
 import shardwright.torch as sw
-from shardwright.core.errors import LossError, MissingCapabilityError, PlanWarning, ShardwrightError
+from shardwright.core.errors import DisagreementError, LossError, MissingCapabilityError, PlanWarning, ShardwrightError
 from tests.comparison import Comparison
 
 PP, TP = int(sys.argv[1]), int(sys.argv[2])
@@ -115,10 +115,17 @@ def parts_are_found_by_their_rank() -> None:
     assert (scaled, plain) == ((held, {}) if TP > 1 else ({}, held))
     assert all(model.is_scaled_batch_parameter(p) is (TP > 1) for p in held.values())
     assert not model.is_scaled_batch_parameter(torch.nn.Parameter(torch.ones(1)))
-    with pytest.raises(MissingCapabilityError, match="a rank holds a part"):
-        model.cpu()
-    with pytest.raises(MissingCapabilityError, match="replicas run as many steps"):
-        model.join()
+    assert model.cpu() is model
+    batch = models.batch("gpt2", 1, 8)
+
+    def unlike_numbers_of_steps() -> None:
+        with model.join():
+            for _ in range(1 + sw.rank()):
+                train_step(model, batch)
+
+    refused(DisagreementError, r"the end of model\.join", unlike_numbers_of_steps)
+    with model.join(), model.join(enable=False):
+        train_step(model, batch)
     sw.shutdown()
 
 
@@ -238,10 +245,10 @@ def what_is_wrong_is_said() -> None:
     refused(ShardwrightError, "trace_device='tpu'", lambda: sw.DistributedModel(module, trace_device="tpu"))
     both = {"trace_device": "cpu", "trace_execution_times": True}
     refused(ShardwrightError, "trace_execution_times=True and", lambda: sw.DistributedModel(module, **both))
-    refused(MissingCapabilityError, "broadcast_buffers", lambda: sw.DistributedModel(module, broadcast_buffers=False))
+    kept = {"broadcast_buffers": False}  # of one replica, or of a model without buffers
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        sw.DistributedModel(module, overlapping_allreduce=False, bucket_cap_mb=100, trace_memory_usage=True)
+        sw.DistributedModel(module, overlapping_allreduce=False, bucket_cap_mb=100, trace_memory_usage=True, **kept)
     said = [str(one.message) for one in caught if issubclass(one.category, PlanWarning)]
     assert sorted(text.partition("=")[0] for text in said) == [
         "bucket_cap_mb", "overlapping_allreduce", "trace_memory_usage",

@@ -288,7 +288,11 @@ def exact(level: int) -> dict[str, Any]:
 def evaluated(level: int) -> dict[str, Any]:
     """The forward pass outside of steps, between two of them, and steps without gradients, also with weights that were
     copied before or after parameters were cut; a fork that ends by itself, which has the connections of its parent."""
-    model, optimizer = start(build(), OPTIMIZERS["adamw"], shard=level)
+    made = build()
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.add_(dist.get_rank())  # training begins with the weights of the first replica
+    model, optimizer = start(made, OPTIMIZERS["adamw"], shard=level)
     plain = build()
     first = torch.optim.swa_utils.AveragedModel(model)
     with torch.no_grad():
@@ -296,6 +300,7 @@ def evaluated(level: int) -> dict[str, Any]:
     train(model, optimizer, 0, 1)
     second = torch.optim.swa_utils.AveragedModel(model)
     second.update_parameters(model)
+    third = copy.deepcopy(first)
     plain.load_state_dict(model.state_dict())
     with torch.no_grad():
         comparison = Comparison(f"evaluated, shard {level}").losses(
@@ -311,7 +316,7 @@ def evaluated(level: int) -> dict[str, Any]:
     comparison.losses(found["losses"], expected["losses"][1:], what="losses after")
     by_step = sw.step(lambda model, tokens: model(tokens))
     with torch.no_grad():
-        for averaged, wanted in ((second, float(plain(tokens(9)))), (first, begun)):
+        for averaged, wanted in ((second, float(plain(tokens(9)))), (third, begun), (first, begun)):
             stepped = float(by_step(averaged, tokens(9).chunk(2)[sw.rdp_rank()]).all_reduce_mean())
             comparison.losses([float(averaged(tokens(9))), stepped], [wanted, wanted], what="losses of copies")
         average = {name: (begun + now) / 2 for (name, begun), now in zip(

@@ -276,10 +276,17 @@ def what_is_no_tensor_is_that_of_each_microbatch() -> None:
     weighing = sw.step(lambda model, x: (model(x), 2.0**40 + len(x)))
     with torch.no_grad():
         assert [int(one) for one in counting(model, x)[1].outputs] == [3, 2, 2]
-        for value in (0.5, 1.5, 0.5):
-            factors[:] = value
-            scaled = [2 * value * one for one in even(plain, x)]
-            Comparison("an array written to").losses(scaling(model, x, factors).outputs, scaled).require()
+        for given in (factors, factors.astype(object), np.ma.masked_array(np.zeros(3), [False, True, False])):
+            for value in (0.5, 1.5, 0.5):
+                given[:] = value
+                if isinstance(given, np.ma.MaskedArray):
+                    given[1] = np.ma.masked
+                scaled = [2 * value * one for one in even(plain, x)]
+                Comparison("an array written to").losses(scaling(model, x, given).outputs, scaled).require()
+        for count in (1, 2):  # another mask of the same entries
+            given.mask = [False, True, count == 1]
+            scaled = [0.5 * count * one for one in even(plain, x)]
+            Comparison("a mask").losses(scaling(model, x, given).outputs, scaled).require()
         assert placing(model, x)[1:] == (torch.device("cpu"), spread)
         assert [one.tolist() for one in weighing(model, x)[1].outputs] == [2.0**40 + rows for rows in (3, 2, 2)]
         with pytest.raises(ShardwrightError, match="leaf 1 of what the step returned differs between microbatches"):
@@ -287,7 +294,45 @@ def what_is_no_tensor_is_that_of_each_microbatch() -> None:
     sw.shutdown()
 
 
+def numbers_kept_for_the_next_microbatch_are_those_of_the_one_before() -> None:
+    kept = {"factor": 1.0}
+
+    def body(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = (model(x) - y).square().mean() * kept["factor"]
+        model.backward(loss)
+        kept["factor"] = 1.0 + loss.item()
+        return loss
+
+    for library in (smp, sw):
+        plain, kept["factor"] = build(), 1.0
+        given = batch(0)
+        x, y = given.held["x"], given.held["y"][0]
+        wanted, factor = [], 1.0
+        for _ in range(2):
+            for part, labels in zip(x.split([3, 2, 2]), y.split([3, 2, 2]), strict=True):
+                loss = (plain(part) - labels).square().mean() * factor
+                (loss * len(part) / len(x)).backward()
+                factor = 1.0 + loss.item()
+                wanted.append(loss.item())
+        library.init(
+            {
+                "pipeline_parallel_degree": PP,
+                "microbatches": 3,
+                "pipeline_mode": "auto" if library is smp else "messages",
+            }
+        )
+        model = library.DistributedModel(build())
+        step = library.step(body)
+        found = [one for _ in range(2) for one in step(model, x, y).outputs]
+        assert model.runtime.messages is not None
+        held = {name: p.grad for name, p in model.local_named_parameters()}
+        same = Comparison(f"kept numbers, {library.__name__}").losses(found, wanted)
+        same.gradients(held, {name: p.grad for name, p in plain.named_parameters() if name in held}).require()
+        sw.shutdown()
+
+
 CHECKS = (
+    numbers_kept_for_the_next_microbatch_are_those_of_the_one_before,
     objects_are_sliced_as_they_say,
     numbers_come_once_for_each_microbatch,
     a_number_that_is_used_within_the_step_is_there,

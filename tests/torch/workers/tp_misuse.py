@@ -307,8 +307,12 @@ def evaluate(model, batch):
     return model(**batch).loss
 
 
+CALLS = {"predict": 0}
+
+
 @sw.step
 def predict(model, batch):
+    CALLS["predict"] += 1
     output = model(**batch)
     return output.loss, output.logits, output.logits.flatten(0, 1), (output.logits.argmax(-1) >= 0).sum()
 
@@ -326,6 +330,7 @@ def own_results() -> str:
     with torch.no_grad():
         loss, logits, flat, count = predict(model, own)
     assert int(count.reduce_sum()) == own["input_ids"].numel()
+    assert CALLS["predict"] == 2, "once for each of this rank's microbatches"
     Comparison().losses([loss.reduce_mean(), loss.all_reduce_mean()], [of_own, of_all]).require()
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
@@ -335,6 +340,67 @@ def own_results() -> str:
     found, wanted = [logits.concat(), flat.concat()], [expected, expected.flatten(0, 1)]
     Comparison().losses(loss.reduce_mean(), of_all).values(found, wanted, relative=1e-5, absolute=1e-5).require()
     return "" if len(logits.outputs) == 2 else f"{len(logits.outputs)} microbatches"
+
+
+@sw.step
+def in_all_places(model, batch):
+    logits = model(**batch).logits
+    return logits.transpose(0, 1), torch.cat([logits, -logits]), logits.mean(0), logits.square().mean()
+
+
+@sw.step
+def totals(model, batch):
+    return (model(**batch).logits.square().sum(), (batch["labels"] > 3).sum().float())
+
+
+@sw.step
+def pairs(model, batch):
+    flat = model(**batch).logits.flatten(1)
+    return flat @ flat.T
+
+
+def own_parts() -> str:
+    """A result is cut where its samples are, and one that is of all samples is not, whatever its sizes are."""
+    whole = batch("gpt2", 0)
+    own = {key: tensor.chunk(2)[dist.get_rank()] for key, tensor in whole.items()}
+    plain = build("gpt2")
+    with torch.no_grad():
+        mine = [plain(**{key: tensor.chunk(2)[m] for key, tensor in own.items()}).logits for m in range(2)]
+        every = [plain(**{key: tensor.chunk(2)[m] for key, tensor in whole.items()}).logits for m in range(2)]
+    model = begin(build("gpt2"), prescaled_batch=False)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        turned, twice, mean, square = in_all_places(model, own)
+    assert not any("counts these too" in str(one.message) for one in told)
+    assert mean.outputs[0].shape[0] % len(every[0]) == 0, "a size that could be one of samples"
+    found = [*turned.outputs, *twice.outputs, *mean.outputs, *square.outputs]
+    wanted = [*(one.transpose(0, 1) for one in mine), *(torch.cat([one, -one]) for one in mine)]
+    wanted += [*(one.mean(0) for one in every), *(one.square().mean() for one in every)]
+    Comparison("own parts").values(found, wanted, relative=1e-5, absolute=1e-5).require()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        total, count = totals(model, own)
+    assert any("leaves [0, 1] of its result" in str(one.message) for one in told), [str(one.message) for one in told]
+    Comparison("totals").losses(total.outputs, [one.square().sum() for one in every]).require()
+    assert float(count.reduce_sum()) == float((whole["labels"] > 3).sum())
+    pairs(model, own)
+    return ""
+
+
+@sw.step
+def scaled(model, batch, scale):
+    loss = model(**batch).loss / scale
+    model.backward(loss)
+    return loss
+
+
+def other_scales() -> str:
+    """A tensor that is not split, of which ranks with samples of their own have values of their own."""
+    own = {key: tensor.chunk(2)[dist.get_rank()] for key, tensor in batch("gpt2", 0).items()}
+    model = begin(build("gpt2"), prescaled_batch=False)
+    scaled(model, own, torch.tensor(2.0))
+    scaled(model, own, torch.tensor(2.0 + dist.get_rank()))
+    return ""
 
 
 def compiled() -> str:
@@ -399,7 +465,8 @@ CASES: dict[str, Callable[[], str]] = {
     "hook": hooked, "hook on one rank": hooked_on_one_rank, "inputs": other_inputs, "seeds": other_seeds,
     "own gradient": own_gradient, "mixed": mixed, "dropout seeds": other_dropout_seeds,
     "odd widths": odd_widths, "changed module": changed_module,
-    "evaluation": evaluation, "own results": own_results, "compiled": compiled,
+    "evaluation": evaluation, "own results": own_results, "own parts": own_parts, "other scales": other_scales,
+    "compiled": compiled,
     "compiled with dropout": compiled_with_dropout, "registered": registered, "built before": built_before,
     "by messages from meta": by_messages_from_meta,
 }  # fmt: skip

@@ -44,6 +44,7 @@ from two_models_chained import (
     gradients_of_inputs,
     one_mask_in_both_passes,
     statistics_of_batches_of_their_own,
+    what_the_body_writes,
 )
 from two_models_misuse import misuse
 
@@ -403,8 +404,8 @@ def checks_of(how: str) -> tuple[Callable[[], None], ...]:
     checkpoints.__name__ = checkpoints_of_both.__name__  # type: ignore[attr-defined]
     return (
         *TRAINING, a_discriminator_that_is_called_twice, a_cycle_of_two, one_mask_in_both_passes,
-        a_teacher_and_a_student_by_messages, dropout_of_each_model, checkpoints, hooks_of_each_model, a_scaler_of_both,
-        a_plan_for_each, misuse,
+        what_the_body_writes, a_teacher_and_a_student_by_messages, dropout_of_each_model, checkpoints,
+        hooks_of_each_model, a_scaler_of_both, a_plan_for_each, misuse,
     )  # fmt: skip
 
 

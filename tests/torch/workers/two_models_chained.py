@@ -233,6 +233,50 @@ def statistics_of_batches_of_their_own() -> None:
         copy.deepcopy(first)
 
 
+def what_the_body_writes() -> None:
+    """Python values are written once for each microbatch, and every run of the body finds those of before."""
+    kept = {"calls": 0}
+
+    def loss_of(first, second, noise):
+        scale = 1.0 + 0.5 * kept["calls"]
+        kept["calls"] += 1
+        return second(first(noise * scale)).pow(2).mean() / scale
+
+    def body(first, second, noise):
+        loss = loss_of(first, second, noise)
+        first.backward(loss)
+        return loss
+
+    def taught(first, second, noise):
+        kept["calls"] += 1
+        with torch.no_grad():
+            wanted = second(noise[:, :1].repeat(1, DATA))
+        loss = (first(noise).mean(1, keepdim=True) - wanted).pow(2).mean()
+        first.backward(loss)
+        return loss
+
+    plain = [generator(), discriminator()]
+    (first, _), (second, _) = wrapped(*copy.deepcopy(plain))
+    chained, behind, noise = sw.step(body), sw.step(taught), batch(0)["noise"]
+    same = Comparison("what the body writes")
+    for number in range(2):
+        kept["calls"] = MICROBATCHES * number
+        for model in (first, second, *plain):
+            model.zero_grad()
+        wanted = plain_backward(loss_of, *plain, noise)
+        assert kept["calls"] == MICROBATCHES * (number + 1)
+        kept["calls"] = MICROBATCHES * number
+        same.losses([float(chained(first, second, noise).all_reduce_mean())], [wanted])
+        assert kept["calls"] == MICROBATCHES * (number + 1), kept
+        for model, module in zip((first, second), plain, strict=True):
+            found = {name: p.grad for name, p in model.local_named_parameters()}
+            same.gradients(found, {name: p.grad for name, p in module.named_parameters() if name in found})
+    kept["calls"] = 0
+    behind(first, second, noise)
+    assert kept["calls"] == MICROBATCHES, kept
+    same.require()
+
+
 def gradients_of_inputs() -> None:
     """A tensor that requires a gradient gets it, a leaf or one that was computed outside; weights of losses count."""
     given = batch(0)

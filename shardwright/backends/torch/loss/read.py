@@ -1,5 +1,5 @@
 """The reading of a step body's losses: the relation of its microbatches' losses to that of the batch, and the counts
-that it needs."""
+that it needs; and what the results of the step are to the samples of its batch."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -17,12 +17,13 @@ from shardwright.backends.torch.capture.stand_in import no_remembered_results
 from shardwright.backends.torch.capture.value_reads import require_room_for_values
 from shardwright.backends.torch.compat import FakeTensorMode, below_autograd
 from shardwright.backends.torch.loss.counts import Counting, NotOfBatchError
+from shardwright.backends.torch.loss.results import ReturnedLeaf, results_by_shape, results_of, returned_leaves
 from shardwright.backends.torch.loss.trace import LossTrace
 from shardwright.backends.torch.loss.trace_pairs import DifferentRunsError, require_alike_alone
 from shardwright.backends.torch.loss.translation import Translation
 from shardwright.backends.torch.program.refusals import require_one_element
 from shardwright.core.errors import CaptureError, ShardwrightError
-from shardwright.core.model.loss import Finding, Verdict, read_loss
+from shardwright.core.model.loss import Finding, ResultOfBatch, Verdict, read_loss
 
 StepBody = Callable[[list[torch.Tensor]], Any]
 Kind = Literal["meta", "fake", "real"]
@@ -80,6 +81,21 @@ class LossReading:
         return [] if self.counting is None else self.counting(inputs)
 
 
+@dataclass(frozen=True, slots=True)
+class StepReading:
+    """The reading of a step.
+
+    Attributes:
+        losses: those that are given to ``backward``.
+        results: what each leaf of the result is to the samples of its batch. None where the step could not be run at
+            two batch sizes; ``hindered`` says why.
+    """
+
+    losses: Sequence[LossReading]
+    results: Sequence[ResultOfBatch] | None
+    hindered: str = ""
+
+
 class Losses:
     """The losses that one run gives to ``backward``."""
 
@@ -98,7 +114,7 @@ class Losses:
         self.given.append((self.trace.read(loss), weight is not None, reduction))
 
 
-def read_losses(
+def read_step(
     model: nn.Module,
     body: StepBody,
     inputs: Sequence[torch.Tensor],
@@ -107,8 +123,8 @@ def read_losses(
     listening: Listening,
     *,
     norms_are_plain: bool = False,
-) -> list[LossReading]:
-    """The relation to its batch of each loss that a step body gives to ``backward``.
+) -> StepReading:
+    """The relation to its batch of each loss that a step body gives to ``backward``, and of what it returns.
 
     Args:
         inputs: those of a microbatch.
@@ -120,9 +136,9 @@ def read_losses(
         return reader.read()
     except DifferentRunsError as error:
         verdict = Verdict(finding=Finding("unknown", str(error)))
-        if not reader.given:
-            return [LossReading(verdict, was_run=False)]
-        return [LossReading(verdict, None, weighted, said) for _, weighted, said in reader.given]
+        losses = [LossReading(verdict, None, weighted, said) for _, weighted, said in reader.given]
+        losses = losses or [LossReading(verdict, was_run=False)]
+        return StepReading(losses, reader.results_by_shape(verdict), str(error))
 
 
 class _Reading:
@@ -135,8 +151,10 @@ class _Reading:
         self.paths = {id(module): path for path, module in model.named_modules()}
         self.kind: Kind = "meta"
         self.given: Given = []
+        self.returned: dict[int, list[ReturnedLeaf]] = {}
+        """What the step returned, by batch size."""
 
-    def read(self) -> list[LossReading]:
+    def read(self) -> StepReading:
         sizes = self.batching.sizes
         (small, losses), (large, others) = self._runs(sizes)
         self.given = losses
@@ -149,10 +167,19 @@ class _Reading:
         # What became a Python number before a loss was given may be in that loss, and is not seen there.
         read = small.read_before_losses
         verdicts = [v if place is None else _unless_read(v, place) for v, place in zip(verdicts, read, strict=True)]
-        return [
+        readings = [
             replace(self._with_counts(verdict, small, translation), has_weight=weighted, reduction=said)
             for verdict, (_, weighted, said) in zip(verdicts, losses, strict=True)
         ]
+        return StepReading(readings, results_of(self.returned[sizes[0]], self.returned[sizes[1]], translation.program))
+
+    def results_by_shape(self, verdict: Verdict) -> list[ResultOfBatch] | None:
+        """What the results are to the samples, where nothing but their shapes is known of them, and ``verdict`` says
+        why; None where the step was not run at two batch sizes."""
+        small, large = (self.returned.get(size) for size in self.batching.sizes)
+        if small is None or large is None or len(small) != len(large):
+            return None
+        return results_by_shape(small, large, self.batching.sizes, verdict)
 
     def _with_counts(self, verdict: Verdict, trace: LossTrace, translation: Translation) -> LossReading:
         wanted = tuple(dict.fromkeys(c.count.value for c in verdict.combinations if c.count is not None))
@@ -232,7 +259,8 @@ class _Reading:
                 nullcontext() if self.kind == "real" else known_values(),
                 below_autograd(),
             ):
-                self.body(given)
+                returned = self.body(given)
+                self.returned[samples] = returned_leaves(returned, trace)
         return trace, losses.given
 
     def _empty_input(self, position: int, samples: int, device: torch.device) -> torch.Tensor:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from shardwright.backends.torch.loss.read import LossReading
+from shardwright.backends.torch.loss.read import LossReading, StepReading
 from shardwright.backends.torch.machine.mesh import BoundMesh
 from shardwright.backends.torch.machine.watchdog import Watchdog
 from shardwright.backends.torch.pipeline.step_results import Shares, over_dp
@@ -31,11 +31,11 @@ REMEMBERED = 256
 
 @dataclass(frozen=True, slots=True)
 class Microbatch:
-    """One of this replica's microbatches: its inputs, and a function that reads the losses of its step."""
+    """One of this replica's microbatches: its inputs, and a function that reads its step."""
 
     inputs: Sequence[torch.Tensor]
     key: Hashable
-    read: Callable[[], list[LossReading]]
+    read: Callable[[], StepReading]
 
 
 class LossSemantics:
@@ -48,7 +48,7 @@ class LossSemantics:
 
     def __init__(self, bound: BoundMesh, watchdog: Watchdog, scope: str | None) -> None:
         self.bound, self.watchdog, self.scope = bound, watchdog, scope
-        self._read: dict[Hashable, list[LossReading]] = {}
+        self._read: dict[Hashable, StepReading] = {}
 
     def shares(
         self, losses: Sequence[Loss], microbatches: Sequence[Microbatch], shares: Shares, steps_name: str
@@ -60,7 +60,7 @@ class LossSemantics:
                 how it is meant.
         """
         found: list[tuple[float, ...] | None] = []
-        readings: list[list[LossReading]] | None = None
+        readings: list[Sequence[LossReading]] | None = None
         by_samples = tuple(n / sum(shares.flat) for n in shares.flat)
         for number, loss in enumerate(losses):
             if loss.weight is not None:
@@ -70,14 +70,14 @@ class LossSemantics:
             elif loss.reduction in (OF_REPLICAS, OF_RANKS):
                 divisor = self.bound.size("dp")
                 if loss.reduction == OF_RANKS:
-                    own = [self._reading(microbatch)[number] for microbatch in microbatches]
+                    own = [self.reading(microbatch).losses[number] for microbatch in microbatches]
                     divisor *= self._peers_in(own, steps_name)
                 found.append((1.0 / divisor,) * len(shares.flat))
             elif loss.reduction == "mean" or len(shares.flat) == 1:
                 found.append(by_samples)
             else:
                 if readings is None:
-                    readings = [self._reading(microbatch) for microbatch in microbatches]
+                    readings = [self.reading(microbatch).losses for microbatch in microbatches]
                 own = [reading[number] for reading in readings]
                 found.append(self._of_loss(own, microbatches, shares, by_samples, steps_name))
         return tuple(found)
@@ -98,12 +98,13 @@ class LossSemantics:
 
     def losses_of(self, microbatch: Microbatch) -> list[Loss] | None:
         """The losses of a step that is not recorded; None where it cannot be run to read them."""
-        found = self._reading(microbatch)
+        found = self.reading(microbatch).losses
         if not all(r.was_run for r in found):
             return None
         return [Loss(n, Literal(None) if r.has_weight else None, r.reduction) for n, r in enumerate(found)]
 
-    def _reading(self, microbatch: Microbatch) -> list[LossReading]:
+    def reading(self, microbatch: Microbatch) -> StepReading:
+        """The reading of a microbatch's step."""
         known = self._read.get(microbatch.key)
         if known is None:
             self.watchdog.doing("reading the loss of the step")

@@ -56,6 +56,8 @@ class LossTrace(Recorder):
         self.inputs: list[int] = []
         self.numbers_read: str | None = None
         """The place where the value of a tensor first became a Python number; None where no value did."""
+        self.read_numbers: list[tuple[float, int]] = []
+        """The numbers that values of tensors became, and the number of each value."""
         self.read_before_losses: list[str | None] = []
         """For each loss that was given to ``backward``, what `numbers_read` was then."""
         self.reading_before_losses: set[int] = set()
@@ -113,6 +115,10 @@ class LossTrace(Recorder):
         reads_number = known.reads and known.name == "aten._local_scalar_dense" and args[0].dtype != torch.bool
         if reads_number and self._is_of_batch(args[0]):
             self.numbers_read = self.numbers_read or self.path or "the step"
+        if known.name == "aten._local_scalar_dense":
+            number = super()._record(func, known, args, kwargs)
+            self.read_numbers.append((number, self.read(args[0])))
+            return number
         if known.name == "aten.lift_fresh":
             result = func(*args, **kwargs)
             number = self.name(result, "constant", "")

@@ -56,11 +56,18 @@ class Attributes:
                     f"buffer, so that it would be written twice: make it one, by register_buffer({name!r}, …), or plan "
                     f"again with recompute='none'"
                 )
-        now = dict(_attributes(self._module))
-        places = [p for p in (self._values | now) if self._differs(p, now.get(p, _MISSING))]
+        places = self._changed()
         self._values = {place: self._values.get(place, _MISSING) for place in places}
         self._items = {place: items for place, items in self._items.items() if place in self._values}
         self._versions.clear()
+
+    def have_changed(self) -> bool:
+        """Whether some of them have other values now, are new, or are tensors that were written in place."""
+        return bool(self._changed()) or any(self._values[p]._version != v for p, v in self._versions.items())
+
+    def _changed(self) -> list[Place]:
+        now = dict(_attributes(self._module))
+        return [p for p in (self._values | now) if self._differs(p, now.get(p, _MISSING))]
 
     def _differs(self, place: Place, value: Any) -> bool:
         if value is not self._values.get(place, _MISSING):

@@ -70,7 +70,7 @@ class PreparedMessageStep:
         with split_model.bodies.heard_by(engine):
             result = engine.step(
                 call.body, call.microbatches, call.shares, self.losses, seed=split_model.seed,
-                step=split_model.steps_run,
+                step=split_model.steps_run, leaves_python=call.written is None,
             )  # fmt: skip
         if split_model.statistics is not None:
             split_model.statistics.finish()

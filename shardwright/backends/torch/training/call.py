@@ -9,6 +9,7 @@ import torch
 from shardwright.backends.torch.loss.shares import LossShares
 from shardwright.backends.torch.pipeline.step_results import Returned, Shares
 from shardwright.backends.torch.program.program import Tree
+from shardwright.backends.torch.program.python_places import Holder
 from shardwright.core.errors import LossError
 
 StepBody = Callable[[list[torch.Tensor]], Any]
@@ -96,6 +97,8 @@ class StepCall:
             step gives none.
         axes: of each input, the dim that is its batch; None where every microbatch gets it whole. Default: losses are
             means over samples.
+        written: the step adds to it the Python values that it writes to, as they were; they are to be put back where
+            the step is a part of another one. None: what it writes stays.
         shapes: the shapes and dtypes of each microbatch.
     """
 
@@ -104,6 +107,7 @@ class StepCall:
     microbatches: Sequence[Sequence[torch.Tensor]]
     shares: Shares
     axes: Sequence[int | None] | None = None
+    written: list[tuple[Holder, Any, Any]] | None = None
     shapes: tuple[Hashable, ...] = field(init=False)
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The losses of one step: the share of each microbatch in each of them."""
+"""The losses of one step: the share of each microbatch in each of them; and what its results are to the samples."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shardwright.backends.torch.loss.read import Batching, LossReading, read_losses
+from shardwright.backends.torch.loss.read import Batching, StepReading, read_step
 from shardwright.backends.torch.loss.shares import LossSemantics, LossShares, Microbatch
 from shardwright.backends.torch.program.program import Loss
 from shardwright.backends.torch.program.python_reads import left_as_it_is
@@ -55,6 +55,11 @@ class StepLosses:
         except LossError as error:
             return error
 
+    def results(self, call: StepCall) -> StepReading:
+        """The reading of a step for what its results are to the samples of a batch. Every rank of a replica has the
+        same."""
+        return self._semantics.reading(self._microbatch(call, 0, None))
+
     def _microbatch(self, call: StepCall, number: int, division: Division | None) -> Microbatch:
         inputs, whole = call.microbatches[number], sum(call.shares.flat)
         which = None if division is None else division.program.python.serial
@@ -62,7 +67,7 @@ class StepLosses:
         read = partial(self._read, call.body, inputs, Batching(axes, call.shares.own[number], whole))
         return Microbatch(inputs, (call.signature, call.shapes[number], which, whole), read)
 
-    def _read(self, body: StepBody, inputs: Sequence[torch.Tensor], batching: Batching) -> list[LossReading]:
+    def _read(self, body: StepBody, inputs: Sequence[torch.Tensor], batching: Batching) -> StepReading:
         split_model = self._split_model
 
         def once(given: list[torch.Tensor]) -> Any:
@@ -70,7 +75,7 @@ class StepLosses:
                 return body(given)
 
         with split_model.parts.as_whole():
-            return read_losses(
+            return read_step(
                 split_model.model, once, inputs, batching, split_model.bound.device, split_model.bodies.heard_by,
                 norms_are_plain=self._semantics.scope is not None,
             )  # fmt: skip

@@ -75,7 +75,9 @@ class RecordedSteps:
         losses = divisions[0].program.losses if torch.is_grad_enabled() else ()
         shares = self._losses.shares(losses, call, divisions)
         for division in divisions:
-            division.program.python.leave()
+            before = division.program.python.leave()
+            if call.written is not None:
+                call.written.extend(before)
         return PreparedRecordedStep(self._split_model, self._transport, call, compiled, shares, tuple(found.numbers))
 
     def close(self) -> None:

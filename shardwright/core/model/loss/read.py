@@ -5,13 +5,14 @@ samples. A value that no such form holds is lost, with the op that lost it. Line
 batch dim turns functions of a sample into sums, and a division by a sum that gradients do not reach makes it the count.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import prod
 
 from shardwright.core.model.loss.combination import Combination, Guard
 from shardwright.core.model.loss.places import LostError, growing, lost, of_labels, of_reshape
 from shardwright.core.model.loss.program import LossOp, LossProgram
+from shardwright.core.model.loss.result import ResultOfBatch, place_by_shape
 from shardwright.core.model.loss.values import CONSTANT, SAMPLE, Place, Term, Value, normalized, power_of
 from shardwright.core.model.loss.verdict import Finding, Verdict
 
@@ -25,6 +26,29 @@ def read_loss(program: LossProgram, loss: int) -> Verdict:
         return _verdict(reader.value(loss))
     except LostError as error:
         return Verdict(finding=error.finding)
+
+
+def read_results(program: LossProgram, values: Sequence[int]) -> list[ResultOfBatch]:
+    """What values of a program are to the samples of its batch."""
+    reader = _Reader(program)
+    for op in program.ops:
+        reader.read(op)
+    return [_result(reader, number) for number in values]
+
+
+def _result(reader: "_Reader", number: int) -> ResultOfBatch:
+    try:
+        value = reader.value(number)
+    except LostError as error:
+        value = Value(finding=error.finding)
+    if value.finding is None and value.place is not None:
+        return ResultOfBatch(value.place, grows=True)
+    place, finding = place_by_shape(*reader.program.shapes[number], reader.program.sizes)
+    if place is None and finding is None:
+        return ResultOfBatch(None, _verdict(value))
+    if place is not None and place.inner == 1:
+        return ResultOfBatch(place, grows=True)
+    return ResultOfBatch(None, Verdict(finding=value.finding or finding), grows=True)
 
 
 def _verdict(value: Value) -> Verdict:

@@ -33,7 +33,7 @@ from shardwright.backends.torch.training.messages.serialization import (
 )
 from shardwright.backends.torch.training.messages.thread_modes import Modes
 from shardwright.backends.torch.training.messages.transport import Envelope, Kind, Wire
-from shardwright.backends.torch.training.messages.written_buffers import Place, WrittenBuffers
+from shardwright.backends.torch.training.messages.written_state import Written, WrittenState
 from shardwright.core.errors import ShardwrightError
 
 Original = Callable[..., Any]
@@ -98,8 +98,10 @@ class Calls:
         self._marked = marked_paths(ownership.model)
         self._recomputed = {id(module) for path, module in ownership.model.named_modules() if path in self._marked}
         """The modules that `set_activation_checkpointing` marks."""
-        self._written: dict[tuple[str | bool, ...], tuple[Place, ...]] = {}
-        """The buffers that their forward writes to, by path and modes: known once it has run."""
+        self._written: dict[tuple[str | bool, ...], Written] = {}
+        """What their forward writes to, by path and modes: known once it has run."""
+        self._served_inside: set[tuple[str | bool, ...]] = set()
+        """The modules in marked ones of other ranks that set no attributes, by path and modes."""
         self._original: Original = nn.Module.__call__
         self.crossings = 0
 
@@ -113,13 +115,13 @@ class Calls:
         if self.owners.of_path[path] == self.wire.me:
             here = partial(self._here, original, fiber, module, path, kwargs)
             if id(module) in self._recomputed and torch.is_grad_enabled():
-                modes = (path, *(inner.training for inner in module.modules()))
-                buffers = WrittenBuffers(module, self._written.get(modes))
-                contexts = partial(_checkpoint_contexts, buffers)
+                modes = _modes_of(path, module)
+                before = WrittenState(module, self._written.get(modes))
+                contexts = partial(_checkpoint_contexts, before)
                 result = torch_checkpoint.checkpoint(here, *args, use_reentrant=False, context_fn=contexts)
                 if modes not in self._written:
-                    self._written[modes] = buffers.keep_written()
-                self._require_no_calls_between(path, [name for _, name in self._written[modes]])
+                    self._written[modes] = before.keep_written()
+                self._require_no_calls_between(path, self._written[modes].names)
                 return result
             return here(*args)
         result = self._ask(fiber, self.owners.of_path[path], path, args, kwargs)
@@ -138,13 +140,13 @@ class Calls:
                 raise
 
     def _require_no_calls_between(self, path: str, written: Sequence[str]) -> None:
-        """Raise ShardwrightError for a marked module that writes to buffers, and with modules on other ranks in it: it
-        would wait for these with its buffers as they were, and other microbatches would write to them."""
+        """Raise ShardwrightError for a marked module that writes to buffers or attributes, and with modules on other
+        ranks in it: it would wait for these with them as they were, and other microbatches would write to them."""
         inside = [p for p, owner in self.owners.of_path.items() if owner != self.wire.me and _is_in(p, path)]
         if written and inside:
             raise ShardwrightError(
-                f"{_module(path)} is marked by set_activation_checkpointing, and its forward writes to the buffer "
-                f"{written[0]!r}; the module {inside[0]!r} in it lies on rank "
+                f"{_module(path)} is marked by set_activation_checkpointing, and its forward writes to "
+                f"{written[0]}; the module {inside[0]!r} in it lies on rank "
                 f"{self.ranks[self.owners.of_path[inside[0]]]}: mark the modules in it, and not all of it"
             )
 
@@ -303,12 +305,32 @@ class Calls:
         fiber_depth = fiber.backward_depth
         fiber.backward_depth = fiber_depth + int(request.modes.recomputing)
         module = self.ownership.modules[request.path]
-        once_more = request.modes.recomputing and any(_is_in(request.path, path) for path in self._marked)
+        marked = [path for path in self._marked if _is_in(request.path, path)]
+        once_more = request.modes.recomputing and bool(marked)
         try:
-            with WrittenBuffers(module).as_before() if once_more else nullcontext():
-                return self.module(self._original, fiber, module, args, kwargs)
+            with WrittenState(module).as_before() if once_more else nullcontext():
+                call = partial(self.module, self._original, fiber, module, args, kwargs)
+                away = [path for path in marked if self.owners.of_path[path] != self.wire.me]
+                return self._setting_nothing(request, module, away[0], call) if away and not once_more else call()
         finally:
             fiber.backward_depth = fiber_depth
+
+    def _setting_nothing(self, request: _Request, module: nn.Module, marked: str, call: Callable[[], Any]) -> Any:
+        """The result of a served call inside of a marked module of another rank. Raises ShardwrightError where it sets
+        attributes, which a second run would not find as the first did."""
+        modes = _modes_of(request.path, module)
+        if modes in self._served_inside or not request.modes.grad:
+            return call()
+        before = WrittenState(module)
+        result = call()
+        if set_here := before.keep_written().attributes:
+            raise ShardwrightError(
+                f"{_module(marked)} is marked by set_activation_checkpointing and lies on rank "
+                f"{self.ranks[self.owners.of_path[marked]]}; {_module(request.path)} in it lies on this one, and its "
+                f"forward sets the attribute {set_here[0][1]!r}: mark the modules in it, and not all of it"
+            )
+        self._served_inside.add(modes)
+        return result
 
     def _answer(
         self, fiber: Fiber, path: str, result: Any, given: Sequence[torch.Tensor], written: Sequence[torch.Tensor],
@@ -404,9 +426,14 @@ def _untouched(tensor: torch.Tensor) -> bool:
     return not tensor.requires_grad and _version(tensor) == 0
 
 
-def _checkpoint_contexts(buffers: WrittenBuffers) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+def _checkpoint_contexts(before: WrittenState) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """The contexts of a marked module's forward, and of the forward that is run once more."""
-    return nullcontext(), EachTime(buffers.as_before)
+    return nullcontext(), EachTime(before.as_before)
+
+
+def _modes_of(path: str, module: nn.Module) -> tuple[str | bool, ...]:
+    """A module's path, and the modes of those in it."""
+    return (path, *(inner.training for inner in module.modules()))
 
 
 def _is_in(path: str, outer: str) -> bool:

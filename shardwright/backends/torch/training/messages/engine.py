@@ -19,8 +19,9 @@ from shardwright.backends.torch.loss.shares import LossShares
 from shardwright.backends.torch.machine.mesh import BoundMesh
 from shardwright.backends.torch.machine.process import wait_longer
 from shardwright.backends.torch.machine.watchdog import PeerError, Watchdog, report
+from shardwright.backends.torch.memory.module_attributes import Attributes
 from shardwright.backends.torch.pipeline.step_results import Shares
-from shardwright.backends.torch.program.python_reads import Reads
+from shardwright.backends.torch.program.python_reads import Reads, left_as_it_is
 from shardwright.backends.torch.program.randomness import kept_generators
 from shardwright.backends.torch.state.ownership import Ownership
 from shardwright.backends.torch.training.call import Result
@@ -102,6 +103,8 @@ class Messages:
         self._writes: dict[bool, bool] = {}
         """Whether modules write to their buffers or Python values, by whether the model trains: then the forwards of
         two microbatches may not overlap. It is not known before the first step, which is run in order."""
+        self._looked_at: set[bool] = set()
+        """The modes of the model in which the attributes of modules on this rank were looked at."""
         self._fibers: dict[int, Fiber] = {}
         self._lock = threading.Lock()
         self._begun = False
@@ -109,7 +112,7 @@ class Messages:
         self._loss_shares: LossShares | LossError | None = None
         self._outcome: Outcome | None = None
         self._wrote = False
-        self._ordered = True
+        self._ordered = self._leaves_python = True
         self._body: StepBody | None = None
         self._modes = Modes(True, False, None)
         self._results: dict[int, MicrobatchResult] = {}
@@ -129,6 +132,7 @@ class Messages:
         *,
         seed: int,
         step: int,
+        leaves_python: bool = True,
     ) -> Result:
         """Run a step; every rank calls this at the same time.
 
@@ -136,6 +140,7 @@ class Messages:
             shares: the number of samples of each microbatch of each replica.
             loss_shares: the shares in each loss of the step; None: every loss counts whole. An error is raised once the
                 body has given a loss.
+            leaves_python: whether what the body writes to Python values stays.
 
         Returns:
             the result; see `Result`.
@@ -146,7 +151,7 @@ class Messages:
         """
         self.failures.require_peers()
         self._begin(body, microbatches)
-        self._shares, self._loss_shares = shares, loss_shares
+        self._shares, self._loss_shares, self._leaves_python = shares, loss_shares, leaves_python
         self.draws.seed, self.draws.step = seed, step
         self.draws.first_microbatch = self._shares.first
         self.draws.begin(training=self.ownership.model.training)
@@ -176,13 +181,16 @@ class Messages:
         return outcome.result(given, shares)
 
     def _run(self, count: int) -> Outcome:
-        versions = self._buffer_versions()
+        versions, training = self._buffer_versions(), self.ownership.model.training
+        is_first = self.me != DRIVER and training not in self._looked_at  # the driver notes them as it runs the body
+        attributes = Attributes(self.ownership.model) if is_first else None
         if self.me == DRIVER:
             self._admit()
         self.failures.wait()
         if not self.failures.comes(self.turns.ended):
             raise PeerError(f"{self.bound.describe()}: a microbatch that was over did not end")
-        wrote = self._buffer_versions() != versions
+        wrote = self._buffer_versions() != versions or (attributes is not None and attributes.have_changed())
+        self._looked_at.add(training)
         if not self.draws.end():
             report(
                 f"{self.bound.describe()}: something drew from Python's or NumPy's generator for the first time; the "
@@ -265,7 +273,9 @@ class Messages:
         fiber.batch = {i: _copied(tensor) for i, tensor in enumerate(self.calls.microbatches[m])}
         self.draws.body(fiber)
         assert self._body is not None
-        with self._modes.applied(self.bound.device), self._noting_python_writes(self._body):
+        roots = getattr(self._body, "python_roots", ())
+        undone = contextlib.nullcontext() if self._leaves_python else left_as_it_is(self.ownership.model, roots)
+        with self._modes.applied(self.bound.device), undone, self._noting_python_writes(self._body):
             result = self._body([fiber.batch[i] for i in range(len(fiber.batch))])
         losses, fiber.losses = fiber.losses, []
         reductions, fiber.reductions = fiber.reductions, []
