@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.nn import functional as F
@@ -46,6 +47,61 @@ def joined(dim: int, lengths: Sequence[int], is_flat: bool, *parts: torch.Tensor
         return torch.cat(parts, dim)
     by_sample = [part.unflatten(dim, (-1, length)) for part, length in zip(parts, lengths, strict=True)]
     return torch.cat(by_sample, dim + 1).flatten(dim, dim + 1)
+
+
+def so_far(before: torch.Tensor | None, own: torch.Tensor, dim: int, at: SlicePlace) -> torch.Tensor:
+    """The keys or values of all tokens up to the end of a slice: its own, written behind those before it.
+
+    The first slice takes memory for the whole sequence, of which each result is a view, so that nothing is there twice.
+
+    Args:
+        before: what this gave for the slice before, [.., start, ..]; None for the first.
+        own: [.., length, ..].
+    """
+    made: torch.Tensor = _SoFar.apply(before, own, dim, at)
+    return made
+
+
+class _SoFar(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, before: torch.Tensor | None, own: torch.Tensor, dim: int, at: SlicePlace
+    ) -> torch.Tensor:
+        ctx.dim, ctx.at, ctx.has_before = dim, at, before is not None
+        shape = [*own.shape[:dim], at.tokens, *own.shape[dim + 1 :]]
+        whole = None if before is None else _memory_of(before, shape)
+        if whole is None:
+            whole = own.new_empty(shape)
+            if before is not None:
+                whole.narrow(dim, 0, at.start).copy_(before)
+        whole.narrow(dim, at.start, at.length).copy_(own)
+        # A tensor of its own, not a view: what is written behind it later is no change of what was saved of it.
+        return _over(whole, [*own.shape[:dim], at.end, *own.shape[dim + 1 :]])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        at = ctx.at
+        before = gradient.narrow(ctx.dim, 0, at.start) if ctx.has_before and ctx.needs_input_grad[0] else None
+        own = gradient.narrow(ctx.dim, at.start, at.length) if ctx.needs_input_grad[1] else None
+        return before, own, None, None
+
+
+def _memory_of(before: torch.Tensor, shape: Sequence[int]) -> torch.Tensor | None:
+    """The memory for the whole sequence at whose beginning a tensor lies; None where it lies elsewhere, as a copy
+    does."""
+    strides, step = list[int](), 1
+    for size in reversed(shape):
+        strides.insert(0, step)
+        step *= size
+    storage = before.untyped_storage()
+    is_there = storage.nbytes() == step * before.element_size() and not before.storage_offset()
+    return _over(before, shape) if is_there and list(before.stride()) == strides else None
+
+
+def _over(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """A tensor of another shape over the same memory, which autograd takes for another."""
+    found: torch.Tensor = tensor.new_empty(0)
+    return found.set_(tensor.untyped_storage(), tensor.storage_offset(), list(shape), tensor.stride())
 
 
 def attention(
