@@ -5,8 +5,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from shardwright.backends.torch.slices import slice_ops
 from shardwright.backends.torch.slices.slice_ops import SlicePlace
 from shardwright.backends.torch.slices.traces import Piece, Traces

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch.nn import functional as F
+from torch.utils.weak import TensorWeakRef
 
 from shardwright.backends.torch.machine.tensor_axis import Axis
 from shardwright.backends.torch.machine.tensor_shards import piece_of
@@ -130,8 +131,10 @@ def attention(
     length, end = query.shape[-2], key.shape[-2]
     if mask is not None:
         mask = mask[..., at.start : at.end, :end]
-    elif at.start or probability:
+    elif probability:
         mask = torch.ones((length, end), dtype=torch.bool, device=query.device).tril(at.start)
+    elif at.start:
+        mask = _hides_later(length, at.start, query.dtype, query.device)
     if not probability:
         return F.scaled_dot_product_attention(
             query, key, value, mask, is_causal=mask is None, scale=scale, enable_gqa=enable_gqa
@@ -140,6 +143,20 @@ def attention(
     kept = _own(torch.dropout(ones, probability, True), split, axis)[..., at.start : at.end, :end].clone()
     del ones
     return attention_that_keeps(query, key, value, mask, kept, scale, enable_gqa)
+
+
+_HIDES: dict[tuple[int, int, torch.dtype, torch.device], TensorWeakRef] = {}
+"""The masks that are held somewhere: all attentions to the same slice share one."""
+
+
+def _hides_later(length: int, start: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """What is added to the scores [length, start + length] of a slice's queries: minus infinity for later keys."""
+    key = length, start, dtype, device
+    mask: torch.Tensor | None = _HIDES[key]() if key in _HIDES else None
+    if mask is None:
+        mask = torch.full((length, start + length), -torch.inf, dtype=dtype, device=device).triu_(start + 1)
+        _HIDES[key] = TensorWeakRef(mask)
+    return mask
 
 
 def dropout(
