@@ -8,6 +8,7 @@ the last slice finds what all slices made for it, and hands the gradients of all
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -251,6 +252,15 @@ class SlicedMemory:
                 found[place] = root, root not in others
         return found
 
+    @cached_property
+    def _is_kept_by_slices(self) -> bool:
+        """Whether what the ops behind read is as large as what slices keep to their own backward: a log-softmax of one
+        call with a loss is counted behind, and runs with each slice."""
+        ops, made = self.whole.ops, {t for op in self.whole.ops for t in op.outputs}
+        behind = [op for op, need in zip(ops, self.ops.needs, strict=True) if need == "all"]
+        made.difference_update(t for op in behind for t in op.outputs)
+        return any(op.kind == "softmax" and made.intersection(op.inputs) for op in behind)
+
     def _has_mask(self, unit: Unit) -> bool:
         """Whether attentions of a unit are given a mask of later keys that the model has not."""
         inside = [op for op in range(unit.first_op, unit.end_op) if op in self.ops.carried and op not in self.ops.masks]
@@ -296,19 +306,21 @@ class SlicedMemory:
             moments = list(zip(passes, made, strict=True))
             forward = own.forward_bytes(a, b)
             forward = int(own.range_working[a, b]) if forward is None else forward
+            staying = int(read * share) if read and table.modes[b - 1] == "none" and self._is_kept_by_slices else 0
             if number == last:
-                moments.append((kept + behind.kept + behind.backward + coming.sum(), 0.0))
+                kept_behind = max(0, behind.kept - (read if staying else 0))
+                moments.append((kept + kept_behind + behind.backward + coming.sum(), 0.0))
                 forward = max(forward - behind.kept, behind.forward - read)
-                kept += behind.kept
+                kept += kept_behind
             given = int(coming.sum()) + (read if number < last else 0)
             found.append(
                 _Slice(
-                    kept=kept,
+                    kept=kept + staying,
                     handed_on=sum(
                         self._left_for_the_next(number, unit, mode)
                         for unit, mode in zip(units[a:b], table.modes[a:b], strict=True)
                     ),
-                    waiting=int(read * share),
+                    waiting=int(read * share) - staying,
                     joined=read if number == last else 0,
                     gradients=int(gradients[number].sum()) + (read if number else 0),
                     forward=max(0, forward) + passing,
