@@ -39,7 +39,7 @@ FORMS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("16 slices", {"slice_lengths": 16}),
     ("16 slices, recomputed", {"slice_lengths": 16, "recompute": "full"}),
 )
-RANKS, SAMPLES = (2,), 4
+RANKS, SAMPLES = (2, 4), 4
 
 
 def graph_of(sizes: Sizes) -> sw.Graph:

@@ -238,7 +238,7 @@ class SlicedMemory:
                 others.update(counter.kept.by(graph.ops[op]))
                 continue
             keys = {roots.get(tensor, tensor) for tensor in graph.ops[op].inputs[1:3]}
-            kept = counter.kept.by(graph.ops[op])
+            kept = set(counter.kept.by(graph.ops[op]))
             if graph.ops[op].name.endswith(WITH_DROPOUT) and not self.fuses_dropout:
                 value = graph.ops[op].inputs[2]
                 kept = {roots.get(value, value)}
@@ -290,7 +290,11 @@ class SlicedMemory:
         read, behind = (self.behind.read, self.behind) if b == len(units) else (0, Behind())
         others = sharing_before(whole, held, first, stage)
         made = whole.trained_from(a, b, others) * self.request.gradient_width
-        gradients = np.array([[self._handed(n, unit) for unit in units[a:b]] for n in range(last + 1)])
+        ends = np.cumsum([of.share for of in self.slices])
+        begins = np.array([0.0, *ends[:-1]]) / ends  # of the keys up to a slice's end, those before it
+        gradients = begins[:, None] * np.array(
+            [[self._handed(n, unit) for unit in units[a:b]] for n in range(last + 1)]
+        )
         found = []
         for number, table in enumerate(tables):
             own, share = working_of(table), self.slices[number].share
@@ -302,7 +306,7 @@ class SlicedMemory:
             kept, mask = int(table.range_kept[a, b]), self._mask_bytes(number)
             masked = {mode for unit, mode in zip(units[a:b], table.modes[a:b], strict=True) if self._has_mask(unit)}
             passing = mask if masked == {"full"} else 0
-            passes = backward_passes(table, (a, b)) + coming.sum() + _after(gradients[number]) + rest
+            passes = backward_passes(table, (a, b)) + coming.sum() + _made_by(gradients[number]) + rest
             moments = list(zip(passes, made, strict=True))
             forward = own.forward_bytes(a, b)
             forward = int(own.range_working[a, b]) if forward is None else forward
@@ -333,10 +337,9 @@ class SlicedMemory:
         return found
 
 
-def _after(sizes: NDArray[np.int64]) -> NDArray[np.float64]:
-    """For each unit the sum of the sizes of the units behind it."""
-    found: NDArray[np.float64] = sizes.sum() - np.cumsum(sizes).astype(np.float64)
-    return found
+def _made_by(sizes: NDArray[np.float64]) -> NDArray[np.float64]:
+    """For each unit the sum of its own size and those of the units behind it, whose backward comes first."""
+    return np.cumsum(sizes[::-1])[::-1]
 
 
 def _walked(

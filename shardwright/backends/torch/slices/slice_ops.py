@@ -59,15 +59,13 @@ def so_far(before: torch.Tensor | None, own: torch.Tensor, dim: int, at: SlicePl
         before: what this gave for the slice before, [.., start, ..]; None for the first.
         own: [.., length, ..].
     """
-    made: torch.Tensor = _SoFar.apply(before, own, dim, at)
+    made: torch.Tensor = _SoFar.apply(before, own, dim, at)  # type: ignore[no-untyped-call]
     return made
 
 
 class _SoFar(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, before: torch.Tensor | None, own: torch.Tensor, dim: int, at: SlicePlace
-    ) -> torch.Tensor:
+    def forward(ctx: Any, before: torch.Tensor | None, own: torch.Tensor, dim: int, at: SlicePlace) -> torch.Tensor:
         ctx.dim, ctx.at, ctx.has_before = dim, at, before is not None
         shape = [*own.shape[:dim], at.tokens, *own.shape[dim + 1 :]]
         whole = None if before is None else _memory_of(before, shape)
@@ -80,7 +78,7 @@ class _SoFar(torch.autograd.Function):
         return _over(whole, [*own.shape[:dim], at.end, *own.shape[dim + 1 :]])
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         at = ctx.at
         before = gradient.narrow(ctx.dim, 0, at.start) if ctx.has_before and ctx.needs_input_grad[0] else None
         own = gradient.narrow(ctx.dim, at.start, at.length) if ctx.needs_input_grad[1] else None
