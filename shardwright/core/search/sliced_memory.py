@@ -1,16 +1,19 @@
 """The memory of ranks whose sequences go through the pipeline in slices, followed from action to action.
 
-A slice keeps what its own tokens need. Attention makes the keys and values of all tokens so far anew for each slice,
-and hands them on; their gradients come back from the slice behind and wait for its own backward. What runs once behind
+A slice keeps what its own tokens need. The first takes memory for the keys and values of the whole sequence, in which
+those behind it write theirs; it is there until the first slice's backward, or, where that computes them again, until
+that of the second. Their gradients come back from the slice behind and wait for its own backward. What runs once behind
 the last slice finds what all slices made for it, and hands the gradients of all back at once.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
+from shardwright.core.cost.op_kinds import PRECISION_BYTES
 from shardwright.core.cost.saved_activations import WITH_DROPOUT
 from shardwright.core.cost.unit_seconds import UnitCost
 from shardwright.core.cost.unit_work import WorkCounter
@@ -62,7 +65,7 @@ class _Slice:
     kept: int
     """Saved for its backward."""
     handed_on: int
-    """Keys and values for the next slice, until the backward of that, beside what this one keeps of them."""
+    """Memory of keys and values that it took and does not keep itself: until the backward of the next slice."""
     waiting: int
     """What waits until the last slice's is there too, and is put together with it for the ops behind all."""
     joined: int
@@ -77,6 +80,8 @@ class _Slice:
     """The same with the gradients of parameters that it makes, where it is the stage's first backward."""
     made: int
     """The gradients of parameters that the first backward makes."""
+    mask: int = 0
+    """The mask of later keys that its attentions keep, which microbatches share."""
 
 
 def followed(decision: Decision) -> Decision:
@@ -156,10 +161,14 @@ class SlicedMemory:
         costs = tuple(
             replace(
                 cost,
+                saved_bytes=max(0, cost.saved_bytes + more),
+                saved_selective_bytes=max(0, cost.saved_selective_bytes + more),
                 entering_bytes=max(0, cost.entering_bytes - size),
                 by_op=replace(cost.by_op, beside_bytes=max(0, cost.by_op.beside_bytes - size)),
             )
-            for cost, size in zip(of.units, handed, strict=True)
+            for cost, size, more in zip(
+                of.units, handed, (self._kept_more(number, unit) for unit in units), strict=True
+            )
         )
 
         def resized(tensor: int, size: int) -> int:
@@ -192,22 +201,80 @@ class SlicedMemory:
         whole = self._counters[number].size_bytes(tensor, self.decision.microbatch, self.request.precision)
         return whole // self.decision.tp
 
-    def _left_for_the_next(self, number: int, unit: Unit, mode: Mode) -> int:
-        """The bytes that a unit hands on in a slice and that its own attentions do not keep."""
-        if number == len(self.slices) - 1 or mode == "offload":
+    def _kept_more(self, number: int, unit: Unit) -> int:
+        """The bytes that a slice keeps of a unit's keys and values beside what was counted: the first has memory for
+        the whole sequence in the place of its own, and the others nothing that is not there."""
+        if len(self.slices) == 1:
             return 0
+        kept = self._kept_keys(number, unit)
+        counted = sum(self._size(number, root) for root in {root for root, is_theirs in kept.values() if is_theirs})
+        if number:
+            return -counted
+        return sum(self._whole_size(tensor) for tensor in self._whole_keys(unit, kept)) - counted
+
+    def _left_for_the_next(self, number: int, unit: Unit, mode: Mode) -> int:
+        """The bytes of the memory for keys and values that the first slice takes and its own attentions do not keep."""
+        if number or len(self.slices) == 1:
+            return 0
+        kept = self._kept_keys(number, unit) if mode == "none" else {}
+        every = self._joined(len(self.slices) - 1, unit)
+        return sum(map(self._whole_size, every)) - sum(map(self._whole_size, self._whole_keys(unit, kept)))
+
+    def _whole_keys(self, unit: Unit, places: Collection[int]) -> list[int]:
+        """Those of the keys and values of the last slice, which are of the whole sequence, that are read at some places
+        among all that a unit reads."""
+        return [tensor for place, tensor in enumerate(self._joined(len(self.slices) - 1, unit)) if place in places]
+
+    def _whole_size(self, tensor: int) -> int:
+        return self._size(len(self.slices) - 1, tensor)
+
+    def _kept_keys(self, number: int, unit: Unit) -> dict[int, tuple[int, bool]]:
+        """Of the keys and values that a unit's attentions keep in a slice, by their places among all that it reads:
+        what is kept, and whether for nothing else."""
         graph, counter = self.slices[number].graph, self._counters[number]
-        roots = counter.kept.roots
-        given = dict.fromkeys(roots.get(tensor, tensor) for tensor in self._joined(number, unit))
-        kept: set[int] = set()
-        for op in range(unit.first_op, unit.end_op) if mode == "none" else ():
+        roots, theirs, others = counter.kept.roots, set[int](), set[int]()
+        for op in range(unit.first_op, unit.end_op):
             if op not in self.ops.carried:
-                kept.update(counter.kept.by(graph.ops[op]))
-            elif graph.ops[op].name.endswith(WITH_DROPOUT) and not self.fuses_dropout:
-                kept.add(roots.get(graph.ops[op].inputs[2], graph.ops[op].inputs[2]))
-            else:
-                kept.update(counter.kept.by(graph.ops[op]))
-        return sum(self._size(number, root) for root in given if root not in kept)
+                others.update(counter.kept.by(graph.ops[op]))
+                continue
+            keys = {roots.get(tensor, tensor) for tensor in graph.ops[op].inputs[1:3]}
+            kept = set(counter.kept.by(graph.ops[op]))
+            if graph.ops[op].name.endswith(WITH_DROPOUT) and not self.fuses_dropout:
+                value = graph.ops[op].inputs[2]
+                kept = {roots.get(value, value)}
+            theirs.update(keys.intersection(kept))
+            first = roots.get(graph.ops[op].inputs[0], graph.ops[op].inputs[0])
+            others.update(root for root in kept if root not in keys or root == first)
+        found = {}
+        for place, tensor in enumerate(self._joined(number, unit)):
+            root = roots.get(tensor, tensor)
+            if root in theirs:
+                found[place] = root, root not in others
+        return found
+
+    @cached_property
+    def _is_kept_by_slices(self) -> bool:
+        """Whether what the ops behind read is as large as what slices keep to their own backward: a log-softmax of one
+        call with a loss is counted behind, and runs with each slice."""
+        ops, made = self.whole.ops, {t for op in self.whole.ops for t in op.outputs}
+        behind = [op for op, need in zip(ops, self.ops.needs, strict=True) if need == "all"]
+        made.difference_update(t for op in behind for t in op.outputs)
+        return any(op.kind == "softmax" and made.intersection(op.inputs) for op in behind)
+
+    def _has_mask(self, unit: Unit) -> bool:
+        """Whether attentions of a unit are given a mask of later keys that the model has not."""
+        inside = [op for op in range(unit.first_op, unit.end_op) if op in self.ops.carried and op not in self.ops.masks]
+        return any(self.whole.ops[op].kind == "attention" for op in inside)
+
+    def _mask_bytes(self, number: int) -> int:
+        """The bytes of that mask in a slice; the first has none, as attention knows it without."""
+        if not number:
+            return 0
+        shares = [of.share for of in self.slices]
+        tensor, dim = next(iter(self.ops.dims.items()))
+        tokens = self.whole.tensors[tensor].fixed[dim]
+        length, end = (round(share * tokens) for share in (shares[number], sum(shares[: number + 1])))
+        return length * end * PRECISION_BYTES[self.request.precision]
 
     def _slices(
         self,
@@ -223,7 +290,11 @@ class SlicedMemory:
         read, behind = (self.behind.read, self.behind) if b == len(units) else (0, Behind())
         others = sharing_before(whole, held, first, stage)
         made = whole.trained_from(a, b, others) * self.request.gradient_width
-        gradients = np.array([[self._handed(n, unit) for unit in units[a:b]] for n in range(last + 1)])
+        ends = np.cumsum([of.share for of in self.slices])
+        begins = np.array([0.0, *ends[:-1]]) / ends  # of the keys up to a slice's end, those before it
+        gradients = begins[:, None] * np.array(
+            [[self._handed(n, unit) for unit in units[a:b]] for n in range(last + 1)]
+        )
         found = []
         for number, table in enumerate(tables):
             own, share = working_of(table), self.slices[number].share
@@ -232,39 +303,43 @@ class SlicedMemory:
             # backward is given stays to its end. The part of the slice is among what its last unit holds.
             rest: NDArray[np.float64] = np.full(b - a, read * (1.0 if number == last else 1 + share))
             rest[-1] -= read * share
-            kept = int(table.range_kept[a, b])
-            passes = backward_passes(table, (a, b)) + coming.sum() + _after(gradients[number]) + rest
+            kept, mask = int(table.range_kept[a, b]), self._mask_bytes(number)
+            masked = {mode for unit, mode in zip(units[a:b], table.modes[a:b], strict=True) if self._has_mask(unit)}
+            passing = mask if masked == {"full"} else 0
+            passes = backward_passes(table, (a, b)) + coming.sum() + _made_by(gradients[number]) + rest
             moments = list(zip(passes, made, strict=True))
             forward = own.forward_bytes(a, b)
             forward = int(own.range_working[a, b]) if forward is None else forward
+            staying = int(read * share) if read and table.modes[b - 1] == "none" and self._is_kept_by_slices else 0
             if number == last:
-                moments.append((kept + behind.kept + behind.backward + coming.sum(), 0.0))
+                kept_behind = max(0, behind.kept - (read if staying else 0))
+                moments.append((kept + kept_behind + behind.backward + coming.sum(), 0.0))
                 forward = max(forward - behind.kept, behind.forward - read)
-                kept += behind.kept
+                kept += kept_behind
             given = int(coming.sum()) + (read if number < last else 0)
             found.append(
                 _Slice(
-                    kept=kept,
+                    kept=kept + staying,
                     handed_on=sum(
                         self._left_for_the_next(number, unit, mode)
                         for unit, mode in zip(units[a:b], table.modes[a:b], strict=True)
                     ),
-                    waiting=int(read * share),
+                    waiting=int(read * share) - staying,
                     joined=read if number == last else 0,
                     gradients=int(gradients[number].sum()) + (read if number else 0),
-                    forward=max(0, forward),
-                    backward=max(0, int(max(size for size, _ in moments)) - kept - given),
-                    first_backward=max(0, int(max(size + more for size, more in moments)) - kept - given),
+                    forward=max(0, forward) + passing,
+                    backward=max(0, int(max(size for size, _ in moments)) - kept - given) + passing,
+                    first_backward=max(0, int(max(size + more for size, more in moments)) - kept - given) + passing,
                     made=int(made[0]),
+                    mask=mask if masked - {"full"} else 0,
                 )
             )
         return found
 
 
-def _after(sizes: NDArray[np.int64]) -> NDArray[np.float64]:
-    """For each unit the sum of the sizes of the units behind it."""
-    found: NDArray[np.float64] = sizes.sum() - np.cumsum(sizes).astype(np.float64)
-    return found
+def _made_by(sizes: NDArray[np.float64]) -> NDArray[np.float64]:
+    """For each unit the sum of its own size and those of the units behind it, whose backward comes first."""
+    return np.cumsum(sizes[::-1])[::-1]
 
 
 def _walked(
@@ -275,6 +350,7 @@ def _walked(
     live = given = gradients = most_live = most_beside = most = most_early = 0
     every = sum(slices[0].made for slices in of.values())
     began: set[int] = set()
+    masked: dict[int, int] = {}
     for action, sent in zip(order, messages, strict=True):
         for part in action.flat:
             if part.stage not in of:
@@ -283,7 +359,8 @@ def _walked(
             one = slices[number]
             beside = early = one.backward
             if part.kind is F:
-                live += one.kept + one.handed_on + one.waiting
+                live += one.kept + one.handed_on + one.waiting + (0 if masked.get(number) else one.mask)
+                masked[number] = masked.get(number, 0) + bool(one.mask)
                 beside = early = one.forward
             elif part.kind is not W:
                 live -= one.joined
@@ -299,6 +376,8 @@ def _walked(
                 continue
             if part.kind in (B, W):
                 live -= one.kept + (slices[number - 1].handed_on if number else 0)
+                masked[number] = masked.get(number, 0) - bool(one.mask)
+                live -= 0 if masked[number] else one.mask
                 gradients += one.made if part.stage not in began else 0
                 began.add(part.stage)
             if part.kind is not W:

@@ -35,7 +35,9 @@ the answer."""
 MOST_COUNTED = 16
 """The tensor degrees and microbatches for which slices are counted at most, in tenths of a second each."""
 MOST_LENGTHS = 6
-"""The ways to cut sequences of one choice that are tried for one that fits."""
+"""The ways to cut sequences of one choice that are tried for some that fit."""
+COMPARED = 3
+"""The ways that fit whose slices are counted each, as estimates do not tell them apart."""
 BUBBLE_LEFT = 0.3
 """The share of a pipeline's bubble that split backwards leave at least: ZB-H1's (arXiv 2401.10241, section 2.1)."""
 NEAR = 0.97
@@ -250,6 +252,7 @@ class SlicedSearch:
             ways = step.lengths(self._asked, is_simple=self.is_simple, below_s=below_s - rest)
             self._passes += 4 * decision.stages * min(decision.microbatches, 5 * decision.pp) * len(ways)
         keeps = not is_final and self.request.recomputes_what_memory_asks_for(decision.recompute)
+        found: list[_Made] = []
         for lengths in ways[:MOST_LENGTHS]:
             if not self._admits(decision, len(lengths)):
                 continue
@@ -259,13 +262,20 @@ class SlicedSearch:
                 if self._least_over is None or scored.over_bytes < self._least_over[0]:
                     self._least_over = scored.over_bytes, scored
                 continue
-            made = _Made(scored, costs, step.scored)
-            if keeps:
-                made = self._keeping(step, made)
-            if self._nearest is None or _seconds(made) < _seconds(self._nearest):
-                self._nearest = made
-            return made
-        return None
+            found.append(_Made(scored, costs, step.scored))
+            if len(found) == COMPARED:
+                break
+        if not found:
+            return None
+        made = min(found, key=_seconds)
+        if self.is_simple:
+            limit = _seconds(made) * (1 + LEAD / 2)
+            made = next(one for one in found if _seconds(one) <= limit)
+        if keeps:
+            made = self._keeping(step, made)
+        if self._nearest is None or _seconds(made) < _seconds(self._nearest):
+            self._nearest = made
+        return made
 
     def _keeping(self, step: SlicedStep, all_again: _Made) -> _Made:
         """A choice that fits with all units computed again, with as many kept as memory has room for: on every rank the

@@ -1,7 +1,8 @@
 """The seconds of a slice from few measurements (TeraPipe, section 3.3): t(l, c) = t(l, 0) + a0 + a1·l + a2·c + a3·l·c.
 
-t(l, 0) is measured for some lengths, and linear between them; the rest is a least-squares fit of slices with tokens
-before them.
+t(l, 0) is measured for some lengths, and linear between them; the rest is fitted to slices with tokens before them, by
+the least squares of errors as shares of what was measured: else the longest slices decide, and short ones, which are
+many, are wrong by most of their time.
 """
 
 import math
@@ -58,6 +59,9 @@ class FittedCost:
         lengths, seconds = tuple(n for n, _ in alone), tuple(s for _, s in alone)
         rows = np.array([[1.0, length, before, length * before] for length, before, _ in behind])
         rest = np.array([s - float(np.interp(length, lengths, seconds)) for length, _, s in behind])
+        taken = np.array([s for _, _, s in behind])
+        shares = 1 / np.maximum(taken, max(1e-6 * float(taken.max()), 1e-12))
+        rows, rest = rows * shares[:, None], rest * shares
         scale = np.abs(rows).max(axis=0)
         if np.linalg.matrix_rank(rows / scale) < TERMS:
             raise PlanError(

@@ -5,8 +5,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from shardwright.backends.torch.slices import slice_ops
 from shardwright.backends.torch.slices.slice_ops import SlicePlace
 from shardwright.backends.torch.slices.traces import Piece, Traces
@@ -79,10 +77,12 @@ class Reach:
     def _grow(self, op: int, own: Mapping[int, Var]) -> None:
         """Have an op find the keys, or values, of the slices up to this one where it looks for its slice's own."""
         lowering, traces = self.lowering, self.traces
+        if len(traces.lengths) == 1:
+            return
         for tensor, var in own.items():
-            if self.which:
-                before = self.earlier[Piece(tensor, self.which - 1, carried=op)]
-                lowering.at[tensor] = lowering.source.call(torch.cat, [before, var], traces.ops.dims[tensor])
+            before = self.earlier[Piece(tensor, self.which - 1, carried=op)] if self.which else None
+            dim = traces.ops.dims[tensor]
+            lowering.at[tensor] = lowering.source.call(slice_ops.so_far, before, var, dim, self._place)
             if self.which < len(traces.lengths) - 1:
                 piece = Piece(tensor, self.which, carried=op)
                 self.carried.append((piece, lowering.at[tensor], lowering.place[tensor]))

@@ -2,9 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.nn import functional as F
+from torch.utils.weak import TensorWeakRef
 
 from shardwright.backends.torch.machine.tensor_axis import Axis
 from shardwright.backends.torch.machine.tensor_shards import piece_of
@@ -48,6 +50,59 @@ def joined(dim: int, lengths: Sequence[int], is_flat: bool, *parts: torch.Tensor
     return torch.cat(by_sample, dim + 1).flatten(dim, dim + 1)
 
 
+def so_far(before: torch.Tensor | None, own: torch.Tensor, dim: int, at: SlicePlace) -> torch.Tensor:
+    """The keys or values of all tokens up to the end of a slice: its own, written behind those before it.
+
+    The first slice takes memory for the whole sequence, of which each result is a view, so that nothing is there twice.
+
+    Args:
+        before: what this gave for the slice before, [.., start, ..]; None for the first.
+        own: [.., length, ..].
+    """
+    made: torch.Tensor = _SoFar.apply(before, own, dim, at)  # type: ignore[no-untyped-call]
+    return made
+
+
+class _SoFar(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, before: torch.Tensor | None, own: torch.Tensor, dim: int, at: SlicePlace) -> torch.Tensor:
+        ctx.dim, ctx.at, ctx.has_before = dim, at, before is not None
+        shape = [*own.shape[:dim], at.tokens, *own.shape[dim + 1 :]]
+        whole = None if before is None else _memory_of(before, shape)
+        if whole is None:
+            whole = own.new_empty(shape)
+            if before is not None:
+                whole.narrow(dim, 0, at.start).copy_(before)
+        whole.narrow(dim, at.start, at.length).copy_(own)
+        # A tensor of its own, not a view: what is written behind it later is no change of what was saved of it.
+        return _over(whole, [*own.shape[:dim], at.end, *own.shape[dim + 1 :]])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        at = ctx.at
+        before = gradient.narrow(ctx.dim, 0, at.start) if ctx.has_before and ctx.needs_input_grad[0] else None
+        own = gradient.narrow(ctx.dim, at.start, at.length) if ctx.needs_input_grad[1] else None
+        return before, own, None, None
+
+
+def _memory_of(before: torch.Tensor, shape: Sequence[int]) -> torch.Tensor | None:
+    """The memory for the whole sequence at whose beginning a tensor lies; None where it lies elsewhere, as a copy
+    does."""
+    strides, step = list[int](), 1
+    for size in reversed(shape):
+        strides.insert(0, step)
+        step *= size
+    storage = before.untyped_storage()
+    is_there = storage.nbytes() == step * before.element_size() and not before.storage_offset()
+    return _over(before, shape) if is_there and list(before.stride()) == strides else None
+
+
+def _over(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """A tensor of another shape over the same memory, which autograd takes for another."""
+    found: torch.Tensor = tensor.new_empty(0)
+    return found.set_(tensor.untyped_storage(), tensor.storage_offset(), list(shape), tensor.stride())
+
+
 def attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -74,8 +129,10 @@ def attention(
     length, end = query.shape[-2], key.shape[-2]
     if mask is not None:
         mask = mask[..., at.start : at.end, :end]
-    elif at.start or probability:
+    elif probability:
         mask = torch.ones((length, end), dtype=torch.bool, device=query.device).tril(at.start)
+    elif at.start:
+        mask = _hides_later(length, at.start, query.dtype, query.device)
     if not probability:
         return F.scaled_dot_product_attention(
             query, key, value, mask, is_causal=mask is None, scale=scale, enable_gqa=enable_gqa
@@ -84,6 +141,20 @@ def attention(
     kept = _own(torch.dropout(ones, probability, True), split, axis)[..., at.start : at.end, :end].clone()
     del ones
     return attention_that_keeps(query, key, value, mask, kept, scale, enable_gqa)
+
+
+_HIDES: dict[tuple[int, int, torch.dtype, torch.device], TensorWeakRef] = {}
+"""The masks that are held somewhere: all attentions to the same slice share one."""
+
+
+def _hides_later(length: int, start: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """What is added to the scores [length, start + length] of a slice's queries: minus infinity for later keys."""
+    key = length, start, dtype, device
+    mask: torch.Tensor | None = _HIDES[key]() if key in _HIDES else None
+    if mask is None:
+        mask = torch.full((length, start + length), -torch.inf, dtype=dtype, device=device).triu_(start + 1)
+        _HIDES[key] = TensorWeakRef(mask)
+    return mask
 
 
 def dropout(
