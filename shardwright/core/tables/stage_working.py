@@ -8,9 +8,9 @@ from numpy.typing import NDArray
 from shardwright.core.cost.unit_seconds import UnitCost
 from shardwright.core.partition.exact import Matrix, range_sums
 from shardwright.core.tables.added_gradients import adding_bytes
-from shardwright.core.tables.memory import kept_bytes
+from shardwright.core.tables.memory import kept_bytes, left_in_objects
 from shardwright.core.tables.unit_table import UnitTable
-from shardwright.core.values.recompute_modes import Mode, goes_by_op
+from shardwright.core.values.recompute_modes import Mode
 
 
 def working_of(table: UnitTable) -> "StageWorking":
@@ -37,8 +37,8 @@ class StageWorking:
                 return (1 + self.table.loading_horizon) * unit.saved_bytes
             if mode == "offload":
                 return unit.fetched_bytes - unit.passing_bytes
-            left = unit.left_bytes[0] if mode == "full" else unit.left_bytes[1] if goes_by_op(mode) else 0
-            return max(0, unit.saved_bytes - kept_bytes(unit, mode) + left) if mode != "none" else 0
+            again = unit.saved_bytes - kept_bytes(unit, mode) + left_in_objects(unit, mode)
+            return max(0, again) if mode != "none" else 0
 
         beside = np.array(
             [
