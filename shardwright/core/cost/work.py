@@ -140,6 +140,9 @@ class UnitWork:
     own."""
     fetched_bytes: int = 0
     """The most bytes that the passes hold where all that is kept is elsewhere between them, and comes back op by op."""
+    fetched_unfused_bytes: tuple[int, int] | None = None
+    """``fetched_bytes``, and that part of ``input_grad_bytes``, where an attention with dropout is no kernel of its
+    own. None: the same."""
     left_bytes: tuple[int, int] = (0, 0)
     """Bytes that calls leave in objects which they were given, such as a cache of keys and values; and those of them
     that are no results of products. Recomputed units hold the objects, as they are given them once more."""

@@ -112,6 +112,7 @@ class Reading:
             input_grad_bytes=None,
             weight_grad_bytes=0,
             fetched_bytes=saved + held(passing, counted.passing_bytes, whole.passing_bytes),
+            fetched_unfused_bytes=None,
             left_bytes=(0, 0),
             looped_bytes=held([footprint.gathered_in_loops], 1, 1),
             between_bytes=held([footprint.between], counted.saved_bytes, whole.saved_bytes),
