@@ -78,6 +78,7 @@ class UnitCost:
     between_bytes: int = 0
     """Bytes as in `UnitWork`."""
     looped_bytes: int = 0
+    scales_bytes: int = 0
     kept_by_calls_bytes: tuple[int, int] | None = None
     working_again_bytes: tuple[int, int] | None = None
     merged_bytes: tuple[int, int, int] | None = None
@@ -233,6 +234,7 @@ def unit_cost(
         forward_collective_s=ahead,
         between_bytes=work.between_bytes,
         looped_bytes=work.looped_bytes,
+        scales_bytes=work.scales_bytes,
         kept_by_calls_bytes=work.kept_by_calls_bytes,
         working_again_bytes=work.working_again_bytes,
         merged_bytes=work.merged_bytes,

@@ -112,6 +112,8 @@ class UnitWork:
     """Bytes that the input gradient of a split backward makes for the weight gradient, beside what is saved."""
     looped_bytes: int = 0
     """Bytes as in `Footprint.gathered_in_loops`. They are whole on every rank that shares the unit."""
+    scales_bytes: int = 0
+    """Bytes as in `Footprint.scales`."""
     kept_by_calls_bytes: tuple[int, int] | None = None
     """What is kept under full and selective recompute on one stage, as in `Footprint.kept_by_calls`."""
     working_again_bytes: tuple[int, int] | None = None

@@ -115,6 +115,7 @@ class Reading:
             fetched_unfused_bytes=None,
             left_bytes=(0, 0),
             looped_bytes=held([footprint.gathered_in_loops], 1, 1),
+            scales_bytes=held([footprint.scales], counted.passing_bytes, whole.passing_bytes),
             between_bytes=held([footprint.between], counted.saved_bytes, whole.saved_bytes),
         )
 

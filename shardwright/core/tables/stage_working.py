@@ -193,7 +193,7 @@ class StageWorking:
         if self.table.operands_stay:
             fullest: Matrix = np.zeros_like(self.table.range_kept)
             fullest[:-1, 1:] = np.maximum.accumulate(np.where(in_order, beside, 0.0), axis=1)
-            return fullest + range_sums([u.looped_bytes for u in self.table.units])
+            return fullest + range_sums([u.looped_bytes for u in self.table.units]) + self._range_scales
         last = np.where(in_order, self.table.range_kept[:-1, 1:] + beside, 0.0)
         before = np.zeros_like(last)
         before[:, 1:] = np.maximum.accumulate(last, axis=1)[:, :-1]
@@ -248,7 +248,17 @@ class StageWorking:
         if not self.table.adds_in_turn or len(known) < len(self.table.units):
             return None
         beside = self.beside_bytes - np.array(self.table.waiting_bytes or 0) + np.array(known)
-        return adding_bytes(beside, self.table.boundary_bytes, [u.looped_bytes for u in self.table.units])
+        looped = [u.looped_bytes for u in self.table.units]
+        return adding_bytes(beside, self.table.boundary_bytes, looped) + self._range_scales
+
+    @cached_property
+    def _range_scales(self) -> Matrix:
+        """The bytes of arrays that the units of a stage all multiply with: those of the unit that has most."""
+        in_order = np.tri(len(self.table.units), dtype=bool).T
+        sizes = np.array([u.scales_bytes for u in self.table.units], dtype=np.float64)
+        found: Matrix = np.zeros_like(self.table.range_kept)
+        found[:-1, 1:] = np.maximum.accumulate(np.where(in_order, sizes, 0.0), axis=1)
+        return found
 
     def range_memory(self, live: float, held_bytes: float, trained_bytes: float) -> Matrix:
         """The peak bytes of a stage with ``live`` microbatches under way. A parameter entry takes ``held_bytes``, and
