@@ -12,7 +12,8 @@ of MPI, which copies and sums on that core. The rate is the one that the same pa
 the two judged points: with 64 processes the dense reduction of the tied embedding's gradient takes `REDUCED_S`. (That
 figure is quoted from memory of the paper's timelines; the sentence's other one, 82 times fewer bytes, is what
 `reduce_gradient` counts.) Within one node the exchange goes through shared memory, whose prior is that of every CPU
-profile here.
+profile here. Nothing of this was run: PyTorch's wheels have no MPI backend
+(`torch.distributed.is_mpi_available()` is False), and ranks on CPUs exchange over Gloo here.
 
 Left out, as no rate of them is published: the coordinator, whose one thread takes in a request for every tensor from
 every process and step (Horovod 0.15), and what processes wait for the slowest. Both only lower the efficiency of many
@@ -106,7 +107,8 @@ def horovod_lines() -> list[str]:
         "",
         "Efficiencies are against 1 and 16 nodes. The step's reduction is taken as not hidden. Between nodes a process "
         f"passes on {exchange_bytes_per_s() / 1e9:.2f} GB/s, as in the paper's reduction of one tensor by "
-        f"{REDUCED_BY} processes in {REDUCED_S * 1e3:.0f} ms, which is neither of the points published here.",
+        f"{REDUCED_BY} processes in {REDUCED_S * 1e3:.0f} ms, which is neither of the points published here. Nothing "
+        "of this was run: PyTorch's wheels have no MPI backend, which the paper's runs used.",
         "",
     ]
 

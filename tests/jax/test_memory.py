@@ -12,6 +12,8 @@ from flax import nnx
 
 import shardwright.jax as sw
 from examples import gpt2_flax
+from shardwright.backends.jax.memory.step_constants import scaled_sums_bytes
+from shardwright.backends.jax.program.flattening import flatten
 from shardwright.backends.jax.train import TrainStep
 from shardwright.core.model.graph import Graph
 from shardwright.core.schedule.actions import Action, Kind
@@ -425,3 +427,18 @@ def test_loops_over_time_that_are_computed_again_are_so_one_by_one(pp: int) -> N
     layer = predicted["none"] - predicted["full"]
     assert taken["none"] - taken["full"] > 0.6 * layer > 0
     assert predicted["full"] > 0.85 * taken["full"]
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_number_that_scales_what_a_sum_is_part_of_is_an_array(masked: bool) -> None:
+    """The gradient of scores behind their softmax, scaled before a product reads it; a choice ends the kernel."""
+
+    def backward(given: jax.Array, softmax: jax.Array, keys: jax.Array) -> jax.Array:
+        of_scores = given * softmax - softmax * (given * softmax).sum(-1, keepdims=True)
+        if masked:
+            of_scores = jnp.where(softmax > 0, of_scores, 0.0)
+        return (of_scores.T * 0.25) @ keys
+
+    shapes = [jax.ShapeDtypeStruct((8, 8), jnp.float32)] * 2 + [jax.ShapeDtypeStruct((8, 4), jnp.float32)]
+    program = flatten(jax.make_jaxpr(backward)(*shapes), opens_rules=True)
+    assert scaled_sums_bytes(program) == (0 if masked else 8 * 8 * 4)

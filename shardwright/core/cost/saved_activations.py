@@ -68,6 +68,12 @@ class Kept:
         """The activations (as memory: views resolved) that the backward of the op reads."""
         return self._activations(self.read_by_backward(op))
 
+    def by_unfused(self, op: Op) -> list[int]:
+        """The same where an attention with dropout is no kernel of its own: the operands that it keeps as they are."""
+        if not self.drops_scores(op):
+            return self.by(op)
+        return self._activations(_kept_by_call(op)) if op.memory is not None else []
+
     def read_by_backward(self, op: Op) -> list[int]:
         """All tensors that the backward of the op reads, parameters and the batch among them."""
         if not any(t in self._needs_gradient for t in op.inputs):
@@ -145,9 +151,9 @@ class Kept:
         operands. Where the framework does not say it, in fp32 at least: copies of query, key and value, the softmax,
         the mask, and the product of the two."""
         if op.memory is not None:
-            return at(op.memory.bytes_of(precision).kept, batch), self._activations(_kept_by_call(op))
+            return at(op.memory.bytes_of(precision).kept, batch), self.by_unfused(op)
         operands = sum(self.graph.tensors[t].elements(batch) for t in op.inputs[:3])
-        return (operands + 3 * self._scores_of(op, batch)) * max(width, FLOAT32_BYTES), []
+        return (operands + 3 * self._scores_of(op, batch)) * max(width, FLOAT32_BYTES), self.by_unfused(op)
 
     def unfused_scores_bytes(self, op: Op, batch: int, width: int) -> int:
         """Bytes of the product of queries and keys in such an attention."""

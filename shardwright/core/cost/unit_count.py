@@ -1,6 +1,6 @@
 """The work of one unit, added up op by op."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -54,6 +54,10 @@ class UnitCount:
         """What attention with dropout keeps where it is one kernel."""
         self.kept_unfused: dict[int, int] = {}
         """What it keeps where it is none, beside `unfused`."""
+        self.kept_by_unfused: dict[int, list[int]] = {}
+        """Such an op and what it keeps of its operands as they are."""
+        self.backward_unfused: dict[int, int] = {}
+        """Such an op and the bytes that its backward holds beside gradients of its operands."""
         self.scores = self.unfused = self.statistics = self.unfused_scores = 0
 
     def size_bytes(self, tensor: int) -> int:
@@ -178,7 +182,13 @@ class UnitCount:
             whole, roots = saved.unfused(op, batch, self.precision, width)
             self.unfused += (whole - scores) // share - of_op - (widened if op.memory is not None else 0)
             self._note_kept(index, roots, self.kept_unfused)
-            self.unfused_scores += saved.unfused_scores_bytes(op, batch, width) // share
+            self.kept_by_unfused[index] = roots
+            of_scores = saved.unfused_scores_bytes(op, batch, width) // share
+            self.unfused_scores += of_scores
+            # The mask or the softmax, the gradient of what it made and that of what it was given, when the gradient of
+            # the result is gone and those of query and key are not made.
+            others = sum(self.held(index, place) for place in (0, 1, len(op.inputs)))
+            self.backward_unfused[index] = max(0, 3 * of_scores - others)
         self._add_kept(index, saved.by(op), self.attended if drops else self.kept)
         for mask in saved.masks(op):
             entry = counter.width(mask, self.precision)
@@ -222,6 +232,19 @@ class UnitCount:
     def _note_kept(self, index: int, roots: list[int], found: dict[int, int]) -> None:
         found.update((root, max(found.get(root, 0), self._kept_bytes(index, root))) for root in roots)
 
+    def _unfused(
+        self,
+    ) -> tuple[range, dict[int, list[int]], dict[int, int], Callable[[int], int], dict[int, tuple[int, int]]] | None:
+        """What the ops hold where an attention with dropout is no kernel of its own, as `LiveBytes` takes it; None
+        where there is none."""
+        if not self.kept_by_unfused:
+            return None
+        kept_by = {index: roots for index, roots in (self.kept_by | self.kept_by_unfused).items() if roots}
+        working = dict(self.working)
+        for index, size in self.backward_unfused.items():
+            working[index] = self.working.get(index, (0, 0))[0], size
+        return self.ops, kept_by, self.mask_bytes, self.memory, working
+
     def work(self, moved: tuple[tuple[Collective, ...], ...]) -> UnitWork:
         """The work of all ops that were added; ``moved`` are the collectives between them."""
         counter, is_score = self.counter, self.counter.kept.is_attention_score
@@ -245,6 +268,11 @@ class UnitCount:
         large = self._added_at_once()
         again = counter.live.backward_beside_kept(large, *held) if large else None
         put_off = counter.put_off(self.ops)
+        input_grad, fetched = counter.live.input_grad(put_off, *held), counter.live.fetched(*held)
+        apart = self._unfused()
+        fetched_unfused = fetched, input_grad[1]
+        if apart is not None:
+            fetched_unfused = counter.live.fetched(*apart), counter.live.input_grad(put_off, *apart)[1]
         forward, backward, gathered, at_the_end = moved
         entered = sum(self.size_bytes(t) // ways for t, ways in entering.items())
         of_products = {root for _, root in self.results}
@@ -263,7 +291,8 @@ class UnitCount:
             selective_vector_bytes=self.vector_again,
             entering_bytes=entered + sum(left.values()),
             left_bytes=(sum(left.values()), left_beside),
-            fetched_bytes=counter.live.fetched(*held),
+            fetched_bytes=fetched,
+            fetched_unfused_bytes=fetched_unfused,
             passing_bytes=passing,
             given_bytes=passing_beside_given - passing,
             forward_moved=(*forward, *self.small),
@@ -271,7 +300,7 @@ class UnitCount:
             backward_gathered=gathered,
             step_moved=at_the_end,
             put_off_bytes=counter.put_off_bytes(self.ops, self.cut, self.held),
-            input_grad_bytes=counter.live.input_grad(put_off, *held),
+            input_grad_bytes=input_grad,
             weight_grad_bytes=counter.weight_grad_bytes(put_off, self.held),
             forward_beside_bytes=counter.live.forward_beside_kept(*held) if phases else passing,
             backward_again_bytes=again,

@@ -78,6 +78,7 @@ class UnitCost:
     between_bytes: int = 0
     """Bytes as in `UnitWork`."""
     looped_bytes: int = 0
+    scales_bytes: int = 0
     kept_by_calls_bytes: tuple[int, int] | None = None
     working_again_bytes: tuple[int, int] | None = None
     merged_bytes: tuple[int, int, int] | None = None
@@ -209,6 +210,10 @@ def unit_cost(
     again += 2 * len(work.selective_products) * device.kernel_launch_s
     unfused = (0, 0) if device.fuses_dropout else (work.unfused_dropout_bytes, work.unfused_dropout_selective_bytes)
     whole, scores = work.saved_bytes + unfused[0], 0 if device.fuses_dropout else work.unfused_scores_bytes
+    fetched, input_grad_bytes = work.fetched_bytes, work.input_grad_bytes
+    if work.fetched_unfused_bytes is not None and not device.fuses_dropout:
+        fetched, of_input_grad = work.fetched_unfused_bytes
+        input_grad_bytes = None if input_grad_bytes is None else (input_grad_bytes[0], of_input_grad)
     return UnitCost(
         forward,
         input_grad,
@@ -223,12 +228,13 @@ def unit_cost(
         sum(map(collective_s, work.step_moved)) if collective_s is not None else 0.0,
         trained,
         put_off_bytes=work.put_off_bytes,
-        input_grad_bytes=work.input_grad_bytes,
+        input_grad_bytes=input_grad_bytes,
         weight_grad_bytes=work.weight_grad_bytes,
         given_bytes=work.given_bytes,
         forward_collective_s=ahead,
         between_bytes=work.between_bytes,
         looped_bytes=work.looped_bytes,
+        scales_bytes=work.scales_bytes,
         kept_by_calls_bytes=work.kept_by_calls_bytes,
         working_again_bytes=work.working_again_bytes,
         merged_bytes=work.merged_bytes,
@@ -236,7 +242,7 @@ def unit_cost(
         forward_beside_bytes=work.forward_beside_bytes,
         backward_again_bytes=None if is_compiled else work.backward_again_bytes,
         left_bytes=work.left_bytes,
-        fetched_bytes=work.fetched_bytes,
+        fetched_bytes=fetched,
         phases=work.phases,
         collective_hidden_s=hidden,
         parameter_tensors=parameter_tensors,

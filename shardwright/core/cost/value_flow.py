@@ -62,16 +62,18 @@ class ValueFlow:
                 if t not in made_here and t in self._needs_gradient and t not in self._parameters:
                     yield t
 
-    def shared(self, units: Sequence[Unit]) -> tuple[SharedValue, ...]:
+    def shared(self, units: Sequence[Unit], *, fuses_dropout: bool = True) -> tuple[SharedValue, ...]:
         """The values that several units hold for their backward passes, those kept whole and those that enter; and
-        those that enter a unit which does not keep them. The latter stay where they come from another rank."""
+        those that enter a unit which does not keep them. The latter stay where they come from another rank.
+        ``fuses_dropout``: whether attention with dropout is a kernel of its own, which keeps its operands."""
+        kept_by = self.kept.by if fuses_dropout else self.kept.by_unfused
         keepers: dict[int, dict[int, None]] = {}
         enterers: dict[int, dict[int, None]] = {}
         for unit in units:
             ops = range(unit.first_op, unit.end_op)
             made_here = {t for i in ops for t in self.graph.ops[i].outputs}
             for index in ops:
-                for root in self.kept.by(self.graph.ops[index]):
+                for root in kept_by(self.graph.ops[index]):
                     keepers.setdefault(root, {})[unit.index] = None
             for tensor in self.entering(unit, made_here):
                 enterers.setdefault(self.memory_of(tensor), {})[unit.index] = None

@@ -112,6 +112,8 @@ class UnitWork:
     """Bytes that the input gradient of a split backward makes for the weight gradient, beside what is saved."""
     looped_bytes: int = 0
     """Bytes as in `Footprint.gathered_in_loops`. They are whole on every rank that shares the unit."""
+    scales_bytes: int = 0
+    """Bytes as in `Footprint.scales`."""
     kept_by_calls_bytes: tuple[int, int] | None = None
     """What is kept under full and selective recompute on one stage, as in `Footprint.kept_by_calls`."""
     working_again_bytes: tuple[int, int] | None = None
@@ -140,6 +142,9 @@ class UnitWork:
     own."""
     fetched_bytes: int = 0
     """The most bytes that the passes hold where all that is kept is elsewhere between them, and comes back op by op."""
+    fetched_unfused_bytes: tuple[int, int] | None = None
+    """``fetched_bytes``, and that part of ``input_grad_bytes``, where an attention with dropout is no kernel of its
+    own. None: the same."""
     left_bytes: tuple[int, int] = (0, 0)
     """Bytes that calls leave in objects which they were given, such as a cache of keys and values; and those of them
     that are no results of products. Recomputed units hold the objects, as they are given them once more."""

@@ -240,6 +240,9 @@ class Footprint:
     gathered_in_loops: tuple[int, int] = (0, 0)
     """What loops of the backward add gradients of parameters up in: it is there from the beginning of a program to its
     end."""
+    scales: tuple[int, int] = (0, 0)
+    """Arrays of one number each that the backward multiplies with: made once for all units of a stage, from the
+    beginning of its program to its end."""
     adding: tuple[tuple[int, int], ...] = ()
     """``passing`` with the gradient of each parameter from where it is made to where it is added to its sum, at once.
     Empty: not known."""

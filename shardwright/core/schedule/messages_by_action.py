@@ -27,13 +27,22 @@ class MessageCounts:
 
     counts: NDArray[np.int64]
     """[part of an action, boundary between stages]: the messages that cross the boundary before each stage."""
+    beginning: NDArray[np.int64]
+    """The same when a part begins: its own message is there, and none that it says were taken are gone."""
     firsts: NDArray[np.int64]
     """The first part of every action."""
 
     def sizes(self, crossing_bytes: Sequence[int]) -> list[int]:
         """The bytes of the messages while each action runs, by the bytes of one that crosses the boundary before each
         stage."""
-        parts = self.counts @ np.array(crossing_bytes, dtype=np.int64)
+        return self._fullest(self.counts, crossing_bytes)
+
+    def beginning_sizes(self, crossing_bytes: Sequence[int]) -> list[int]:
+        """The bytes of the messages when each action begins, as in `sizes`."""
+        return self._fullest(self.beginning, crossing_bytes)
+
+    def _fullest(self, counts: NDArray[np.int64], crossing_bytes: Sequence[int]) -> list[int]:
+        parts = counts @ np.array(crossing_bytes, dtype=np.int64)
         found: list[int] = np.maximum.reduceat(parts, self.firsts).tolist() if len(self.firsts) else []
         return found
 
@@ -42,18 +51,20 @@ def messages_by_action(table: ActionTable) -> tuple[MessageCounts, ...]:
     """The messages of every rank, action by action, each between the stages that it is of."""
     found = []
     for order, moments in zip(table.table, _in_memory(table), strict=True):
-        rows: list[list[int]] = []
+        rows: tuple[list[list[int]], list[list[int]]] = [], []
         firsts: list[int] = []
         for action in order:
-            firsts.append(len(rows))
+            firsts.append(len(rows[0]))
             passes = sum(part.kind in PASSES for part in action.flat)
             for _ in range(max(1, passes)):
-                row = [0] * table.stages
-                for is_gradient, maker, _ in next(moments) if passes else ():
-                    row[maker + (not is_gradient)] += 1
-                rows.append(row)
-        shape = len(rows), table.stages
-        found.append(MessageCounts(np.array(rows, dtype=np.int64).reshape(shape), np.array(firsts, dtype=np.int64)))
+                for of_moment, there in zip(rows, next(moments) if passes else ((), ()), strict=True):
+                    row = [0] * table.stages
+                    for is_gradient, maker, _ in there:
+                        row[maker + (not is_gradient)] += 1
+                    of_moment.append(row)
+        shape = len(rows[0]), table.stages
+        running, beginning = (np.array(of_moment, dtype=np.int64).reshape(shape) for of_moment in rows)
+        found.append(MessageCounts(running, beginning, np.array(firsts, dtype=np.int64)))
     return tuple(found)
 
 
@@ -65,8 +76,8 @@ def usual_messages_by_action(
     return messages_by_action(named_schedule(name, ranks, microbatches, virtual_stages))
 
 
-def _in_memory(table: ActionTable) -> tuple[Iterator[list[Key]], ...]:
-    """The messages in memory while each pass of every rank runs, pass by pass."""
+def _in_memory(table: ActionTable) -> tuple[Iterator[tuple[list[Key], list[Key]]], ...]:
+    """The messages in memory while each pass of every rank runs, and when it begins, pass by pass."""
     runs = [[part for action in order for part in action.flat if part.kind in PASSES] for order in table.table]
     last = table.stages - 1
 
@@ -98,14 +109,17 @@ def _in_memory(table: ActionTable) -> tuple[Iterator[list[Key]], ...]:
                 target = table.stage_to_rank(action.stage - (1 if made[0] else -1))
                 taken_with[made] = taken.pop(target, [])
 
-    def moments(run: list[Action]) -> Iterator[list[Key]]:
+    def moments(run: list[Action]) -> Iterator[tuple[list[Key], list[Key]]]:
         sent, given_back = set[Key](), set[Key]()
         for here, ahead in zip(run, [*run[1:], None], strict=True):
-            if (came := needs(here)) is not None:
+            early = None if ahead is None else needs(ahead)
+            came = needs(here)
+            posted = [message for message in (came, early) if message is not None]
+            beginning = [*sent, *given_back, *posted]
+            if came is not None:
                 sent.difference_update(taken_with[came])
                 given_back.difference_update(taken_with[came])
-            early = None if ahead is None else needs(ahead)
-            yield [*sent, *given_back, *((early,) if early is not None else ())]
+            yield [*sent, *given_back, *((early,) if early is not None else ())], beginning
             if (made := makes(here)) is not None:
                 (given_back if made[0] else sent).add(made)
 

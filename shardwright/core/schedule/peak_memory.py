@@ -143,21 +143,34 @@ class RankMemory(NamedTuple):
         return max(self.most, self.remaining + self.gradients)
 
 
+class Messages(NamedTuple):
+    """The bytes of one rank's messages, action by action."""
+
+    running: Sequence[int] = ()
+    """While each action runs."""
+    beginning: Sequence[int] = ()
+    """When it begins, before it has made anything."""
+
+
+NO_MESSAGES = Messages()
+
+
 def walk_memory(
-    order: Sequence[Action], stages: Mapping[int, StageMemory], messages: Sequence[int] = ()
+    order: Sequence[Action], stages: Mapping[int, StageMemory], messages: Messages = NO_MESSAGES
 ) -> Iterator[RankMemory]:
-    """The memory of one rank at each of its actions, in order. ``stages`` are the sizes of every stage that it holds,
-    ``messages`` the bytes of messages while each action runs.
+    """The memory of one rank at each of its actions, in order. ``stages`` are the sizes of every stage that it holds.
 
     Gradients of a stage appear with its first backward, and stay to the end of the step.
     """
     working = _working(stages)
     sizes = {at: stage.activations for at, stage in stages.items()}
     freed = {at: stage.freed_by_input_grad for at, stage in stages.items()}
-    gradients = 0
+    gradients = before = 0
     began: set[int] = set()
-    walked = zip(order, walk_activations(order, sizes, freed), messages or (0,) * len(order), strict=True)
-    for action, (live, remaining), under_way in walked:
+    sent = (each or (0,) * len(order) for each in messages)
+    for action, (live, remaining), under_way, beginning in zip(
+        order, walk_activations(order, sizes, freed), *sent, strict=True
+    ):
         made = 0
         beside = -1
         for part in action.parts or (action,):
@@ -177,12 +190,17 @@ def walk_memory(
         elif action.kind is W and is_first and stage.first_weight_grad is not None:
             left = stage.activations - stage.freed_by_input_grad
             most = live - left + gradients + stage.first_weight_grad
+        most = max(most + under_way, before + gradients + beginning)
+        before = remaining
         gradients += made
-        yield RankMemory(live, most + under_way, remaining, gradients)
+        yield RankMemory(live, most, remaining, gradients)
 
 
 def peak_below_sum(
-    order: Sequence[Action], stages: Mapping[int, StageMemory], messages: Sequence[int] = (), most_messages: int = 0
+    order: Sequence[Action],
+    stages: Mapping[int, StageMemory],
+    messages: Messages = NO_MESSAGES,
+    most_messages: int = 0,
 ) -> int:
     """Bytes by which the peak of one rank is below the sum of all gradients, the most activations, the most temporary
     values and ``most_messages`` bytes of messages, which are not there at once. The other arguments are those of

@@ -5,11 +5,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from shardwright.core.plan.decision import Decision
+from shardwright.core.schedule.action_table import ActionTable
 from shardwright.core.schedule.actions import Action, B, W
 from shardwright.core.schedule.messages_by_action import MessageCounts, messages_by_action, usual_messages_by_action
 from shardwright.core.schedule.messages_under_way import usual_messages_under_way
 from shardwright.core.schedule.named_schedule import named_schedule
-from shardwright.core.schedule.peak_memory import StageMemory, peak_below_sum
+from shardwright.core.schedule.peak_memory import NO_MESSAGES, Messages, StageMemory, peak_below_sum
 from shardwright.core.search.space import splits_backward
 from shardwright.core.tables.gathered_stages import gathering_moments, peak_of
 from shardwright.core.tables.gathered_units import stage_passes
@@ -87,33 +88,64 @@ def less_apart(
         )
     if is_long(decision) and decision.stages > MOST_FOLLOWED:
         return tuple(replace(use, apart_bytes=bucket) for use, bucket in zip(memory, buckets, strict=True))
-    settled = decision.schedule, decision.pp, min(decision.microbatches, 2 * decision.stages), decision.virtual_stages
-    schedule = decision.build_schedule(None) if decision.generated else named_schedule(*settled)
-    messages = [0] * decision.pp
-    counts: Sequence[MessageCounts] = ()
-    if decision.pp > 1 and decision.stages <= MOST_FOLLOWED:
-        counts = messages_by_action(schedule) if decision.generated else usual_messages_by_action(*settled)
-        # Those of as many microbatches as are followed: under some schedules they grow with every one.
-        asked = request if decision.generated else replace(request, under_way=usual_messages_under_way(*settled))
-        messages = ranked.messages(decision.stage_starts, placement, asked)
+    few = min(decision.microbatches, 2 * decision.stages)
+    schedule = _schedule(decision, few)
+    sent = _Sent(decision, ranked, request, schedule, few)
     found = []
     for rank, (use, beside, bucket) in enumerate(zip(memory, buffers, buckets, strict=True)):
         order = schedule.table[rank]
         stages = _stages_of(decision, ranked, rank, order, request)
-        crossing = ranked.of_bytes.tables[rank].boundary_bytes
-        under_way = counts[rank].sizes([0, *(crossing[start] for start, _ in ends[1:])]) if counts else []
+        messages = sent.messages(rank)
         bare = {at: _without_gradients(of) for at, of in stages.items()}
         # With all gradients at every moment, and no bucket, which is never beside all of them.
-        apart = bucket + peak_below_sum(order, bare, under_way, messages[rank])
+        apart = bucket + peak_below_sum(order, bare, messages, sent.most[rank])
         if request.shares_sums and decision.microbatches == 1:  # buckets leave while gradients are made
             stages = {
                 stage: replace(sizes, first_backward=stage_passes(ranked.tables[rank], ends[stage], request).first)
                 for stage, sizes in stages.items()
             }
         if not is_long(decision):
-            apart = max(apart, peak_below_sum(order, stages, under_way, messages[rank]))
+            apart = max(apart, peak_below_sum(order, stages, messages, sent.most[rank]))
         found.append(replace(use, buffers_bytes=beside + max(0, -apart), apart_bytes=max(0, apart)))
     return tuple(found)
+
+
+def _schedule(decision: Decision, microbatches: int) -> ActionTable:
+    """The schedule of a decision with so many microbatches; one that is generated has its own number."""
+    if decision.generated:
+        return decision.build_schedule(None)
+    return named_schedule(decision.schedule, decision.pp, microbatches, decision.virtual_stages)
+
+
+class _Sent:
+    """The messages between stages in a step of so many microbatches, followed from action to action where there are
+    few stages."""
+
+    def __init__(
+        self, decision: Decision, ranked: RankTables, request: MemoryRequest, schedule: ActionTable, microbatches: int
+    ) -> None:
+        starts, placement = decision.stage_starts, decision.stage_ranks
+        self.most: Sequence[int] = [0] * decision.pp
+        """The bytes of messages that are counted on every rank; 0 where they are not followed."""
+        self._counts: Sequence[MessageCounts] = ()
+        self._tables, self._starts = ranked.of_bytes.tables, starts
+        if decision.pp == 1 or decision.stages > MOST_FOLLOWED:
+            return
+        if decision.generated:
+            self._counts, asked = messages_by_action(schedule), request
+        else:
+            settled = decision.schedule, decision.pp, microbatches, decision.virtual_stages
+            self._counts = usual_messages_by_action(*settled)
+            # Those of as many microbatches as are followed: under some schedules they grow with every one.
+            asked = replace(request, under_way=usual_messages_under_way(*settled))
+        self.most = ranked.messages(starts, placement, asked)
+
+    def messages(self, rank: int) -> Messages:
+        if not self._counts:
+            return NO_MESSAGES
+        boundaries = self._tables[rank].boundary_bytes
+        crossing = [0, *(boundaries[start] for start in self._starts[1:])]
+        return Messages(self._counts[rank].sizes(crossing), self._counts[rank].beginning_sizes(crossing))
 
 
 def _without_gradients(stage: StageMemory) -> StageMemory:
@@ -140,12 +172,13 @@ def _apart_of_halves(decision: Decision, ranked: RankTables, request: MemoryRequ
     short ones, as in `live_bytes`."""
 
     def apart(microbatches: int) -> list[int]:
-        if decision.generated:
-            table = decision.build_schedule(None).table
-        else:
-            table = named_schedule(decision.schedule, decision.pp, microbatches, decision.virtual_stages).table
-        found = enumerate(table)
-        return [peak_below_sum(order, _stages_of(decision, ranked, rank, order, request)) for rank, order in found]
+        schedule = _schedule(decision, microbatches)
+        sent = _Sent(decision, ranked, request, schedule, microbatches)
+        every = [
+            (rank, order, _stages_of(decision, ranked, rank, order, request))
+            for rank, order in enumerate(schedule.table)
+        ]
+        return [peak_below_sum(order, stages, sent.messages(rank), sent.most[rank]) for rank, order, stages in every]
 
     first, second = 4 * decision.pp, 5 * decision.pp
     if decision.microbatches <= second or decision.generated:

@@ -133,12 +133,14 @@ class SlicedMemory:
             held = {stage: self.ends[stage] for stage in first}
             of = {stage: self._slices(table, tables, held, first, stage, units) for stage in held}
             crossing = [0, *(int(table.boundary_bytes[start] * longest) for start, _ in self.ends[1:])]
-            sent = counts[rank].sizes(crossing) if counts else [0] * len(order)
+            nothing = [0] * len(order)
+            sent = counts[rank].sizes(crossing) if counts else nothing
+            beginning = counts[rank].beginning_sizes(crossing) if counts else nothing
             constant = (
                 [*table.constant_bytes, 0] if decision.pp > 1 and table.constant_bytes else [0] * (len(units) + 1)
             )
             staying = UNCOUNTED_BYTES + max(constant[a] * (a > 0) + constant[b] for a, b in held.values())
-            live, beside, peak, full = _walked(order, of, sent)
+            live, beside, peak, full = _walked(order, of, sent, beginning)
             # A bucket is there from the first gradient on, and never beside all of them.
             most = min(full, peak + buckets[rank]) + staying
             buffers = beside + staying + buckets[rank]
@@ -343,7 +345,10 @@ def _made_by(sizes: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _walked(
-    order: Sequence[Action], of: Mapping[int, Sequence[_Slice]], messages: Sequence[int]
+    order: Sequence[Action],
+    of: Mapping[int, Sequence[_Slice]],
+    messages: Sequence[int],
+    beginning: Sequence[int],
 ) -> tuple[int, int, int, int]:
     """Of one rank the most activations, the most beside activations and gradients of parameters, the most of all at
     once, and that if all gradients were there from the start."""
@@ -351,7 +356,9 @@ def _walked(
     every = sum(slices[0].made for slices in of.values())
     began: set[int] = set()
     masked: dict[int, int] = {}
-    for action, sent in zip(order, messages, strict=True):
+    for action, sent, there in zip(order, messages, beginning, strict=True):
+        most = max(most, live + given + gradients + there)
+        most_early = max(most_early, live + given + every + there)
         for part in action.flat:
             if part.stage not in of:
                 continue

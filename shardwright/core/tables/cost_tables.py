@@ -181,6 +181,7 @@ class CostTables(LayoutTables):
             units = tuple(unit.in_one_program() for unit in units)
         if not place.in_stages and not is_whole:
             units = tuple(unit.by_calls() for unit in units)
+        fuses = place.device.fuses_dropout
         twice = self._twice(units, microbatch, is_merged=is_merged) if self.graph.footprints else ()
         return UnitTable(
             units,
@@ -194,8 +195,8 @@ class CostTables(LayoutTables):
             host_memory_bytes=math.inf if (host := place.device.host_memory_bytes) is None else host,
             swaps_beside=place.device.kind != "cpu",
             loading_horizon=self._loading_horizon,
-            shared=tuple((value, size_bytes(value.tensor) // ways) for value, ways in self._shared(tp)),
-            arrivals=() if traits.stages_are_programs else self._arrivals(tp, microbatch),
+            shared=tuple((value, size_bytes(value.tensor) // ways) for value, ways in self._shared(tp, fuses)),
+            arrivals=() if traits.stages_are_programs else self._arrivals(tp, microbatch, fuses),
             twice_bytes=twice,
             batch=tuple(
                 (given.size_bytes(microbatch), given.has_batch, by)
@@ -264,23 +265,23 @@ class CostTables(LayoutTables):
             return False
         return self.execution.keeps_gathered or not self.sequence_parallel(tp)
 
-    def _shared(self, tp: int) -> tuple[tuple[SharedValue, int], ...]:
+    def _shared(self, tp: int, fuses_dropout: bool) -> tuple[tuple[SharedValue, int], ...]:
         """The values that several units share in one memory, each with its number of shards."""
+        values = self._read.shared(fuses_dropout=fuses_dropout)
         if tp == 1:
-            return tuple((value, 1) for value in self._read.shared)
+            return tuple((value, 1) for value in values)
         chosen, stays = self.chosen(tp), self._gathered_stays(tp)
         return self._read.remembered(
-            ("shared", stays, *self._layout_terms(tp)),
-            lambda: as_they_lie(
-                self.counter, self.folded.units, self._read.shared, chosen.realised, gathered_stays=stays
-            ),
+            ("shared", stays, fuses_dropout, *self._layout_terms(tp)),
+            lambda: as_they_lie(self.counter, self.folded.units, values, chosen.realised, gathered_stays=stays),
         )
 
-    def _arrivals(self, tp: int, microbatch: int) -> tuple[int, ...]:
+    def _arrivals(self, tp: int, microbatch: int, fuses_dropout: bool) -> tuple[int, ...]:
         """The bytes of each shared value as a message of one microbatch."""
         ways = tp if self.sequence_parallel(tp) else 1
         return tuple(
-            self.counter.size_bytes(value.tensor, microbatch, self.precision) // ways for value in self._read.shared
+            self.counter.size_bytes(value.tensor, microbatch, self.precision) // ways
+            for value in self._read.shared(fuses_dropout=fuses_dropout)
         )
 
     def _twice(self, units: Sequence[UnitCost], microbatch: int, *, is_merged: bool) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ from shardwright.core.cost.op_kinds import PRECISION_BYTES
 from shardwright.core.cost.unit_work import WorkCounter
 from shardwright.core.cost.unknown_memory import unknown_memory_text
 from shardwright.core.cost.unpriced import unpriced_text
+from shardwright.core.cost.value_flow import SharedValue
 from shardwright.core.cost.work import UnitWork
 from shardwright.core.layout.unit_layouts import RealisedUnit
 from shardwright.core.model.fold import Unit, fold
@@ -30,7 +31,6 @@ class Reading:
         self.folded = fold(graph, nesting)
         self.structure, self.binding = structure_of(self.folded)
         self.counter = WorkCounter(graph)
-        self.shared = self.counter.shared(self.folded.units)
         self.batch_readers = self.counter.batch_readers(self.folded.units)
         self.buffer_users = self.counter.buffer_users(self.folded.units)
         self.remembered_bytes = tuple(map(self.counter.batch_statistics_bytes, self.folded.units))
@@ -46,6 +46,12 @@ class Reading:
             self._found[key] = find()
         found: Found = self._found[key]
         return found
+
+    @found_once
+    def shared(self, *, fuses_dropout: bool) -> tuple[SharedValue, ...]:
+        """The values that several units share (`ValueFlow.shared`). What a runtime holds of units is counted by the
+        framework itself where the graph has footprints."""
+        return self.counter.shared(self.folded.units, fuses_dropout=fuses_dropout or bool(self.graph.footprints))
 
     @found_once
     def work(
@@ -106,8 +112,10 @@ class Reading:
             input_grad_bytes=None,
             weight_grad_bytes=0,
             fetched_bytes=saved + held(passing, counted.passing_bytes, whole.passing_bytes),
+            fetched_unfused_bytes=None,
             left_bytes=(0, 0),
             looped_bytes=held([footprint.gathered_in_loops], 1, 1),
+            scales_bytes=held([footprint.scales], counted.passing_bytes, whole.passing_bytes),
             between_bytes=held([footprint.between], counted.saved_bytes, whole.saved_bytes),
         )
 

@@ -177,6 +177,14 @@ def kept_bytes(unit: UnitCost, recompute: Mode, *, beside_recomputed: bool = Tru
     return unit.saved_selective_bytes if recompute == "selective" else unit.saved_bytes
 
 
+def left_in_objects(unit: UnitCost, recompute: Mode) -> int:
+    """The part of `kept_bytes` that the unit leaves in objects, as a cache of keys and values: it stays for units that
+    run again with these objects."""
+    if recompute in ("full", "offload"):
+        return unit.left_bytes[0]
+    return unit.left_bytes[1] if goes_by_op(recompute) else 0
+
+
 def recomputed_s(unit: UnitCost, recompute: Mode) -> float:
     """Seconds that the backward of one microbatch spends on recomputing."""
     if recompute == "full":

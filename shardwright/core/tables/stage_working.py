@@ -8,9 +8,9 @@ from numpy.typing import NDArray
 from shardwright.core.cost.unit_seconds import UnitCost
 from shardwright.core.partition.exact import Matrix, range_sums
 from shardwright.core.tables.added_gradients import adding_bytes
-from shardwright.core.tables.memory import kept_bytes
+from shardwright.core.tables.memory import kept_bytes, left_in_objects
 from shardwright.core.tables.unit_table import UnitTable
-from shardwright.core.values.recompute_modes import Mode, goes_by_op
+from shardwright.core.values.recompute_modes import Mode
 
 
 def working_of(table: UnitTable) -> "StageWorking":
@@ -37,8 +37,8 @@ class StageWorking:
                 return (1 + self.table.loading_horizon) * unit.saved_bytes
             if mode == "offload":
                 return unit.fetched_bytes - unit.passing_bytes
-            left = unit.left_bytes[0] if mode == "full" else unit.left_bytes[1] if goes_by_op(mode) else 0
-            return max(0, unit.saved_bytes - kept_bytes(unit, mode) + left) if mode != "none" else 0
+            again = unit.saved_bytes - kept_bytes(unit, mode) + left_in_objects(unit, mode)
+            return max(0, again) if mode != "none" else 0
 
         beside = np.array(
             [
@@ -193,7 +193,7 @@ class StageWorking:
         if self.table.operands_stay:
             fullest: Matrix = np.zeros_like(self.table.range_kept)
             fullest[:-1, 1:] = np.maximum.accumulate(np.where(in_order, beside, 0.0), axis=1)
-            return fullest + range_sums([u.looped_bytes for u in self.table.units])
+            return fullest + range_sums([u.looped_bytes for u in self.table.units]) + self._range_scales
         last = np.where(in_order, self.table.range_kept[:-1, 1:] + beside, 0.0)
         before = np.zeros_like(last)
         before[:, 1:] = np.maximum.accumulate(last, axis=1)[:, :-1]
@@ -248,7 +248,17 @@ class StageWorking:
         if not self.table.adds_in_turn or len(known) < len(self.table.units):
             return None
         beside = self.beside_bytes - np.array(self.table.waiting_bytes or 0) + np.array(known)
-        return adding_bytes(beside, self.table.boundary_bytes, [u.looped_bytes for u in self.table.units])
+        looped = [u.looped_bytes for u in self.table.units]
+        return adding_bytes(beside, self.table.boundary_bytes, looped) + self._range_scales
+
+    @cached_property
+    def _range_scales(self) -> Matrix:
+        """The bytes of arrays that the units of a stage all multiply with: those of the unit that has most."""
+        in_order = np.tri(len(self.table.units), dtype=bool).T
+        sizes = np.array([u.scales_bytes for u in self.table.units], dtype=np.float64)
+        found: Matrix = np.zeros_like(self.table.range_kept)
+        found[:-1, 1:] = np.maximum.accumulate(np.where(in_order, sizes, 0.0), axis=1)
+        return found
 
     def range_memory(self, live: float, held_bytes: float, trained_bytes: float) -> Matrix:
         """The peak bytes of a stage with ``live`` microbatches under way. A parameter entry takes ``held_bytes``, and

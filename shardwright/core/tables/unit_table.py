@@ -17,6 +17,7 @@ from shardwright.core.schedule.peak_memory import StageMemory
 from shardwright.core.tables.call_entries import CallEntries, kinds_of
 from shardwright.core.tables.memory import (
     kept_bytes,
+    left_in_objects,
     modes_of,
     recomputed_s,
 )
@@ -342,11 +343,18 @@ class UnitTable:
     @cached_property
     def range_kept(self) -> Matrix:
         """The bytes of activations that a stage of units a … b-1 keeps for one microbatch; a value that several of its
-        units share counts once."""
+        units share counts once. What a unit leaves in objects stays where a unit behind it runs again with them."""
         modes = self.modes
-        again = any(mode == "full" or goes_by_op(mode) for mode in modes)
-        kept = range_sums(
-            [kept_bytes(u, mode, beside_recomputed=again) for u, mode in zip(self.units, modes, strict=True)]
+        runs_again = [mode == "full" or goes_by_op(mode) for mode in modes]
+        of_units = zip(self.units, modes, strict=True)
+        held = [kept_bytes(u, mode, beside_recomputed=any(runs_again)) for u, mode in of_units]
+        left = [left_in_objects(u, mode) if any(runs_again) else 0 for u, mode in zip(self.units, modes, strict=True)]
+        kept = range_sums([size - of_objects for size, of_objects in zip(held, left, strict=True)])
+        given = [unit for unit, again in enumerate(runs_again) if again and self.units[unit].left_bytes[0]]
+        nearest = [next((after for after in given if after > unit), None) for unit in range(len(self.units))]
+        kept += _sums_of_pairs(
+            ((unit, after, left[unit]) for unit, after in enumerate(nearest) if after is not None and left[unit]),
+            len(self.units),
         )
         neighbours = enumerate(itertools.pairwise(modes)) if self.twice_bytes else ()
         whole = {(unit, unit + 1) for unit, both in neighbours if both == ("none", "none")}

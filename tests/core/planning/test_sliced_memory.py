@@ -15,7 +15,7 @@ def test_slices_keep_hand_on_and_wait() -> None:
     """Forwards add what is kept, handed on and waiting; what waits is put together with the last one's, which lasts to
     its backward; gradients of what was handed on last until the slice before has read them."""
     order = [Action.parse(text) for text in ("0F0s0", "0F0s1", "0B0s1", "0B0s0", "0F1s0", "0F1s1", "0B1s1", "0B1s0")]
-    live, beside, most, early = _walked(order, {0: (FIRST, LAST)}, [1, 0, 0, 0, 0, 0, 0, 2])
+    live, beside, most, early = _walked(order, {0: (FIRST, LAST)}, [1, 0, 0, 0, 0, 0, 0, 2], [0] * 8)
     kept = [10 + 3 + 5, 10 + 3 + 20 + 5 + 5, 10 + 3 + 20, 10]
     moments = [kept[0] + 4 + 1, kept[1] + 2, kept[2] + 40, kept[3] + 16 + 100 + 6]
     later = [100 + kept[0] + 4, 100 + kept[1] + 2, 100 + kept[2] + 7, 100 + kept[3] + 16 + 6 + 2]
@@ -23,3 +23,6 @@ def test_slices_keep_hand_on_and_wait() -> None:
     assert beside == 16 + 6 + 2
     assert most == max(moments + later)
     assert early == max(100 + kept[0] + 4 + 1, 100 + kept[1] + 2, 100 + kept[2] + 7, 100 + kept[3] + 16 + 6 + 2)
+    # When the first backward behind it begins, 10 are kept and 16 wait, beside the gradients of parameters.
+    *_, begun, _ = _walked(order, {0: (FIRST, LAST)}, [0] * 8, [0] * 3 + [900] + [0] * 4)
+    assert begun == 10 + 16 + 100 + 900

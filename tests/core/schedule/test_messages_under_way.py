@@ -48,6 +48,14 @@ def test_action_by_action_messages_are_as_many_on_either_side(name: str) -> None
         assert found.sizes([1] * 4) == [sum(pair) for pair in zip(*map(found.sizes, sides), strict=True)]
 
 
+def test_when_a_backward_begins_its_gradient_is_there_and_what_it_says_was_taken() -> None:
+    """Rank 0 of two runs 0F0 0F1 0B0 0F2 0B1 0F3 0B2 0B3: when 0B2 begins, its own gradient has come and that of 0B3
+    is posted, and of 0F2 and 0F3 it is not known yet that they were taken. The gradient of 0B2 tells of 0F2."""
+    first, _ = messages_by_action(Schedule.build("1f1b", ranks=2, microbatches=4))
+    assert first.sizes([0, 1]) == [0, 2, 1, 2, 1, 2, 2, 0]
+    assert first.beginning_sizes([0, 1]) == [0, 2, 3, 2, 3, 2, 4, 2]
+
+
 def run_of(schedule: Schedule, rank: int) -> list[Action]:
     return [part for action in schedule.table[rank] for part in action.flat if part.kind in (F, B, I, W)]
 

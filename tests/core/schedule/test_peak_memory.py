@@ -15,7 +15,7 @@ from shardwright.core.schedule.auto.problem import Problem
 from shardwright.core.schedule.checks import check_memory
 from shardwright.core.schedule.costs import StageCosts
 from shardwright.core.schedule.passes import split_backward
-from shardwright.core.schedule.peak_memory import StageMemory, peak_below_sum, peak_live, walk_memory
+from shardwright.core.schedule.peak_memory import Messages, StageMemory, peak_below_sum, peak_live, walk_memory
 from shardwright.core.schedule.simulate import simulate
 
 SIZES = st.integers(0, 50)
@@ -123,12 +123,20 @@ def test_a_backward_makes_its_gradients_as_it_gives_activations_up() -> None:
 def test_a_forward_and_later_backwards_may_hold_less_and_messages_are_beside_them() -> None:
     sizes = {0: StageMemory(10, 8, 30, first_backward=32, forward=3, backward_again=5)}
     order = [Action.parse(text) for text in ("0F0", "0F1", "0B0", "0F2", "0B1", "0B2")]
-    messages = [0, 1, 1, 4, 2, 0]
+    messages = Messages([0, 1, 1, 4, 2, 0])
     found = [memory.most for memory in walk_memory(order, sizes, messages)]
     assert found == [13, 23 + 1, 10 + 32 + 1, 50 + 3 + 4, 50 + 5 + 2, 40 + 5]
     together = 30 + 20 + 8
     assert peak_below_sum(order, sizes, messages, 6) == together + 6 - 57
     assert peak_below_sum(order, sizes) == together - 55
+
+
+def test_messages_are_more_when_an_action_begins() -> None:
+    """What it was given is there, what was sent is not known to be taken, and it has made nothing yet."""
+    sizes = {0: StageMemory(10, 8, 30, first_backward=32, forward=3, backward_again=5)}
+    order = [Action.parse(text) for text in ("0F0", "0F1", "0B0", "0B1")]
+    found = [memory.most for memory in walk_memory(order, sizes, Messages((), [20, 1, 30, 14]))]
+    assert found == [20, 23, 20 + 30, 10 + 30 + 14]
 
 
 @st.composite

@@ -21,7 +21,7 @@ from shardwright.backends.jax.capture.steps import Program
 from shardwright.backends.jax.capture.trace import TracedCall
 from shardwright.backends.jax.machine.mesh import no_mesh
 from shardwright.backends.jax.memory.liveness import Liveness, makes_zeros
-from shardwright.backends.jax.memory.step_constants import constants_bytes
+from shardwright.backends.jax.memory.step_constants import constants_bytes, scaled_sums_bytes
 from shardwright.backends.jax.pipeline.stage_functions import (
     FunctionsOfStage,
     Key,
@@ -81,6 +81,7 @@ def footprints(
     classes = [unit.fold_class for unit in folded.units]
     pairs = {both: first for first, both in reversed(list(enumerate(pairwise(classes))))}
     found, selective, together, merged, called, adding, shards = [], [], [], [], [], [], []
+    scales: list[list[int]] = []
     try:
         for closed, program in traces:
             whole = partial(_Stages, graph, closed, program.traced, names, binding.units)
@@ -94,6 +95,7 @@ def footprints(
             constants = constants_bytes(closed)
             merged.append([_merged(stages.functions(unit, least=True), constants) for unit in firsts])
             selective.append([_kept_bytes(again.functions(unit, "selective")) for unit in firsts])
+            scales.append([scaled_sums_bytes(_program_of(functions.backward)) for functions in plain])
             adding.append([held_bytes(functions.backward, with_gradients=True) for functions in plain])
             shards.append(
                 [
@@ -123,9 +125,13 @@ def footprints(
             twice.append(KeptTwice(first, second, size, merged_size))
     at_2, at_3 = (list(zip(found[at], selective[at], merged[at], called[at], strict=True)) for at in (0, 1))
     each = [
-        replace(one, adding=_fullest(*moments), of_shards=tuple(map(_fullest, *divided)))
-        for one, moments, divided in zip(
-            map(_footprint, at_2, at_3), zip(*adding, strict=True), zip(*shards, strict=True), strict=True
+        replace(one, adding=_fullest(*moments), of_shards=tuple(map(_fullest, *divided)), scales=_line(*scaled))
+        for one, moments, divided, scaled in zip(
+            map(_footprint, at_2, at_3),
+            zip(*adding, strict=True),
+            zip(*shards, strict=True),
+            zip(*scales, strict=True),
+            strict=True,
         )
     ]
     return UnitMemory(tuple(each), tuple(twice))

@@ -64,6 +64,7 @@ class Recompute:
             keeping, kept = KeptResults(mode, module).contexts()
             return keeping, Both(again, kept)
 
+        args, kwargs = unit.arguments
         result = checkpoint(unit, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts, **kwargs)
         self._note_written(step.path, module, before)
         if step.path not in self._set:
@@ -108,21 +109,27 @@ class Recompute:
 
 
 class _Unit:
-    """A unit's forward. Its second run gets objects as they were before the first."""
+    """A unit's forward. Its second run gets objects as they were before the first. What later units leave in them is
+    theirs to keep, so that this one does not hold the objects themselves."""
 
     def __init__(self, module: nn.Module, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.module = module
-        given, _ = pytree.tree_flatten((args, kwargs))
+        given, spec = pytree.tree_flatten((args, kwargs))
         self.positions = [i for i, leaf in enumerate(step.arguments.leaves) if isinstance(leaf, ObjectRef)]
         self.objects = {i: _copied(given[i]) for i in self.positions}
-        self.runs = 0
+        self._first = {i: given[i] for i in self.positions}
+        """The objects themselves, for the first run."""
+        for position in self.positions:
+            given[position] = None
+        self.arguments: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_unflatten(given, spec)
+        """What it is to be called with: no objects."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.runs += 1
-        if self.runs > 1 and self.positions:
+        if self.positions:
             given, spec = pytree.tree_flatten((args, kwargs))
             for position in self.positions:
-                given[position] = _copied(self.objects[position])
+                first = self._first.pop(position, None)
+                given[position] = _copied(self.objects[position]) if first is None else first
             args, kwargs = pytree.tree_unflatten(given, spec)
         with plain_checkpoints():
             return self.module(*args, **kwargs)

@@ -219,9 +219,7 @@ class Pipeline:
                         for edge, message in zip(task.edges, task.messages, strict=True)
                     ]
                     if sentinel is not None:
-                        for taken, came in zip(task.messages, arrived, strict=True):
-                            if taken is not None:
-                                sentinel.arrived(taken.text, came)
+                        _show(sentinel, task, arrived)
                     if recorder is not None:
                         recorder.start(task.shown)
                     if streams.active:
@@ -233,6 +231,7 @@ class Pipeline:
                             self._run(task, inputs[mb], arrived, grad, loss_scales[mb], out, factor)
                         if task.action.kind is Kind.FORWARD:
                             exchange.arrive()
+                    arrived = []  # not there any more when the next receives are posted
                     if recorder is not None:
                         recorder.end()
             self._gather(self._gathers_at_end)
@@ -345,6 +344,13 @@ class Pipeline:
         for name, position in last.items():
             found[position] = (*found.get(position, ()), name)
         return found
+
+
+def _show(sentinel: Sentinel, task: _Task, arrived: Sequence[list[torch.Tensor]]) -> None:
+    """Tell a sentinel of what came from other ranks for an action."""
+    for message, tensors in zip(task.messages, arrived, strict=True):
+        if message is not None:
+            sentinel.arrived(message.text, tensors)
 
 
 def closing_order(schedule: Schedule, rank: int, division: Division, names: Sequence[str]) -> tuple[str, ...]:
