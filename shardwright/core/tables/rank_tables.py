@@ -31,6 +31,9 @@ statistics on their way between ranks."""
 MOST_TRIES = 4
 """The number of cuts tried with less memory each time, where what the stage matrices leave out does not fit."""
 
+REMEMBERED_KEEPING = 16
+"""The number of tables with some units kept that are remembered beside those that keep none."""
+
 
 @dataclass(frozen=True, slots=True)
 class RankWork:
@@ -104,6 +107,13 @@ class RankTables:
     def ends(self, starts: Sequence[int]) -> list[tuple[int, int]]:
         """The (first unit, end) of every stage."""
         return list(itertools.pairwise((*starts, self.units)))
+
+    def stages_of_ranks(self, starts: Sequence[int], placement: Sequence[int]) -> list[list[tuple[int, int]]]:
+        """The (first unit, end) of the stages of every rank."""
+        found: list[list[tuple[int, int]]] = [[] for _ in self.tables]
+        for rank, ends in zip(placement, self.ends(starts), strict=True):
+            found[rank].append(ends)
+        return found
 
     # Bounds ------------------------------------------------------------------------------------------------------
 
@@ -379,8 +389,7 @@ class RankTables:
         """The holdings of every rank; where it has several stages, the bytes of one microbatch are of its fullest.
         ``summed``: whether gradients are summed over replicas; ``again``: whether there are several microbatches."""
         found = []
-        for rank, table in enumerate(self.tables):
-            held = [ends for stage, ends in enumerate(self.ends(starts)) if placement[stage] == rank]
+        for table, held in zip(self.tables, self.stages_of_ranks(starts, placement), strict=True):
             elements = int(sum(table.range_elements[a, b] for a, b in held) - table.tied_twice(held))
             trained = int(sum(table.range_trained[a, b] for a, b in held) - table.tied_twice(held, trained=True))
             updated = trained - table.updated_elsewhere(held)
@@ -410,10 +419,21 @@ class RankTables:
         return found
 
     def keeping(self, units: Collection[int], offloaded: Collection[int] = ()) -> "RankTables":
-        """The same tables where ``units`` are kept and not recomputed, and ``offloaded`` ones are offloaded."""
-        kept, away = frozenset(units), frozenset(offloaded)
-        made = {id(table): table.keeping(kept, away) for table in self.tables}
-        return replace(self, tables=tuple(made[id(table)] for table in self.tables), unlinked=None)
+        """The same tables where ``units`` are kept and not recomputed, and ``offloaded`` ones are offloaded. The last
+        few are remembered with all that was counted of them: policies and schedules of a cut keep the same units."""
+        key, known = (frozenset(units), frozenset(offloaded)), self._known_keeping
+        found = known.pop(key, None)
+        if found is None:
+            made = {id(table): table.keeping(*key) for table in self.tables}
+            found = replace(self, tables=tuple(made[id(table)] for table in self.tables), unlinked=None)
+        known[key] = found
+        if len(known) > REMEMBERED_KEEPING:
+            known.pop(next(iter(known)))
+        return found
+
+    @cached_property
+    def _known_keeping(self) -> dict[tuple[frozenset[int], frozenset[int]], "RankTables"]:
+        return {}
 
     def mixing(self, mode: Recompute, units: Collection[int]) -> "RankTables":
         """The same tables where ``units`` are computed again in another mode."""
