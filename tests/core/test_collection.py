@@ -3,6 +3,7 @@
 import gc
 
 import pytest
+
 from shardwright.core.values.collection import without_full_collections
 
 

@@ -182,19 +182,26 @@ class RankTables:
         if not may_fit_as_counted(of.tables[0], of.kinds, self.limits_bytes, live, held, request):
             return None
         free = self.free_cut(placement)
-        if self.over_bytes(self.memory(free, placement, live, request)) == 0:
+        if max(self._over_by_rank(free, placement, live, request)) <= 0:
             return free
         room = self.limits_bytes
         for _ in range(MOST_TRIES):
             starts = self._cut(placement, live, state, room)
             if starts is None:
                 return None
-            use = self.memory(starts, placement, live, request)
-            over = [u.total_bytes - limit for u, limit in zip(use, self.limits_bytes, strict=True)]
+            use = self.total_bytes(starts, placement, live, request)
+            over = [size - limit for (size, _), limit in zip(use, self.limits_bytes, strict=True)]
             if max(over) <= 0:
                 return starts
             room = tuple(left - max(0, more) for left, more in zip(room, over, strict=True))
         return None
+
+    def _over_by_rank(
+        self, starts: Sequence[int], placement: Sequence[int], live: Sequence[int], request: MemoryRequest
+    ) -> list[int]:
+        """The bytes that each rank lacks under a cut, as in `over_by_rank`."""
+        rows = zip(self.total_bytes(starts, placement, live, request), self.limits_bytes, self.tables, strict=True)
+        return [int(max(size - limit, on_host - table.host_memory_bytes)) for (size, on_host), limit, table in rows]
 
     @found_once
     def free_cut(self, placement: tuple[int, ...]) -> tuple[int, ...]:
@@ -244,7 +251,7 @@ class RankTables:
     ) -> tuple[MemoryUse, ...]:
         held = self._held(starts, placement, summed=request.is_replicated, again=request.microbatches > 1)
         buffers = self.buffers(starts, placement, request)
-        staying = self._staying(starts, placement, request.without_messages)
+        staying = self._staying(starts, placement, request.of_staying)
         rows = zip(live, held, staying, buffers, strict=True)
         return tuple(
             MemoryUse(
@@ -258,6 +265,20 @@ class RankTables:
             )
             for count, own, (states, on_host, update), beside in rows
         )
+
+    def total_bytes(
+        self, starts: Sequence[int], placement: Sequence[int], live: Sequence[int], request: MemoryRequest
+    ) -> list[tuple[int, int]]:
+        """The bytes of every rank's device, and of its host, as `memory` counts them, in a fraction of its time."""
+        of, starts, placement = self.of_bytes, tuple(starts), tuple(placement)
+        held = of._held(starts, placement, summed=request.is_replicated, again=request.microbatches > 1)
+        buffers, staying = of.buffers(starts, placement, request), of._staying(starts, placement, request.of_staying)
+        found = []
+        for count, own, (states, on_host, update), beside in zip(live, held, staying, buffers, strict=True):
+            whole = own.batch[0] + own.batch[1] * request.microbatches + own.buffers[request.is_replicated]
+            size = sum(states) + whole + max(own.kept * count + beside, update)
+            found.append((size, own.away * count + on_host))
+        return found
 
     @found_once
     def _staying(
