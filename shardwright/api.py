@@ -21,6 +21,7 @@ from shardwright.core.search.named_units import as_the_model_asks, by_module, of
 from shardwright.core.search.options import Options
 from shardwright.core.search.request import Request, request_for
 from shardwright.core.tables.graph_reading import unknown_memory_of, unpriced_of
+from shardwright.core.values.collection import without_full_collections
 from shardwright.core.values.fields import Field, fields_of
 
 
@@ -38,7 +39,8 @@ def capture(model: Any, sample: Any, loss: Callable[..., Any] | None = None, *, 
         CaptureError: the model is of no framework with a backend, or it cannot be read; names the op and the module.
         MissingFrameworkError: the model's framework is there, but not all that its backend needs.
     """
-    return load(framework_of(model)).capture(model, sample, loss, batch_dims=batch_dims)
+    with without_full_collections():
+        return load(framework_of(model)).capture(model, sample, loss, batch_dims=batch_dims)
 
 
 Asked = ParamSpec("Asked")
@@ -60,7 +62,8 @@ def _planner(options: Callable[Asked, Options]) -> _Planner[Asked]:
             raise TypeError(f"plan() has no option {unknown[0]!r}: {nearest(unknown[0], known)}")
         if "batch" not in asked:
             raise TypeError("plan() needs batch=, the samples per step over all replicas")
-        return make_plan(graph, cluster, resolve(options(*args, **_spelled_out(asked, graph)), graph))
+        with without_full_collections():
+            return make_plan(graph, cluster, resolve(options(*args, **_spelled_out(asked, graph)), graph))
 
     known = {field.name: field for field in fields(Options)}
     own = list(signature(plan).parameters.values())[:2]

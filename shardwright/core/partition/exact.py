@@ -47,14 +47,20 @@ def min_max_cut(
     units = len(weights) - 1
     require_units(stages, units)
     places = [_reachable(k, stages, units) for k in range(stages)]
-    costs = [matrix[at] for matrix, at in zip(each, places, strict=True)]
-    if fits is not None:
-        costs = [np.where(fits[k][at], cost, np.inf) for k, (cost, at) in enumerate(zip(costs, places, strict=True))]
-    best, _ = _solve(costs)
+    spare = units - stages + 1
+    costs = np.empty((2, stages, spare, spare))  # in one block: small ones go back to the system again and again
+    for stage, (matrix, at) in enumerate(zip(each, places, strict=True)):
+        costs[0, stage] = matrix[at].T
+        if fits is not None:
+            np.copyto(costs[0, stage], np.inf, where=~fits[stage][at].T)
+    best, _ = _solve(costs[0])
     if not np.isfinite(best):
         return None
     bound = best * (1 + 1e-9)
-    _, cut = _solve([np.where(c <= bound, weights[at], np.inf) for c, at in zip(costs, places, strict=True)])
+    for stage, at in enumerate(places):
+        costs[1, stage] = weights[at].T
+        np.copyto(costs[1, stage], np.inf, where=costs[0, stage] > bound)
+    _, cut = _solve(costs[1])
     return cut
 
 
@@ -85,24 +91,28 @@ def spread_cut(times: Sequence[Matrix], longest: float, fits: NDArray[np.bool_] 
         at = _reachable(stage, stages, units)
         may = matrix[at] <= longest * (1 + 1e-9)
         may = may if fits is None else may & fits[stage][at]
-        costs.append(np.where(may, matrix[at], np.inf) ** 2)
+        costs.append((np.where(may, matrix[at], np.inf) ** 2).T.copy())
     least, cut = _solve(costs, np.add, 0.0)
     return cut if np.isfinite(least) else None
 
 
 def _solve(
-    costs: Sequence[Matrix], together: Callable[[Matrix, Matrix], Matrix] = np.maximum, nothing: float = -np.inf
+    costs: Sequence[Matrix] | NDArray[np.float64],
+    together: Callable[[Matrix, Matrix], Matrix] = np.maximum,
+    nothing: float = -np.inf,
 ) -> tuple[float, list[int]]:
     """The least cost over all cuts, and the first unit of every stage of a cut that reaches it. ``costs`` are the
-    entries that each stage may take, of which row 0 is the unit with the stage's number; ``together`` gives the cost of
-    some stages and one more, the largest by default, and ``nothing`` that of no stage."""
+    entries ``[end, first unit]`` that each stage may take, of which column 0 is the unit with the stage's number;
+    ``together`` gives the cost of some stages and one more, the largest by default, and ``nothing`` that of no
+    stage."""
     reached = np.full(len(costs[0]), np.inf)
     reached[0] = nothing
     came_from = []
+    ends = np.arange(len(reached))
     for cost in costs:
-        table = together(reached[:, None], cost)
-        came_from.append(np.argmin(table, axis=0))
-        reached = np.min(table, axis=0)
+        table = together(cost, reached)
+        came_from.append(np.argmin(table, axis=1))
+        reached = table[ends, came_from[-1]]
     firsts: list[int] = []
     last = len(reached) - 1
     for stage in reversed(range(len(costs))):

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from shardwright.core.cluster.groups import Group
 from shardwright.core.cost.op_kinds import PRECISION_BYTES
 from shardwright.core.execution import Execution
 from shardwright.core.layout.mesh import Mesh
@@ -16,6 +17,7 @@ from shardwright.core.tables.mesh_links import Links
 from shardwright.core.tables.rank_tables import RankTables, RankWork
 from shardwright.core.tables.unit_table import UnitTable
 from shardwright.core.tables.update_seconds import touched_bytes, update_rate
+from shardwright.core.values.found_once import found_once
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,9 +197,13 @@ class StepModel:
         """Seconds to add up the gradients of parameters that several pipeline ranks hold."""
         width, total = PRECISION_BYTES[decision.gradient_precision or self.precision], 0.0
         for ranks, elements in tied:
-            group = self.cluster.group([decision.mesh.rank({"pp": rank}) for rank in ranks])
-            total += group.all_reduce_s(elements * width)
+            total += self._group_of(decision.mesh, ranks).all_reduce_s(elements * width)
         return total
+
+    @found_once
+    def _group_of(self, mesh: Mesh, ranks: tuple[int, ...]) -> Group:
+        """The group of the first device of each of some pipeline ranks."""
+        return self.cluster.group([mesh.rank({"pp": rank}) for rank in ranks])
 
 
 LONGEST_SIMULATED = 5

@@ -3,7 +3,6 @@ are offloaded."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import zip_longest
 
 from shardwright.core.tables.memory import MemoryUse
@@ -27,11 +26,11 @@ def kept_units(
     """The units that need no recomputing, for a cut that fits with every unit recomputed: on every rank the last
     repeated units of its stages, as many as there is room for. (The last ones, because a backward finds the units
     after it finished.) Copies of gradients are left out: they appear when activations are gone."""
-    memory, found = ranked.memory(starts, placement, live, replace(request, bucket_bytes=0)), []
-    for rank, (use, limit, count) in enumerate(zip(memory, ranked.limits_bytes, live, strict=True)):
-        table = ranked.tables[rank]
-        modes, room = table.modes, limit - use.total_bytes
-        held = [ends for stage, ends in enumerate(ranked.ends(starts)) if placement[stage] == rank]
+    memory, found = ranked.total_bytes(starts, placement, live, request.without_buckets), []
+    stages = ranked.stages_of_ranks(starts, placement)
+    rows = zip(ranked.tables, stages, memory, ranked.limits_bytes, live, strict=True)
+    for table, held, (size, _), limit, count in rows:
+        modes, room = table.modes, limit - size
         # Activations of a rank are counted by its fullest stage: units are kept stage by stage, in turns.
         turns = zip_longest(*([u for u in reversed(range(a, b)) if modes[u] == "full"] for a, b in held))
         for turn in turns:

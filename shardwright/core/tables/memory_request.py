@@ -86,6 +86,17 @@ class MemoryRequest:
         return replace(self, under_way=()) if self.under_way else self
 
     @cached_property
+    def without_buckets(self) -> "MemoryRequest":
+        """The request with no bucket of whole gradients."""
+        return replace(self, bucket_bytes=0) if self.bucket_bytes else self
+
+    @cached_property
+    def of_staying(self) -> "MemoryRequest":
+        """The request without what the bytes that stay all through a step do not depend on."""
+        several = min(self.microbatches, 2)
+        return replace(self, bucket_bytes=0, microbatches=several, look_ahead=None, under_way=())
+
+    @cached_property
     def piles_up(self) -> bool:
         """Whether some rank has more than two messages on one side of it."""
         return any(max(messages) > 2 for messages in self.under_way)

@@ -31,6 +31,9 @@ statistics on their way between ranks."""
 MOST_TRIES = 4
 """The number of cuts tried with less memory each time, where what the stage matrices leave out does not fit."""
 
+REMEMBERED_KEEPING = 16
+"""The number of tables with some units kept that are remembered beside those that keep none."""
+
 
 @dataclass(frozen=True, slots=True)
 class RankWork:
@@ -105,6 +108,13 @@ class RankTables:
         """The (first unit, end) of every stage."""
         return list(itertools.pairwise((*starts, self.units)))
 
+    def stages_of_ranks(self, starts: Sequence[int], placement: Sequence[int]) -> list[list[tuple[int, int]]]:
+        """The (first unit, end) of the stages of every rank."""
+        found: list[list[tuple[int, int]]] = [[] for _ in self.tables]
+        for rank, ends in zip(placement, self.ends(starts), strict=True):
+            found[rank].append(ends)
+        return found
+
     # Bounds ------------------------------------------------------------------------------------------------------
 
     @property
@@ -172,19 +182,26 @@ class RankTables:
         if not may_fit_as_counted(of.tables[0], of.kinds, self.limits_bytes, live, held, request):
             return None
         free = self.free_cut(placement)
-        if self.over_bytes(self.memory(free, placement, live, request)) == 0:
+        if max(self._over_by_rank(free, placement, live, request)) <= 0:
             return free
         room = self.limits_bytes
         for _ in range(MOST_TRIES):
             starts = self._cut(placement, live, state, room)
             if starts is None:
                 return None
-            use = self.memory(starts, placement, live, request)
-            over = [u.total_bytes - limit for u, limit in zip(use, self.limits_bytes, strict=True)]
+            use = self.total_bytes(starts, placement, live, request)
+            over = [size - limit for (size, _), limit in zip(use, self.limits_bytes, strict=True)]
             if max(over) <= 0:
                 return starts
             room = tuple(left - max(0, more) for left, more in zip(room, over, strict=True))
         return None
+
+    def _over_by_rank(
+        self, starts: Sequence[int], placement: Sequence[int], live: Sequence[int], request: MemoryRequest
+    ) -> list[int]:
+        """The bytes that each rank lacks under a cut, as in `over_by_rank`."""
+        rows = zip(self.total_bytes(starts, placement, live, request), self.limits_bytes, self.tables, strict=True)
+        return [int(max(size - limit, on_host - table.host_memory_bytes)) for (size, on_host), limit, table in rows]
 
     @found_once
     def free_cut(self, placement: tuple[int, ...]) -> tuple[int, ...]:
@@ -234,7 +251,7 @@ class RankTables:
     ) -> tuple[MemoryUse, ...]:
         held = self._held(starts, placement, summed=request.is_replicated, again=request.microbatches > 1)
         buffers = self.buffers(starts, placement, request)
-        staying = self._staying(starts, placement, request.without_messages)
+        staying = self._staying(starts, placement, request.of_staying)
         rows = zip(live, held, staying, buffers, strict=True)
         return tuple(
             MemoryUse(
@@ -248,6 +265,20 @@ class RankTables:
             )
             for count, own, (states, on_host, update), beside in rows
         )
+
+    def total_bytes(
+        self, starts: Sequence[int], placement: Sequence[int], live: Sequence[int], request: MemoryRequest
+    ) -> list[tuple[int, int]]:
+        """The bytes of every rank's device, and of its host, as `memory` counts them, in a fraction of its time."""
+        of, starts, placement = self.of_bytes, tuple(starts), tuple(placement)
+        held = of._held(starts, placement, summed=request.is_replicated, again=request.microbatches > 1)
+        buffers, staying = of.buffers(starts, placement, request), of._staying(starts, placement, request.of_staying)
+        found = []
+        for count, own, (states, on_host, update), beside in zip(live, held, staying, buffers, strict=True):
+            whole = own.batch[0] + own.batch[1] * request.microbatches + own.buffers[request.is_replicated]
+            size = sum(states) + whole + max(own.kept * count + beside, update)
+            found.append((size, own.away * count + on_host))
+        return found
 
     @found_once
     def _staying(
@@ -379,8 +410,7 @@ class RankTables:
         """The holdings of every rank; where it has several stages, the bytes of one microbatch are of its fullest.
         ``summed``: whether gradients are summed over replicas; ``again``: whether there are several microbatches."""
         found = []
-        for rank, table in enumerate(self.tables):
-            held = [ends for stage, ends in enumerate(self.ends(starts)) if placement[stage] == rank]
+        for table, held in zip(self.tables, self.stages_of_ranks(starts, placement), strict=True):
             elements = int(sum(table.range_elements[a, b] for a, b in held) - table.tied_twice(held))
             trained = int(sum(table.range_trained[a, b] for a, b in held) - table.tied_twice(held, trained=True))
             updated = trained - table.updated_elsewhere(held)
@@ -410,10 +440,21 @@ class RankTables:
         return found
 
     def keeping(self, units: Collection[int], offloaded: Collection[int] = ()) -> "RankTables":
-        """The same tables where ``units`` are kept and not recomputed, and ``offloaded`` ones are offloaded."""
-        kept, away = frozenset(units), frozenset(offloaded)
-        made = {id(table): table.keeping(kept, away) for table in self.tables}
-        return replace(self, tables=tuple(made[id(table)] for table in self.tables), unlinked=None)
+        """The same tables where ``units`` are kept and not recomputed, and ``offloaded`` ones are offloaded. The last
+        few are remembered with all that was counted of them: policies and schedules of a cut keep the same units."""
+        key, known = (frozenset(units), frozenset(offloaded)), self._known_keeping
+        found = known.pop(key, None)
+        if found is None:
+            made = {id(table): table.keeping(*key) for table in self.tables}
+            found = replace(self, tables=tuple(made[id(table)] for table in self.tables), unlinked=None)
+        known[key] = found
+        if len(known) > REMEMBERED_KEEPING:
+            known.pop(next(iter(known)))
+        return found
+
+    @cached_property
+    def _known_keeping(self) -> dict[tuple[frozenset[int], frozenset[int]], "RankTables"]:
+        return {}
 
     def mixing(self, mode: Recompute, units: Collection[int]) -> "RankTables":
         """The same tables where ``units`` are computed again in another mode."""

@@ -68,3 +68,13 @@ def test_a_beam_finds_what_is_best_among_all(monkeypatch: pytest.MonkeyPatch) ->
 def test_fewer_units_than_stages_are_refused() -> None:
     with pytest.raises(PlanError, match="3 stages need at least 3 units"):
         searched_cuts(step_like(0, 2, 3), 2, 3, (0, 1))
+
+
+@pytest.mark.parametrize(
+    ("cuts", "stages", "units"), [(0, 3, 5), (1, 4, 9), (200, 1, 9), (400, 3, 6), (500, 40, 70_000)]
+)
+def test_equal_cuts_are_dropped_in_order(cuts: int, stages: int, units: int) -> None:
+    drawn_cuts = np.sort(np.random.default_rng(cuts).integers(0, units, (cuts, stages)), axis=1)
+    rows = np.concatenate([drawn_cuts, drawn_cuts[::3]])
+    expected = np.unique(rows, axis=0, return_index=True)[1]
+    assert cut_search._first_of_equals(rows).tolist() == expected.tolist()

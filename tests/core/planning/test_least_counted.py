@@ -53,6 +53,10 @@ def test_no_least_is_above_what_is_counted(traits: str, hardware: str, precision
                 live = live_microbatches(pipelining.schedule, pp, shape.microbatches, virtual)
                 use = ranked.memory(starts, placement, live, asked)
                 totals = [each.total_bytes for each in use]
+                hosts = [each.host_bytes for each in use]
+                assert ranked.total_bytes(starts, placement, live, asked) == [*zip(totals, hosts, strict=True)]
+                stages_of = starts, tuple(placement)
+                assert ranked._staying(*stages_of, asked.of_staying) == ranked._staying(*stages_of, asked)
                 table, alive = ranked.tables[0], np.array(live, dtype=float)[None, :, None]
                 for units, added in ranked.kinds:
                     held = np.full((1, 1, 1), float(virtual))

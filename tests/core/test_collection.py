@@ -1,0 +1,41 @@
+"""Full garbage collections are held off while models are captured and plans are searched, and come back afterwards."""
+
+import gc
+
+import pytest
+
+from shardwright.core.values.collection import without_full_collections
+
+
+def full_collections(count: int) -> int:
+    """How many full collections run while so many lists that live are made."""
+    found = 0
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        nonlocal found
+        found += phase == "start" and info["generation"] == 2
+
+    gc.callbacks.append(note)
+    try:
+        alive = [[] for _ in range(count)]
+    finally:
+        gc.callbacks.remove(note)
+    assert len(alive) == count
+    return found
+
+
+def test_full_collections_wait() -> None:
+    before = gc.get_threshold()
+    try:
+        gc.set_threshold(10, 2, 2)
+        gc.freeze()  # full collections wait until a quarter of what is known is new
+        assert full_collections(100_000) > 0
+        with without_full_collections():
+            assert full_collections(100_000) == 0
+        assert gc.get_threshold() == (10, 2, 2)
+        with pytest.raises(KeyError), without_full_collections():
+            raise KeyError
+        assert gc.get_threshold() == (10, 2, 2)
+    finally:
+        gc.unfreeze()
+        gc.set_threshold(*before)
