@@ -45,12 +45,15 @@ def simulated(
     shorter = max(1, math.ceil(total / MOST_SIMULATED))
     steps = [max(1, round(own / shorter)) for _, own in jobs]
     rows = [list(passes) * count for (passes, _), count in zip(jobs, steps, strict=True)]
-    if copies_beside:
-        units_s = [[own.run_s for own in row] for row in rows]
-        copies = {f"copy_{way}_s": [[getattr(own, f"{way}_s") for own in row] for row in rows] for way in ("in", "out")}
-    else:
-        units_s, copies = [[own.seconds(beside=False) for own in row] for row in rows], {}
-    timeline = simulate_jobs(units_s, devices, policy=policy, double_buffering=double_buffering, **copies)
+    units_s = [[own.run_s if copies_beside else own.seconds(beside=False) for own in row] for row in rows]
+    timeline = simulate_jobs(
+        units_s,
+        devices,
+        policy=policy,
+        double_buffering=double_buffering,
+        copy_in_s=[[own.in_s for own in row] for row in rows] if copies_beside else 0.0,
+        copy_out_s=[[own.out_s for own in row] for row in rows] if copies_beside else 0.0,
+    )
     ends = [0.0] * len(jobs)
     for units, end_s in zip(timeline.actions, timeline.end_s, strict=True):
         for unit, end in zip(units, end_s, strict=True):
