@@ -410,7 +410,8 @@ def test_a_model_that_runs_other_ops_in_16_bits_is_captured_as_it_is() -> None:
 
 
 def test_keys_and_values_that_a_cache_holds_are_marked_and_stay_beside_what_is_computed_again() -> None:
-    """The second run of a block is given the cache once more, and makes keys and values anew."""
+    """The second run of a block is given the cache once more, and makes keys and values anew: those of a block stay where
+    one behind it runs again, and of the last block nobody holds them."""
     ids = torch.zeros(2, 16, dtype=torch.long)
     peaks = {}
     for cached in (True, False):
@@ -423,7 +424,7 @@ def test_keys_and_values_that_a_cache_holds_are_marked_and_stay_beside_what_is_c
         pins = {"batch": 4, "microbatch": 2, "pp": 1, "dp": 2, "tp": 1, "recompute": "full", "precision": "fp32"}
         plan = sw.plan(graph, sw.Cluster("cpu", devices_per_node=2), **pins)
         peaks[cached] = plan.predicted.memory[0].activations_bytes
-    assert peaks[True] - peaks[False] == 4 * 2 * (2 * 2 * 16 * 16 * 4)
+    assert peaks[True] - peaks[False] == 3 * 2 * (2 * 2 * 16 * 16 * 4)
 
 
 def test_a_single_number_selects_one_entry() -> None:
