@@ -343,8 +343,8 @@ class Bounds:
         """The bounds of where a step ends under a policy, whose units cost as under ``recompute``."""
         pp, first = shape.degrees[0], self._first(shape, recompute)
         busy = 0.0 if self._idle_lent(shape, [first]) else float(first.seconds.sum()) / pp * shape.microbatches
-        entries = float(first.range_trained[0, -1]) / pp, float(first.range_elements[0, -1]) / pp
-        mean = Held(*entries, busy, *of_units(first))
+        trained, held = float(first.range_trained[0, -1]) / pp, float(first.range_elements[0, -1]) / pp
+        mean = Held(trained, held, busy, *of_units(first))
         decision = self.undivided(shape, policy) if gathered_by is None else self.sharing(shape, policy, gathered_by)
         return self.step.least_ends(shape.mesh, decision, mean)
 

@@ -259,15 +259,13 @@ def test_parameters_that_are_gathered_one_by_one() -> None:
 
 
 def test_units_without_a_parameter_that_is_gathered_stay_whole() -> None:
-    """Narrow layers under DeepSpeed's ZeRO-3, whose weights are all below its threshold: their gradients are summed once
-    a step, and no bound takes them to be gathered."""
+    """Narrow layers under DeepSpeed's ZeRO-3, whose weights are all below its threshold: their gradients are summed
+    once a step, and no bound takes them to be gathered."""
     cluster, execution = Cluster("t4", nodes=2, devices_per_node=4), SYSTEMS["deepspeed-0.4"]
     graph = decoder(layers=4, hidden=128, heads=4, vocabulary=4096, sequence=64)
     exchanges = Exchanges(Links(cluster), "fp16", execution)
     tables = CostTables(graph, cluster, "fp16", "adamw", execution=execution)
-    d = Decision(
-        pp=1, dp=8, tp=1, batch=8, microbatch=1, schedule="1f1b", stage_starts=(0,), shard=3, precision="fp16"
-    )
+    d = Decision(pp=1, dp=8, tp=1, batch=8, microbatch=1, schedule="1f1b", stage_starts=(0,), shard=3, precision="fp16")
     scorer = Scorer(tables, cluster, Request(batch=d.batch))
     ranked = scorer.bounds.ranked(Shape(d.mesh, "PDT", d.microbatch, d.microbatches), "none")
     table = ranked.tables[0]
