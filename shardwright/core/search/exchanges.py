@@ -43,6 +43,9 @@ many as ports, and four on devices of compute capability 9 where that makes fewe
 MOST_CHANNELS = 16
 """The most channels of such a collective. Derived: two for each of a node's eight ports, as above."""
 
+READS_NO_WEIGHTS = frozenset({"none", "offload", "selective", "elementwise"})
+"""The modes of recompute that run no products with weights again."""
+
 
 @dataclass(frozen=True, slots=True)
 class RankExchange:
@@ -187,8 +190,8 @@ class Exchanges:
             messages = [u.parameter_tensors if self.execution.by_parameter else 1 for u in table.units[a:b]]
             entries = np.diff(table.range_elements[a, a + 1 : b + 1], prepend=0.0).tolist()
             more = [
-                self._gathered_once_more(*unit) if computed_again else 0
-                for *unit, computed_again in zip(entries, messages, (again > 0).tolist(), strict=True)
+                self._gathered_once_more(*unit) if mode not in READS_NO_WEIGHTS else 0
+                for *unit, mode in zip(entries, messages, table.modes[a:b], strict=True)
             ]
             units = self._sharded(decision, units, held.tolist(), sums.tolist(), messages, more, rank)
         return units if decision.offload_states == "none" else _by_the_host(decision, units, table, ends, width)

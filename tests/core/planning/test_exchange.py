@@ -230,12 +230,13 @@ def test_parameters_that_are_gathered_one_by_one() -> None:
         precision="bf16",
     )  # fmt: skip
 
-    def of_layer(**changes: object) -> tuple[UnitTraffic, int, float]:
+    def of_layer(mode: str = "full", **changes: object) -> tuple[UnitTraffic, int, float]:
         """The traffic of a layer, the number of its large weights, and the bytes of all its parameters."""
         execution = replace(SYSTEMS["deepspeed-0.4"], **changes)  # type: ignore[arg-type]
         tables = CostTables(graph, cluster, "bf16", "adamw", execution=execution)
         scorer = Scorer(tables, cluster, Request(batch=d.batch, precision="bf16"))
-        table = scorer.bounds.ranked(Shape(d.mesh, "PDT", d.microbatch, d.microbatches), "full").tables[0]
+        table = scorer.bounds.ranked(Shape(d.mesh, "PDT", d.microbatch, d.microbatches), mode).tables[0]
+        assert (table.again_s[1] > 0) == (mode != "none")
         layer, unit = scorer.step.exchanges._units(d, table, (0, len(table.units)), 0)[1], table.units[1]
         return layer, unit.parameter_tensors, 2.0 * unit.parameter_elements
 
@@ -256,6 +257,8 @@ def test_parameters_that_are_gathered_one_by_one() -> None:
     for entries, kept in ((size, count), (size / 2 / count * 3, 2), (1, 1)):  # between two uses: twice what follows
         released, _, _ = of_layer(**plain | {"live_entries": int(entries)})
         assert released.again_gather_s == pytest.approx((count - kept) * group.all_gather_s(size / count))
+    for mode in ("none", "elementwise"):  # no weight is read between the passes
+        assert of_layer(mode, **plain | {"live_entries": 1})[0].again_gather_s == 0.0
 
 
 def test_units_without_a_parameter_that_is_gathered_stay_whole() -> None:
