@@ -38,9 +38,9 @@ from shardwright.core.cluster import groups
 from shardwright.core.cluster.hardware import Device, Link, load_profile
 from shardwright.core.cluster.hardware.protocol import protocols_of
 from shardwright.core.cluster.hardware.template import MEANINGS
-from shardwright.core.cost import handwritten_kernels, matrix_products, unit_count, unit_seconds
+from shardwright.core.cost import fp8_casts, handwritten_kernels, matrix_products, unit_count, unit_seconds
 from shardwright.core.search import exchanges, search
-from shardwright.core.tables import graph_reading
+from shardwright.core.tables import graph_reading, update_seconds
 
 COMPOSED = (
     ("one node", "`a100_single_node_gpt.csv`: 1,440 runs on one node of A100-80GB, MAPE"),
@@ -98,6 +98,7 @@ CONSTANTS = (
     Constant("COLLECTIVE_DISPATCH", unit_seconds, 0.0, "the same layer with an all-reduce in a group of one rank"),
     Constant("EAGER_OP_DISPATCH", unit_seconds, 1.0, "a chain of elementwise ops on one entry, over a linear layer"),
     Constant("COMPILED_DISPATCH", execution, 1.0, "the same chain's kernels from a compiler, over eager ones"),
+    Constant("ISSUED", fp8_casts, 0.0, "the kernels that scale and cast one operand, timed on the host"),
     Constant("OVERLAP_POWER", unit_seconds, math.inf, "layers of rising width through the point where host and device "
              "take as long"),
     Constant("SOFTMAX_OPS", handwritten_kernels, 0, "attention with 2 and with 4 heads × samples under a profiler"),
@@ -111,6 +112,8 @@ CONSTANTS = (
     Constant("TREE_BANDWIDTH", groups, 1.0, f"{_LARGE}, one rank a node, with NCCL_ALGO=Tree over Ring"),
     Constant("TREE_INSIDE", groups, 1.0, f"{_LARGE}, two full nodes, with NCCL_ALGO=Tree over Ring"),
     Constant("RING_PLATEAU", groups, 1.0, "nccl-tests of 64 KiB to 1 MiB, NCCL_ALGO=Ring and NCCL_PROTO=Simple"),
+    Constant("PIPELINE_MESSAGE_S", execution, 0.0, "a pipeline of tiny stages, less the thread time of its passes"),
+    Constant("HOST_UPDATE_BYTES_PER_S", update_seconds, math.inf, "an optimizer's step on the host, large parameters"),
     Constant("SLOWED_BY_COLLECTIVE", unit_seconds, 0.0, "a product alone, and beside an all-reduce of another stream"),
     Constant("SLOWED", exchanges, dict.fromkeys(exchanges.SLOWED, 0.0), "a product alone, and beside an all-reduce"),
     Constant("CHANNELS_OF_A_PORT", exchanges, exchanges.MOST_CHANNELS, "NCCL's log: channels by ranks of each node"),
@@ -276,6 +279,10 @@ def _without(constant: Constant | None) -> Iterator[None]:
             known = execution.SYSTEMS
             off = known | {DEEPSPEED: replace(known[DEEPSPEED], **{name.split()[0]: constant.off})}
             name, holder = "SYSTEMS", execution
+        elif name == "PIPELINE_MESSAGE_S":
+            known = execution.SYSTEMS
+            off = {each: replace(own, message_s=own.message_s and constant.off) for each, own in known.items()}
+            name = "SYSTEMS"
         elif holder is unit_count:
             name, off = "loss_ops", lambda *_: frozenset()
         before = getattr(holder, name)

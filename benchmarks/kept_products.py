@@ -7,13 +7,13 @@ Blocks of a transformer (attention as one kernel, no dropout) on one CPU thread,
 that of `torch.compile` with its partitioner (`activation_memory_budget`) and without generated kernels (``aot_eager``):
 a knapsack over the ops of all blocks. Its second is the integer program of its selective checkpointing tools
 (`torch.distributed._tools.sac_ilp`) over the ops of a block, whose budget is a share of all that these make; it is
-given FLOPs for times, since these are judged. Ours are the modes that `plan(recompute="products")` comes to as memory
-shrinks, run by the policy of our runtime. All are judged by the same two figures: what the process holds more after a
-forward than before it, and the FLOPs of products and attention that the backward runs again, as torch's
-`FlopCounterMode` counts them. Of every budget ours is the mode that recomputes least among those that hold no more than
-PyTorch's choice. The last column is what a mix of two modes, some blocks each, would come to. Plans mix modes too, but
-for the peak of a step, at which the last block may keep everything; here, where what a forward leaves is judged, only
-their first mode is taken, for all blocks. Exit code 0: ours recompute no more at any budget.
+given FLOPs for times, since these are judged. Ours are the modes of the blocks that `plan(recompute="products")` comes
+to as memory shrinks, one or two in a plan, run by the policy of our runtime. All are judged by the same two figures:
+what the process holds more after a forward than before it, and the FLOPs of products and attention that the backward
+runs again, as torch's `FlopCounterMode` counts them. Of every budget ours is the choice that recomputes least among
+those that hold no more than PyTorch's. Plans are made for the peak of a step, at which the last blocks may keep
+everything; here, where what a forward leaves is judged, these have the mode of the plan that keeps more. Exit code 0:
+ours recompute no more at any budget.
 """
 
 import argparse
@@ -22,6 +22,7 @@ import functools
 import gc
 import math
 import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -59,6 +60,8 @@ ATTENTION: dict[Any, Any] = {torch.ops.aten._scaled_dot_product_flash_attention_
 """The kernel on CPUs, which torch's counter does not know, by the formula that it has for others."""
 NEAR_MIB = 0.5
 """What pages and small values may differ by."""
+Modes = tuple[str, ...]
+"""The mode of each block."""
 
 
 class Block(nn.Module):
@@ -81,8 +84,8 @@ class Blocks(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
 
-    def forward(self, x: torch.Tensor, mode: str = "none") -> torch.Tensor:
-        for block in self.blocks:
+    def forward(self, x: torch.Tensor, modes: Modes = ("none",) * BLOCKS) -> torch.Tensor:
+        for block, mode in zip(self.blocks, modes, strict=True):
             x = block(x) if mode == "none" else _again(block, x, mode)
         return x.square().mean()
 
@@ -121,13 +124,21 @@ def measured(choice: str, run: Callable[[], torch.Tensor], backward_gflop: Calla
     return Point(choice, held, backward_gflop())
 
 
-def ours(model: Blocks, x: torch.Tensor, mode: str, forward_gflop: float) -> Point:
+def ours(model: Blocks, x: torch.Tensor, modes: Modes, forward_gflop: float) -> Point:
     def backward_gflop() -> float:
         with FlopCounterMode(display=False, custom_mapping=ATTENTION) as counter:
-            model(x, mode).backward()
+            model(x, modes).backward()
         return counter.get_total_flops() / 1e9 - forward_gflop
 
-    return measured(mode, lambda: model(x, mode), backward_gflop)
+    return measured(in_words(modes), lambda: model(x, modes), backward_gflop)
+
+
+def in_words(modes: Modes) -> str:
+    """A mode for all blocks, or the modes of some blocks each."""
+    counts = Counter(modes)
+    if len(counts) == 1:
+        return f"`{modes[0]}`"
+    return " and ".join(f"{count} `{mode}`" for mode, count in counts.items())
 
 
 def theirs(model: Blocks, x: torch.Tensor, budget: float) -> Point:
@@ -204,8 +215,8 @@ def _ops_of_a_block(shape: torch.Size) -> SACStats:
     return estimator.sac_mod_stats["Block"]
 
 
-def planned(model: Blocks) -> list[str]:
-    """The modes that plans come to as memory shrinks."""
+def planned(model: Blocks) -> list[Modes]:
+    """The modes of the blocks that plans come to as memory shrinks."""
     graph = sw.capture(model, torch.ones(2, TOKENS, WIDTH))
     profile = load_profile("a100-80gb")
 
@@ -217,24 +228,16 @@ def planned(model: Blocks) -> list[str]:
         )
 
     most, least = (plan(2**34, mode).predicted.peak_memory_bytes[0] for mode in ("none", "full"))
-    found: dict[str, None] = {}
+    found: dict[Modes, None] = {}
     for room in range(ROOMS + 1):
         try:
-            found[plan(least + (most - least) * room // ROOMS, "products").decision.recompute] = None
+            made = plan(least + (most - least) * room // ROOMS, "products").decision
         except PlanError:
             continue
+        other = made.other_recompute or made.recompute
+        others = {*made.other_units, *made.kept_units}
+        found[tuple(other if unit in others else made.recompute for unit in range(BLOCKS))] = None
     return list(found)
-
-
-def mixed(points: list[Point], held: float) -> float:
-    """The least GFLOP of two points mixed so that they hold so much."""
-    found = min(p.gflop for p in points if p.held_mib <= held + NEAR_MIB)
-    for low in points:
-        for high in points:
-            if low.held_mib < held < high.held_mib:
-                share = (held - low.held_mib) / (high.held_mib - low.held_mib)
-                found = min(found, low.gflop + share * (high.gflop - low.gflop))
-    return found
 
 
 def main() -> int:
@@ -248,12 +251,12 @@ def main() -> int:
     with FlopCounterMode(display=False, custom_mapping=ATTENTION) as counter:
         model(x)
     forward = counter.get_total_flops() / 1e9
-    modes = planned(model)
-    points = [ours(model, x, mode, forward) for mode in dict.fromkeys([*modes, "none", "full"])]
-    once = next(p.gflop for p in points if p.choice == "none")
+    ends = ("none",) * BLOCKS, ("full",) * BLOCKS
+    points = [ours(model, x, each, forward) for each in dict.fromkeys([*planned(model), *ends])]
+    once = next(p.gflop for p in points if p.choice == "`none`")
     rows = [
-        "| PyTorch's | holds, MiB | recomputes, GFLOP | ours | holds, MiB | recomputes, GFLOP | mixed |",
-        "|" + "---|" * 7,
+        "| PyTorch's | holds, MiB | recomputes, GFLOP | ours | holds, MiB | recomputes, GFLOP |",
+        "|" + "---|" * 6,
     ]
     behind = []
     peers = [theirs(model, x, budget) for budget in BUDGETS]
@@ -261,12 +264,12 @@ def main() -> int:
     for peer in peers:
         own = min((p for p in points if p.held_mib <= peer.held_mib + NEAR_MIB), key=lambda p: p.gflop, default=None)
         if own is None:
-            rows.append(f"| {peer.choice} | {peer.held_mib:.1f} | {peer.gflop - once:.2f} | none | | | |")
+            rows.append(f"| {peer.choice} | {peer.held_mib:.1f} | {peer.gflop - once:.2f} | none | | |")
             continue
         behind.append((own.gflop - peer.gflop) / forward)
         rows.append(
-            f"| {peer.choice} | {peer.held_mib:.1f} | {peer.gflop - once:.2f} | `{own.choice}` | {own.held_mib:.1f} | "
-            f"{own.gflop - once:.2f} | {mixed(points, peer.held_mib) - once:.2f} |"
+            f"| {peer.choice} | {peer.held_mib:.1f} | {peer.gflop - once:.2f} | {own.choice} | {own.held_mib:.1f} | "
+            f"{own.gflop - once:.2f} |"
         )
     rows += [
         "",
@@ -274,7 +277,7 @@ def main() -> int:
     ]
     rows += ["", "| ours | holds, MiB | recomputes, GFLOP |", "|---|---|---|"]
     rows += [
-        f"| `{p.choice}` | {p.held_mib:.1f} | {p.gflop - once:.2f} |" for p in sorted(points, key=lambda p: p.held_mib)
+        f"| {p.choice} | {p.held_mib:.1f} | {p.gflop - once:.2f} |" for p in sorted(points, key=lambda p: p.held_mib)
     ]
     text = "\n".join(rows)
     print(text)

@@ -1,6 +1,7 @@
 """Full garbage collections are held off while models are captured and plans are searched, and come back afterwards."""
 
 import gc
+from collections.abc import Iterator
 
 import pytest
 
@@ -39,3 +40,32 @@ def test_full_collections_wait() -> None:
     finally:
         gc.unfreeze()
         gc.set_threshold(*before)
+
+
+@pytest.fixture
+def thresholds() -> Iterator[None]:
+    before = gc.get_threshold()
+    gc.set_threshold(700, 10, 9)
+    yield
+    gc.set_threshold(*before)
+
+
+@pytest.mark.usefixtures("thresholds")
+def test_contexts_of_threads_restore_the_threshold_when_the_last_ends() -> None:
+    first, second = without_full_collections(), without_full_collections()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert gc.get_threshold()[2] > 9
+    second.__exit__(None, None, None)
+    assert gc.get_threshold() == (700, 10, 9)
+
+
+@pytest.mark.usefixtures("thresholds")
+def test_thresholds_that_are_set_inside_stay() -> None:
+    with without_full_collections():
+        gc.set_threshold(50, 5, 5)
+    assert gc.get_threshold() == (50, 5, 5)
+    with without_full_collections():
+        gc.set_threshold(0, *gc.get_threshold()[1:])
+    assert gc.get_threshold() == (0, 5, 5)

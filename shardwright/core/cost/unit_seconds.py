@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 
 from shardwright.core.cluster.groups import Group
 from shardwright.core.cluster.hardware.device import Device
-from shardwright.core.cost.fp8_casts import FORWARD_KERNELS, INPUT_GRAD_KERNELS, ISSUED, WEIGHT_GRAD_KERNELS
+from shardwright.core.cost import fp8_casts
+from shardwright.core.cost.fp8_casts import FORWARD_KERNELS, INPUT_GRAD_KERNELS, WEIGHT_GRAD_KERNELS
 from shardwright.core.cost.matrix_products import product_s
 from shardwright.core.cost.results_kept import NOTHING, ByOp, KeptResult
 from shardwright.core.cost.work import Collective, ForwardPart, Product, Result, UnitWork
@@ -173,7 +174,7 @@ def unit_cost(
     on_device = forward
     collective = ahead = back = hidden = 0.0
     issued = len(work.products) + (kernels - len(work.products)) * (EAGER_OP_DISPATCH if is_eager else 1.0)
-    issued += sum(p.casts is not None for p in work.products) * FORWARD_KERNELS * ISSUED
+    issued += sum(p.casts is not None for p in work.products) * FORWARD_KERNELS * fp8_casts.ISSUED
     if collective_s is not None:
         ahead, under = _beside_products(work.forward_moved, collective_s, chunks, products[0])
         back, over = _beside_products(work.backward_moved, collective_s, chunks, products[1])

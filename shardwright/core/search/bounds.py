@@ -16,7 +16,7 @@ from shardwright.core.search.exchanges import Held
 from shardwright.core.search.forced_recompute import Forced, Way, forced
 from shardwright.core.search.least_pipeline import least_of_any_stages, least_of_one_stage_each
 from shardwright.core.search.options import VIRTUAL_STAGES
-from shardwright.core.search.predict import LeastEnds, StepModel, largest_unit
+from shardwright.core.search.predict import LeastEnds, StepModel, of_units
 from shardwright.core.search.request import Request
 from shardwright.core.search.space import Pipelining, Policy, Shape
 from shardwright.core.tables.cost_tables import CostTables, Place, is_one_stage
@@ -343,8 +343,8 @@ class Bounds:
         """The bounds of where a step ends under a policy, whose units cost as under ``recompute``."""
         pp, first = shape.degrees[0], self._first(shape, recompute)
         busy = 0.0 if self._idle_lent(shape, [first]) else float(first.seconds.sum()) / pp * shape.microbatches
-        entries = float(first.range_trained[0, -1]) / pp, float(first.range_elements[0, -1]) / pp
-        mean = Held(*entries, busy, len(first.units), largest_unit(first))
+        trained, held = float(first.range_trained[0, -1]) / pp, float(first.range_elements[0, -1]) / pp
+        mean = Held(trained, held, busy, *of_units(first))
         decision = self.undivided(shape, policy) if gathered_by is None else self.sharing(shape, policy, gathered_by)
         return self.step.least_ends(shape.mesh, decision, mean)
 

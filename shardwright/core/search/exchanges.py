@@ -43,6 +43,9 @@ many as ports, and four on devices of compute capability 9 where that makes fewe
 MOST_CHANNELS = 16
 """The most channels of such a collective. Derived: two for each of a node's eight ports, as above."""
 
+READS_NO_WEIGHTS = frozenset({"none", "offload", "selective", "elementwise"})
+"""The modes of recompute that run no products with weights again."""
+
 
 @dataclass(frozen=True, slots=True)
 class RankExchange:
@@ -184,11 +187,11 @@ class Exchanges:
             updated = np.diff(table.range_trained[a, a + 1 : b + 1], prepend=0.0) * width.parameter
             units = self._divided(decision, units, sums.tolist(), updated.tolist(), rank)
         else:
-            messages = [max(1, u.parameter_tensors) if self.execution.by_parameter else 1 for u in table.units[a:b]]
+            messages = [u.parameter_tensors if self.execution.by_parameter else 1 for u in table.units[a:b]]
             entries = np.diff(table.range_elements[a, a + 1 : b + 1], prepend=0.0).tolist()
             more = [
-                self._gathered_once_more(*unit) if computed_again else 0
-                for *unit, computed_again in zip(entries, messages, (again > 0).tolist(), strict=True)
+                self._gathered_once_more(*unit) if mode not in READS_NO_WEIGHTS else 0
+                for *unit, mode in zip(entries, messages, table.modes[a:b], strict=True)
             ]
             units = self._sharded(decision, units, held.tolist(), sums.tolist(), messages, more, rank)
         return units if decision.offload_states == "none" else _by_the_host(decision, units, table, ends, width)
@@ -236,12 +239,12 @@ class Exchanges:
         more: Sequence[int],
         rank: int,
     ) -> tuple[UnitTraffic, ...]:
-        """Every pass gathers a unit's parameters, and its gradients are scattered; the parameters of small units stay
-        whole, and their gradients are summed once."""
+        """Every pass gathers a unit's parameters, and its gradients are scattered; the parameters of small units, and
+        of those with no messages, stay whole, and their gradients are summed once."""
         traffic = self._traffic(decision, rank)
         found, staying = [], 0.0
         for unit, size, made, count, again in zip(units, held, sums, messages, more, strict=True):
-            if size < decision.whole_below_bytes:
+            if size < decision.whole_below_bytes or not count:
                 staying += made
                 found.append(unit)
                 continue
@@ -344,7 +347,7 @@ class Exchanges:
             moved = gathers_in_step(decision) * traffic.gather_s(parameters * width.parameter)
             moved += sums * traffic.scatter_s(trained * width.gradient)
             return moved + traffic.across_s(trained * width.gradient)
-        small = held.units * decision.whole_below_bytes / width.parameter
+        small = held.units * decision.whole_below_bytes / width.parameter + held.staying
         parameters, trained = max(0.0, parameters - small), max(0.0, trained - small)
         # On one rank the last unit stays for the backward.
         again = parameters if mesh.axis_size("pp") > 1 else max(0.0, parameters - held.largest)
@@ -374,6 +377,8 @@ class Held:
     """The number of units of the model."""
     largest: float
     """The parameter entries of the largest unit."""
+    staying: float
+    """Those of all units of the model of which no parameter is gathered (`Execution.whole_entries`)."""
 
 
 class _ShardTraffic:

@@ -311,6 +311,12 @@ class Options:
                 f"other_units={list(self.other_units)} with recompute={self.recompute!r}: the modes are searched "
                 f"together; pin recompute as well"
             )
+        for name in ("kept_units", "offloaded_units", "other_units"):
+            if getattr(self, name) == () and self.searches_recompute:
+                raise PlanError(
+                    f"{name}=[] with recompute={self.recompute!r}: these units are searched together with the modes; "
+                    f"pin recompute as well, or leave {name} out"
+                )
         require_two_modes(self.recompute, self.other_recompute, self.other_units or ())
         is_again = is_computed_again(self.recompute) and self.recompute != NAMED
         for name, may in (("kept_units", is_again), ("offloaded_units", self.recompute == "full")):

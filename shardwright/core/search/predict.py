@@ -29,9 +29,11 @@ class Pipeline:
     """The time before the end at which each rank has done all of its own work."""
 
 
-def largest_unit(table: UnitTable) -> float:
-    """The parameter entries of the largest unit on one rank."""
-    return float(table.range_elements.diagonal(1).max())
+def of_units(table: UnitTable) -> tuple[int, float, float]:
+    """What `Held` says of the model's units: their number, the entries of the largest on one rank, and those that stay
+    whole."""
+    staying = sum(unit.parameter_elements for unit in table.units if not unit.parameter_tensors)
+    return len(table.units), float(table.range_elements.diagonal(1).max()), float(staying)
 
 
 def _most(held: Sequence[Held]) -> list[Held]:
@@ -137,9 +139,9 @@ class StepModel:
         ranks, tied, first = tables.work(starts, placement), tables.tied(starts, placement), decisions[0]
         busy = [rank.seconds * first.microbatches for rank in ranks]
         pipeline = max(busy) if pipeline_s is None else pipeline_s
-        largest = largest_unit(tables.tables[0])
+        units = of_units(tables.tables[0])
         held = [
-            Held(rank.elements, rank.held_elements, 0.0 if tables.idle_lent else own, tables.units, largest)
+            Held(rank.elements, rank.held_elements, 0.0 if tables.idle_lent else own, *units)
             for rank, own in zip(ranks, busy, strict=True)
         ]
         shared = self._tied_s(first, tied) + max(rank.once_s for rank in ranks)

@@ -24,7 +24,7 @@ from shardwright.core.schedule.peak_memory import walk_activations
 from shardwright.core.schedule.schedule import Schedule
 from shardwright.core.search.bounds import Bounds
 from shardwright.core.search.exchanges import Held
-from shardwright.core.search.predict import largest_unit
+from shardwright.core.search.predict import of_units
 from shardwright.core.search.space import Pipelining, Policy, Shape, splits_backward
 from shardwright.core.tables.backward_halves import halves_of
 from shardwright.core.tables.rank_tables import RankTables
@@ -151,11 +151,11 @@ class Recut:
         those of an even share to those of the whole model."""
         first, ranks = self.ranked.tables[0], self.ranked.ranks
         trained, entries = float(first.range_trained[0, -1]), float(first.range_elements[0, -1])
-        decision, largest = bounds.undivided(shape, policy), largest_unit(first)
+        decision, units = bounds.undivided(shape, policy), of_units(first)
         least = float(self.pipeline_s.min())
 
         def after_s(ways: int) -> float:
-            held = Held(trained / ways, entries / ways, 0.0, len(first.units), largest)
+            held = Held(trained / ways, entries / ways, 0.0, *units)
             return bounds.step.least_ends(shape.mesh, decision, held).step_s(least) - least
 
         even_s, all_s = after_s(ranks), after_s(1)

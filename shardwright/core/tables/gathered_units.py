@@ -170,6 +170,22 @@ def staying_bytes(table: UnitTable, stages: Iterable[tuple[int, int]], request: 
     return int(whole * (1 - request.own_share) + shared * request.own_share)
 
 
+def sharing_bytes(table: UnitTable, stages: Sequence[tuple[int, int]], request: MemoryRequest) -> int:
+    """The most bytes that passes hold for a while on a rank that shares what it has of its stages."""
+    every = [(stage_passes(table, ends, request), int(table.range_kept[ends])) for ends in stages]
+    most = max(max(one.forward, one.tail, one.backward) - kept for one, kept in every)
+    if request.shard < 2:
+        return most
+    width, under_way = PRECISION_BYTES[request.precision], max(one.under_way for one, _ in every)
+    most = max(most, *(one.weighing for one, _ in every)) + under_way
+    if request.gathered_stages is not None:
+        sizes = sorted((int(table.range_elements[ends]) for ends in stages), reverse=True)
+        most += width * sum(sizes[: request.gathered_stages])
+    if not request.reduces_each:
+        most += sum(int(table.range_trained[ends]) for ends in stages) * request.gradient_width
+    return most
+
+
 def _stays(call: CallEntries, request: MemoryRequest) -> bool:
     return call.entries * PRECISION_BYTES[request.precision] < request.whole_below_bytes
 

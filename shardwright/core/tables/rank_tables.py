@@ -14,12 +14,13 @@ from shardwright.core.errors import PlanError
 from shardwright.core.partition.even_cut import even_cut
 from shardwright.core.partition.exact import may_be_cut
 from shardwright.core.schedule import StageCosts
-from shardwright.core.schedule.messages_under_way import UnderWay
 from shardwright.core.tables.backward_halves import halves_of
-from shardwright.core.tables.gathered_units import content_number, stage_passes, staying_bytes
+from shardwright.core.tables.gathered_units import content_number, sharing_bytes, staying_bytes
 from shardwright.core.tables.least_counted import may_fit_as_counted
 from shardwright.core.tables.memory import MemoryUse, collectives_s
 from shardwright.core.tables.memory_request import MemoryRequest
+from shardwright.core.tables.rank_holdings import Holdings, holdings_of
+from shardwright.core.tables.stage_messages import piling_up_bytes
 from shardwright.core.tables.stage_working import working_of
 from shardwright.core.tables.unit_table import UnitTable
 from shardwright.core.values.found_once import found_once
@@ -53,29 +54,6 @@ class RankWork:
     """The seconds of tensor collectives in one microbatch that products hide, beside ``collective_s``."""
     updated_elements: float
     """The entries that the rank trains, each times the measured share of the optimizer's step."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Held:
-    """The holdings of one pipeline rank: entries of parameters, and bytes of one microbatch."""
-
-    elements: int
-    trained: int
-    updated: int
-    """The trained entries whose optimizer states are on this rank."""
-    kept: int
-    working: int
-    sent: int
-    """With those of values without a gradient, ``constant`` bytes."""
-    constant: int
-    batch: tuple[int, int]
-    """The bytes of the batch, as in `UnitTable.batch_bytes`."""
-    away: int
-    """The offloaded bytes."""
-    buffers: tuple[int, ...]
-    """The bytes of the model's buffers: without replicas, and with them."""
-    stages: tuple[tuple[int, int], ...]
-    """The (first unit, end) of each of its stages."""
 
 
 @dataclass(frozen=True)
@@ -336,7 +314,7 @@ class RankTables:
             held = self._held(starts, placement, summed=request.is_replicated, again=request.microbatches > 1)
             for rank, (table, own, messages) in enumerate(zip(self.tables, held, request.under_way, strict=True)):
                 if max(messages) > 2:
-                    found[rank] = max(self._piling_up(table, ends, messages) for ends in own.stages)
+                    found[rank] = max(piling_up_bytes(table, ends, messages) for ends in own.stages)
         return found
 
     @found_once
@@ -345,14 +323,6 @@ class RankTables:
         passing, buckets = (find(starts, placement, request) for find in (self.passing, self.buckets))
         rows = zip(held, passing, buckets, strict=True)
         return tuple(own.sent + passing + bucket + UNCOUNTED_BYTES for own, passing, bucket in rows)
-
-    @staticmethod
-    def _piling_up(table: UnitTable, ends: tuple[int, int], messages: UnderWay) -> int:
-        """The bytes of messages of a stage beyond two on either side."""
-        first, end = ends
-        before = table.boundary_bytes[first] if first else 0
-        behind = table.boundary_bytes[end] if end < len(table.units) else 0
-        return max(0, messages.before - 2) * before + max(0, messages.behind - 2) * behind
 
     def buckets(self, starts: Sequence[int], placement: Sequence[int], request: MemoryRequest) -> list[int]:
         """The bytes of one bucket of whole gradients on every rank, which is there from the first of them on."""
@@ -376,25 +346,9 @@ class RankTables:
             known: dict[object, int] = {}
             for rank, content in enumerate(self._contents(starts, placement)):
                 if content not in known:
-                    known[content] = self._sharing(self.tables[rank], held[rank].stages, request)
+                    known[content] = sharing_bytes(self.tables[rank], held[rank].stages, request)
                 working[rank] = max(working[rank], known[content])
         return tuple(working)
-
-    @staticmethod
-    def _sharing(table: UnitTable, stages: Sequence[tuple[int, int]], request: MemoryRequest) -> int:
-        """The most bytes that passes hold for a while on a rank that shares what it has of its stages."""
-        every = [(stage_passes(table, ends, request), int(table.range_kept[ends])) for ends in stages]
-        most = max(max(one.forward, one.tail, one.backward) - kept for one, kept in every)
-        if request.shard < 2:
-            return most
-        width, under_way = PRECISION_BYTES[request.precision], max(one.under_way for one, _ in every)
-        most = max(most, *(one.weighing for one, _ in every)) + under_way
-        if request.gathered_stages is not None:
-            sizes = sorted((int(table.range_elements[ends]) for ends in stages), reverse=True)
-            most += width * sum(sizes[: request.gathered_stages])
-        if not request.reduces_each:
-            most += sum(int(table.range_trained[ends]) for ends in stages) * request.gradient_width
-        return most
 
     def _gathering(self, starts: Sequence[int], placement: Sequence[int], request: MemoryRequest) -> list[int]:
         """The most bytes that passes of compiled stages hold on every rank where parameters are sharded."""
@@ -406,38 +360,15 @@ class RankTables:
         return found
 
     @found_once
-    def _held(self, starts: tuple[int, ...], placement: tuple[int, ...], *, summed: bool, again: bool) -> list["_Held"]:
-        """The holdings of every rank; where it has several stages, the bytes of one microbatch are of its fullest.
-        ``summed``: whether gradients are summed over replicas; ``again``: whether there are several microbatches."""
-        found = []
-        for table, held in zip(self.tables, self.stages_of_ranks(starts, placement), strict=True):
-            elements = int(sum(table.range_elements[a, b] for a, b in held) - table.tied_twice(held))
-            trained = int(sum(table.range_trained[a, b] for a, b in held) - table.tied_twice(held, trained=True))
-            updated = trained - table.updated_elsewhere(held)
-            kept = int(max(table.range_kept[a, b] for a, b in held))
-            several = len(placement) > 1
-            working = max(
-                working_of(table).stage_working(a, b, summed=summed, again=again)
-                if several or not table.found_bytes
-                else working_of(table).whole_working(summed=summed)
-                for a, b in held
-            )
-            sent = constants = 0
-            if self.ranks > 1:  # a value and a gradient at either end, on their way or there before they are used
-                # Stages of one rank run in turn: the one that sends most counts. Compiled stages are dispatched
-                # ahead, so all of them count; the gradient that such a backward makes for the previous stage is
-                # already among the bytes of its passes.
-                entering, together = (1, sum) if table.found_bytes else (2, max)
-                crossing = (0, *table.boundary_bytes[1:], 0)
-                constant = (0, *table.constant_bytes[1:], 0) if table.constant_bytes else (0,) * len(crossing)
-                constants = together(constant[a] + constant[b] for a, b in held)
-                sent = together(entering * crossing[a] + 2 * crossing[b] + constant[a] + constant[b] for a, b in held)
-            batch = table.batch_bytes(held)
-            away = max(sum(table.units[u].saved_bytes for u in table.offloaded if a <= u < b) for a, b in held)
-            buffers = tuple(table.model_buffers_bytes(held, replicated=several) for several in (False, True))
-            moved = sent, constants
-            found.append(_Held(elements, trained, updated, kept, working, *moved, batch, away, buffers, tuple(held)))
-        return found
+    def _held(
+        self, starts: tuple[int, ...], placement: tuple[int, ...], *, summed: bool, again: bool
+    ) -> list[Holdings]:
+        """The holdings of every rank; ``summed`` and ``again`` as in `holdings_of`."""
+        several = len(placement) > 1
+        return [
+            holdings_of(table, held, are_several=several, sends=self.ranks > 1, summed=summed, again=again)
+            for table, held in zip(self.tables, self.stages_of_ranks(starts, placement), strict=True)
+        ]
 
     def keeping(self, units: Collection[int], offloaded: Collection[int] = ()) -> "RankTables":
         """The same tables where ``units`` are kept and not recomputed, and ``offloaded`` ones are offloaded. The last

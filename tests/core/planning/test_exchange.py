@@ -13,7 +13,7 @@ from shardwright.core.errors import PlanError
 from shardwright.core.execution import COMPILED_DISPATCH, PLAIN, SYSTEMS, Execution
 from shardwright.core.plan.decision import Decision
 from shardwright.core.search.exchanges import SLOWED, Exchanges, Held
-from shardwright.core.search.predict import largest_unit
+from shardwright.core.search.predict import of_units
 from shardwright.core.search.request import Request
 from shardwright.core.search.scoring import Scorer
 from shardwright.core.search.space import Shape
@@ -230,12 +230,13 @@ def test_parameters_that_are_gathered_one_by_one() -> None:
         precision="bf16",
     )  # fmt: skip
 
-    def of_layer(**changes: object) -> tuple[UnitTraffic, int, float]:
+    def of_layer(mode: str = "full", **changes: object) -> tuple[UnitTraffic, int, float]:
         """The traffic of a layer, the number of its large weights, and the bytes of all its parameters."""
         execution = replace(SYSTEMS["deepspeed-0.4"], **changes)  # type: ignore[arg-type]
         tables = CostTables(graph, cluster, "bf16", "adamw", execution=execution)
         scorer = Scorer(tables, cluster, Request(batch=d.batch, precision="bf16"))
-        table = scorer.bounds.ranked(Shape(d.mesh, "PDT", d.microbatch, d.microbatches), "full").tables[0]
+        table = scorer.bounds.ranked(Shape(d.mesh, "PDT", d.microbatch, d.microbatches), mode).tables[0]
+        assert (table.again_s[1] > 0) == (mode != "none")
         layer, unit = scorer.step.exchanges._units(d, table, (0, len(table.units)), 0)[1], table.units[1]
         return layer, unit.parameter_tensors, 2.0 * unit.parameter_elements
 
@@ -256,6 +257,32 @@ def test_parameters_that_are_gathered_one_by_one() -> None:
     for entries, kept in ((size, count), (size / 2 / count * 3, 2), (1, 1)):  # between two uses: twice what follows
         released, _, _ = of_layer(**plain | {"live_entries": int(entries)})
         assert released.again_gather_s == pytest.approx((count - kept) * group.all_gather_s(size / count))
+    for mode in ("none", "elementwise"):  # no weight is read between the passes
+        assert of_layer(mode, **plain | {"live_entries": 1})[0].again_gather_s == 0.0
+
+
+def test_units_without_a_parameter_that_is_gathered_stay_whole() -> None:
+    """Narrow layers under DeepSpeed's ZeRO-3, whose weights are all below its threshold: their gradients are summed
+    once a step, and no bound takes them to be gathered."""
+    cluster, execution = Cluster("t4", nodes=2, devices_per_node=4), SYSTEMS["deepspeed-0.4"]
+    graph = decoder(layers=4, hidden=128, heads=4, vocabulary=4096, sequence=64)
+    exchanges = Exchanges(Links(cluster), "fp16", execution)
+    tables = CostTables(graph, cluster, "fp16", "adamw", execution=execution)
+    d = Decision(pp=1, dp=8, tp=1, batch=8, microbatch=1, schedule="1f1b", stage_starts=(0,), shard=3, precision="fp16")
+    scorer = Scorer(tables, cluster, Request(batch=d.batch))
+    ranked = scorer.bounds.ranked(Shape(d.mesh, "PDT", d.microbatch, d.microbatches), "none")
+    table = ranked.tables[0]
+    found = exchanges._units(d, table, (0, len(table.units)), 0)
+    whole = [number for number, unit in enumerate(table.units) if not unit.parameter_tensors]
+    assert len(whole) >= 4
+    assert all(found[number].gather_s == found[number].sum_s == 0.0 for number in whole)
+    assert sum(one.gather_s > 0 for one in found) == len(found) - len(whole) > 0
+    staying = sum(table.units[number].trained_elements for number in whole)
+    assert found[0].across_s == pytest.approx(cluster.group(range(8)).all_reduce_s(2 * staying))
+    (work,), (step,) = ranked.work(d.stage_starts, d.stage_ranks), exchanges.of(d, ranked, d.stage_ranks)
+    held = Held(work.elements, work.held_elements, work.seconds, *of_units(table))
+    end_s = work.seconds + step.tail_s + step.stages[0].exposed_s(1) - step.stages[0].tail_s
+    assert exchanges.least_end_s(held, d.mesh, d, 0) <= end_s
 
 
 def test_an_unknown_system_is_refused_with_the_nearest() -> None:
@@ -284,6 +311,6 @@ def test_no_bound_of_what_is_exposed_is_above_it(execution: Execution) -> None:
         pipeline_s = max(rank.seconds for rank in work) * d.microbatches
         for rank, held in enumerate(work):
             busy_s = held.seconds * d.microbatches
-            own = Held(held.elements, held.held_elements, busy_s, ranked.units, largest_unit(ranked.tables[0]))
+            own = Held(held.elements, held.held_elements, busy_s, *of_units(ranked.tables[0]))
             least_s = max(pipeline_s, exchanges.least_end_s(own, d.mesh, d, rank))
             assert least_s <= (found.pipeline_s + found.data_parallel_s) * (1 + 1e-9), (pp, virtual, shard)

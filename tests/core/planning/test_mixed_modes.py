@@ -133,6 +133,8 @@ def test_the_file_holds_it_and_an_edit_is_counted_anew(tmp_path) -> None:
         ),
         ("full", {"other_recompute": "elementwise", "other_units": [1], "kept_units": [1]}, "1 is kept or offloaded"),
         ("products", {"kept_units": [1]}, r"kept_units=\[1\] with recompute='products'"),
+        ("products", {"kept_units": []}, r"kept_units=\[\] with recompute='products': .* pin recompute as well"),
+        ("auto", {"other_units": []}, r"other_units=\[\] with recompute='auto': .* leave other_units out"),
         ("elementwise", {"offloaded_units": [1]}, r"offloaded_units=\[1\] with recompute='elementwise'"),
     ],
 )

@@ -289,3 +289,11 @@ def test_other_things_than_plans(plan: sw.Plan) -> None:
     for ask in (lambda: sw.compare(plan, 7), lambda: sw.explain("plan"), lambda: sw.explain(plan, 7)):
         with pytest.raises(PlanError):
             ask()
+
+
+def test_the_guide_has_the_version_and_every_section_and_field_of_a_decision(plan: sw.Plan) -> None:
+    guide = (Path(__file__).parents[3] / "docs" / "plan-file.md").read_text(encoding="utf-8")
+    document = json.loads(to_text(plan))
+    assert f'`"{document["format"]}"`, {document["version"]} |' in guide
+    assert [name for name in document if f"`{name}`" not in guide] == []
+    assert [name for name in document["decision"] if f"`{name}`" not in guide] == []
