@@ -410,8 +410,8 @@ def test_a_model_that_runs_other_ops_in_16_bits_is_captured_as_it_is() -> None:
 
 
 def test_keys_and_values_that_a_cache_holds_are_marked_and_stay_beside_what_is_computed_again() -> None:
-    """The second run of a block is given the cache once more, and makes keys and values anew: those of a block stay where
-    one behind it runs again, and of the last block nobody holds them."""
+    """The second run of a block is given the cache once more, and makes keys and values anew: those of a block stay
+    where one behind it runs again, and of the last block nobody holds them."""
     ids = torch.zeros(2, 16, dtype=torch.long)
     peaks = {}
     for cached in (True, False):
