@@ -45,8 +45,10 @@ class LiveStorages(MemTracker):
     def now_bytes(self) -> int:
         return _total(self.get_tracker_snapshot())
 
-    def peak_bytes(self) -> int:
-        return _total(self.get_tracker_snapshot("peak"))
+    def peak_bytes(self, without: str | None = None) -> int:
+        """The most at once. ``without``: a kind of device that does not count."""
+        held = self.get_tracker_snapshot("peak")
+        return _total({device: of for device, of in held.items() if device.type != without})
 
 
 def _is_on_host(tensor: torch.Tensor) -> bool:

@@ -26,13 +26,12 @@ def jobs_plan_command(
     cluster: Annotated[
         str,
         typer.Option(
-            help="Hardware by name (a100-80gb, v100, cpu …), or a cluster file (TOML); all devices alike.",
+            help="Hardware by name (a100-80gb, v100, cpu …), or a cluster file (TOML); all devices alike, in one node.",
             show_default=False,
         ),
     ],
-    nodes: Annotated[int | None, typer.Option(help="How many nodes; 1 where not given.", show_default=False)] = None,
     devices_per_node: Annotated[
-        int | None, typer.Option(help="Devices in each; 1 where not given.", show_default=False)
+        int | None, typer.Option(help="How many devices; 1 where not given.", show_default=False)
     ] = None,
     budget_bytes: Annotated[
         int | None,
@@ -59,7 +58,7 @@ def jobs_plan_command(
 ) -> None:
     """Cut the models of a list of jobs into shards that fit the devices, and predict when each job ends."""
     require_folder(output)
-    devices = load_cluster(cluster, nodes, devices_per_node)
+    devices = load_cluster(cluster, devices_per_node=devices_per_node)
     rows = read_jobs(jobs)
     with DelayedProgress() as bar:
         given = _jobs_of(rows, bar)
@@ -86,7 +85,8 @@ def jobs_show_command(
 ) -> None:
     """Show a plan of jobs: the shards of each, bytes on devices and host, and when each job ends."""
     loaded = JobsPlan.load(plan)
-    note = "NOTE: steps, names or the policy were edited: the ends are simulated anew" if loaded.is_stale else None
+    edited = "NOTE: steps, names, the policy or the ends were edited: the ends are simulated anew"
+    note = edited if loaded.is_stale else None
     loaded = loaded.simulated() if loaded.is_stale else loaded
     if json:
         print_json(loaded.to_document())

@@ -22,6 +22,8 @@ def _heading(plan: JobsPlan) -> Text:
         if plan.double_buffering
         else "no double buffering: a device waits for the copies of each pass",
     ]
+    if plan.devices > 1 and any(len(job.shards) > 1 for job in plan.jobs):
+        lines.append("activations are computed again: a backward may run on another device than its forward")
     if not plan.copies_beside:
         lines.append("copies take the devices' own time")
     if plan.host_memory_bytes is not None:

@@ -11,10 +11,12 @@ from torch import nn
 from transformers import ResNetConfig, ResNetForImageClassification, T5Config, T5ForConditionalGeneration
 
 import shardwright as sw
+from benchmarks.tracked import LiveStorages
 from shardwright.backends.torch.jobs.job_run import JobRun
 from shardwright.backends.torch.machine.host_store import is_in_file
 from shardwright.backends.torch.program.randomness import Streams, kept_generators
 from shardwright.core.errors import LossError, PlanError
+from shardwright.core.tables.rank_tables import UNCOUNTED_BYTES
 from tests.comparison import Comparison
 
 SEED, BATCH, MICROBATCH, STEPS = 7, 4, 2, 3
@@ -47,8 +49,11 @@ CASES: dict[str, tuple[Callable[[], Any], tuple[str, str], Callable[[Any], torch
 }
 
 
-def planned(model: nn.Module, sample: dict[str, torch.Tensor], given: dict[str, Any]) -> tuple[Any, Any]:
-    """The plan of a job in several shards, whose activations are by turns computed again, on the host, and kept."""
+def planned(
+    model: nn.Module, sample: dict[str, torch.Tensor], given: dict[str, Any], *, by_turns: bool = True
+) -> tuple[Any, Any]:
+    """The plan of a job in several shards; ``by_turns``: with activations by turns computed again, on the host, and
+    kept."""
     graph = sw.capture(model, sample)
     job = sw.Job(
         name="a", model=graph, steps=STEPS, batch=BATCH, microbatch=MICROBATCH, precision="fp32", **given
@@ -56,6 +61,8 @@ def planned(model: nn.Module, sample: dict[str, torch.Tensor], given: dict[str, 
     whole = sw.plan_jobs([job], sw.Cluster("cpu", devices_per_node=2))
     budget = whole.jobs[0].device_bytes // 3
     found = sw.plan_jobs([job], sw.Cluster("cpu", devices_per_node=2), budget_bytes=budget).jobs[0]
+    if not by_turns:
+        return found, graph
     labels = ("recompute", "offload", "keep")
     shards = [replace(shard, activations=labels[n % 3]) for n, shard in enumerate(found.shards[:-1])]
     return replace(found, shards=(*shards, found.shards[-1])), graph
@@ -117,3 +124,26 @@ def test_a_job_in_shards_trains_as_the_whole_model(case: str) -> None:
     wanted = {name: other.state[parameter] for name, parameter in plain.named_parameters()}
     compared.values(found, wanted, relative=1e-4, absolute=1e-6, what="states")
     compared.require()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_no_pass_holds_more_than_planned_and_the_fullest_little_less(case: str) -> None:
+    torch.manual_seed(0)
+    make, names, optimizer_of, given = CASES[case]
+    model, batch = make()
+    sample = dict(zip(names, [tensor[:2] for tensor in batch], strict=True))
+    job, graph = planned(model, sample, given, by_turns=False)
+
+    def body(run: JobRun, inputs: list[torch.Tensor]) -> None:
+        run.backward(run.model(**dict(zip(names, inputs, strict=True))).loss, reduction="mean")
+
+    run = JobRun(job, graph, model, optimizer_of(model.parameters()), body, seed=SEED)
+    run.step(batch)
+    run.begin(batch)
+    peaks = []
+    for own in job.passes:
+        with LiveStorages() as live:
+            run.run(own)
+        peaks.append(live.peak_bytes(without="meta"))
+        assert peaks[-1] <= own.device_bytes, own
+    assert job.device_bytes - UNCOUNTED_BYTES <= 1.15 * max(peaks)

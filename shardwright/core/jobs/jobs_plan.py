@@ -132,7 +132,7 @@ class PredictedEnds:
     finish_s: tuple[tuple[str, Seconds], ...]
     """Seconds from the start to the end of each job, by its name."""
     counted_for: str
-    """A digest of what these were simulated from."""
+    """A digest of what these were simulated from, and of the ends themselves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,16 +177,16 @@ class JobsPlan:
         jobs = [replace(job, name="", steps=1, output=None, batches=None) for job in self.jobs]
         return _digest(jobs, self.cluster.to_document(), self.buffer_bytes, self.double_buffering, self.copies_beside)
 
-    @property
-    def simulated_from(self) -> str:
-        """The digest of what the ends follow from, as it is now."""
+    def _digest_of_ends(self, makespan_s: float, finish_s: tuple[tuple[str, float], ...]) -> str:
+        """The digest of ends with all that they follow from, as it is now."""
         jobs = [(job.name, job.steps) for job in self.jobs]
-        return _digest(jobs, self.counted_digest, self.policy)
+        return _digest(jobs, self.counted_digest, self.policy, float(makespan_s), finish_s)
 
     @property
     def is_stale(self) -> bool:
-        """Whether names, steps or the policy were edited since the ends were simulated."""
-        return self.predicted.counted_for != self.simulated_from
+        """Whether names, steps, the policy or the ends themselves were edited since the ends were simulated."""
+        own = self.predicted
+        return own.counted_for != self._digest_of_ends(own.makespan_s, own.finish_s)
 
     def simulated(self) -> "JobsPlan":
         """The plan with its ends simulated anew. Raises PlanError for a policy that is not known."""
@@ -195,14 +195,16 @@ class JobsPlan:
             double_buffering=self.double_buffering, copies_beside=self.copies_beside,
         )  # fmt: skip
         ends = tuple((job.name, end) for job, end in zip(self.jobs, found.finish_s, strict=True))
-        return replace(self, predicted=PredictedEnds(found.makespan_s, ends, self.simulated_from))
+        counted_for = self._digest_of_ends(found.makespan_s, ends)
+        return replace(self, predicted=PredictedEnds(found.makespan_s, ends, counted_for))
 
     def summary(self) -> str:
         """The plan in a line."""
         shards = sum(len(job.shards) for job in self.jobs)
+        ends = "ends not simulated since an edit" if self.is_stale else seconds_text(self.predicted.makespan_s)
         return (
             f"{len(self.jobs)} jobs in {shards} shards on {self.devices} × {self.cluster.device(0).name}, "
-            f"{self.policy}: {seconds_text(self.predicted.makespan_s)}, {bytes_text(self.device_bytes)} of "
+            f"{self.policy}: {ends}, {bytes_text(self.device_bytes)} of "
             f"{bytes_text(self.budget_bytes)} on a device, {bytes_text(self.host_bytes)} on the host"
         )
 

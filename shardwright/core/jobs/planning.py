@@ -6,6 +6,7 @@ from dataclasses import replace
 from shardwright.core.cluster.cluster import Cluster
 from shardwright.core.errors import PlanError
 from shardwright.core.jobs.cut import Cut
+from shardwright.core.jobs.finish import require_policy
 from shardwright.core.jobs.job import Job, require_jobs
 from shardwright.core.jobs.jobs_plan import HostBytes, JobsPlan, PlannedJob, PredictedEnds, Shard, Waiting
 from shardwright.core.jobs.joint_cut import Counted, JointCut
@@ -30,7 +31,7 @@ def plan_jobs(
 
     Args:
         jobs: independent jobs; each ends with the weights that it would have trained to alone.
-        cluster: the devices, all of one kind.
+        cluster: the devices, all of one kind and in one node, whose memory is the host's.
         budget_bytes: what the jobs may hold of each device's memory; None: all that a model may use.
         host_memory_bytes: what they may hold of the host's memory; None: what the devices have of it, if that is known.
         policy: which job's pass runs next on a free device.
@@ -45,12 +46,19 @@ def plan_jobs(
     given = require_jobs(jobs)
     budget = require_budget(cluster, budget_bytes)
     copies_beside = cluster.device(0).kind != "cpu"
+    require_policy(policy, copies_beside=copies_beside)
+    if double_buffering is not None and not isinstance(double_buffering, bool):
+        raise PlanError(f"double_buffering={double_buffering!r}: expected True, False or None")
+    if host_memory_bytes is not None and (type(host_memory_bytes) is not int or host_memory_bytes < 1):
+        raise PlanError(f"host_memory_bytes={host_memory_bytes!r}: expected a whole number of at least 1, or None")
     double_buffering = copies_beside if double_buffering is None else double_buffering
     beside = double_buffering and copies_beside
     if host_memory_bytes is None and (own := cluster.device(0).host_memory_bytes) is not None:
         host_memory_bytes = own * cluster.world_size
     planned: tuple[PlannedJob, ...] = ()
-    for may_offload in (True, False):  # where the host has no room for activations, they are computed again
+    # Activations wait for their backward only where it runs on the same device: of several it may be another. Where the
+    # host has no room for them, they are computed again too.
+    for may_offload in (True, False) if cluster.world_size == 1 else (False,):
         joint = JointCut(given, cluster, budget, double_buffering=double_buffering, may_offload=may_offload)
         counted, cuts = joint.found()
         made = [_passes(own.tables, cut) for own, cut in zip(counted, cuts, strict=True)]
@@ -70,12 +78,18 @@ def plan_jobs(
 
 
 def require_budget(cluster: Cluster, budget_bytes: int | None) -> int:
-    """The budget of each device. Raises PlanError for devices that differ, and for a budget above the device."""
+    """The budget of each device. Raises PlanError for devices that differ or are in several nodes, and for a budget
+    above the device."""
     if not isinstance(cluster, Cluster):
         raise PlanError(f"plan_jobs takes a Cluster, not {cluster!r}: write Cluster({cluster!r})")
     if not cluster.is_uniform:
         kinds = ", ".join(dict.fromkeys(group.device.name for group in cluster.groups))
         raise PlanError(f"a pass may run on any device, and these differ ({kinds}): plan the jobs of each kind apart")
+    if (nodes := sum(group.nodes for group in cluster.groups)) > 1:
+        raise PlanError(
+            f"shards come from the memory of one host, and these devices are in {nodes} nodes: plan the jobs of each "
+            f"node apart, with a cluster of one node"
+        )
     usable = cluster.device(0).usable_memory_bytes
     if budget_bytes is None:
         return usable

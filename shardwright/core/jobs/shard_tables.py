@@ -64,8 +64,9 @@ class ShardTables:
         self.width, self.gradient_width = PRECISION_BYTES[self.precision], self.request.gradient_width
         self.state_width = self.request.state_bytes(1, 1, 1)[2]
         self._update_s = touched_bytes(job.optimizer, self.precision, job.gradient_precision) / update_rate(device)
-        self.slots = min(self.microbatches, 2)
-        """The microbatches whose inputs and results are on the device at once: the next ones come meanwhile."""
+        self.slots = min(self.microbatches, 2) if self.copies_beside else 1
+        """The microbatches whose inputs and results are on the device at once: the next ones come meanwhile, where
+        copies run beside passes."""
 
     # What is counted for all shards ----------------------------------------------------------------------------------
 
@@ -168,7 +169,7 @@ class ShardTables:
     @found_once
     def passes_bytes(self, a: int, b: int) -> int:
         """The most bytes of activations, gradients and temporary values in the forwards and backwards of a step."""
-        order = [Action(0, kind, microbatch) for microbatch in range(self.slots) for kind in (F, B)]
+        order = [Action(0, kind, microbatch) for microbatch in range(min(self.microbatches, 2)) for kind in (F, B)]
         gradients = self.trained(a, b) * self.gradient_width
         if not self.request.gradients_when_made:
             working = working_of(self.table).stage_working(a, b, again=self.microbatches > 1)
@@ -237,7 +238,7 @@ class ShardTables:
         parameters, gradients = self.parameters_bytes(a, b), self.trained(a, b) * self.gradient_width
         states = self.optimizer_bytes(a, b) if at_once else 0
         sums = int(self.summed[a, b]) * self.gradient_width
-        staying = parameters + states + self.buffers[a, b] + self.batch_once[a, b]
+        staying = parameters + self.buffers[a, b] + self.batch_once[a, b]
         inputs: float = 0
         if is_last or label == "recompute":
             inputs = crossing.entering[a, b]
@@ -246,13 +247,15 @@ class ShardTables:
         entering = self.batch_each[a, b] + inputs + crossing.leaving_flowing[a, b] + crossing.partial_sums[a, b]
         lent = int(self.borrowed[a, b]) * self.gradient_width
         changed = self.updated(a, b) * self.width + states + lent if at_once else gradients
-        # As of a stage between two others: values and gradients at either end, on their way or not used yet.
+        # As of a stage between two others: values and gradients at either end, on their way or not used yet; where
+        # copies run beside nothing, none of the next microbatch are on their way.
         flowing = crossing.entering_flowing[a, b] + crossing.leaving_flowing[a, b]
         constant = crossing.entering[a, b] + crossing.leaving[a, b] - flowing
-        sent = 2 * flowing + constant + self.slots * crossing.partial_sums[a, b]
+        sent = (2 if self.copies_beside else 1) * flowing + constant + self.slots * crossing.partial_sums[a, b]
         passing = self.passes_bytes(a, b) + sent + sums + UNCOUNTED_BYTES
         held = staying + self.slots * self.batch_each[a, b]
-        held += max(passing, gradients + self.update_bytes(a, b) if at_once else 0)
+        # States come with the shard where copies run beside other passes, else when the optimizer needs them.
+        held += max(passing + states * self.copies_beside, gradients + states + self.update_bytes(a, b) * at_once)
         run_s = self.microbatches * float(self._backward_s[a, b]) + float(self._once_s[a, b])
         if is_last or label == "recompute":
             run_s += self.microbatches * float(self._forward_s[a, b])
@@ -260,7 +263,9 @@ class ShardTables:
             run_s += self.update_s(a, b)
         out = changed + (self.buffers[a, b] if is_last else 0)
         kind: PassKind = "fused" if is_last else "backward"
-        return self._pass(kind, shard, run_s, (staying + sums, out), (entering, crossing.entering_flowing[a, b]), held)
+        return self._pass(
+            kind, shard, run_s, (staying + states + sums, out), (entering, crossing.entering_flowing[a, b]), held
+        )
 
     def _update(self, a: int, b: int, shard: int) -> ShardPass:
         entries, states = self.updated(a, b), self.optimizer_bytes(a, b)

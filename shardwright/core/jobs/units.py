@@ -16,7 +16,11 @@ Kind = Literal["U", "IN", "OUT"]
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """One unit of one job, or the copy between host and device before it (`IN`) or behind it (`OUT`)."""
+    """One unit of one job, or the copy between host and device before it (`IN`) or behind it (`OUT`).
+
+    A job's unit is what a device runs of it at once. Where the job is planned, its units are the passes of its shards
+    (`ShardPass`); a unit of a model, of which shards are runs, is another thing.
+    """
 
     job: int
     number: int

@@ -10,6 +10,7 @@ import shardwright as sw
 from shardwright.core.capabilities import MemoryTraits
 from shardwright.core.cluster.hardware import load_profile
 from shardwright.core.errors import PlanError, PlanFileError
+from shardwright.core.jobs.finish import simulated
 from shardwright.core.jobs.shard_pass import ShardPass, alone
 from tests.cli.conftest import TORCH_MODELS, run
 from tests.core.toy import Builder, decoder
@@ -75,13 +76,40 @@ def test_one_device_keeps_activations_where_there_is_room() -> None:
 
 
 def test_activations_are_computed_again_where_the_host_has_no_room_for_them() -> None:
-    roomy = sw.plan_jobs(jobs(1), v100(), budget_bytes=WHOLE // 2)
+    roomy = sw.plan_jobs(jobs(1), v100(1), budget_bytes=WHOLE // 2)
     host = roomy.jobs[0].host
     assert host.activations > 0
-    tight = sw.plan_jobs(jobs(1), v100(), budget_bytes=WHOLE // 2, host_memory_bytes=host.total - 1)
+    tight = sw.plan_jobs(jobs(1), v100(1), budget_bytes=WHOLE // 2, host_memory_bytes=host.total - 1)
     assert tight.jobs[0].host.activations == 0
     assert tight.host_bytes < host.total
     assert tight.jobs[0].run_s > roomy.jobs[0].run_s
+
+
+@pytest.mark.parametrize("budget", [WHOLE // 2, WHOLE])
+def test_of_several_devices_every_backward_may_run_on_another_than_its_forward(budget: int) -> None:
+    alone, several = (sw.plan_jobs(jobs(1), v100(devices), budget_bytes=budget) for devices in (1, 2))
+    assert {shard.activations for shard in alone.jobs[0].shards[:-1]} & {"offload", "keep"}
+    assert {shard.activations for shard in several.jobs[0].shards[:-1]} == {"recompute"}
+    assert several.jobs[0].host.activations == several.jobs[0].kept_bytes == 0
+
+
+@pytest.mark.parametrize("policy", ["sharded-lrtf", "shortest", "fifo"])
+def test_ends_of_long_lists_are_those_of_all_their_passes(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of jobs with fewer steps than a simulated pass stands for."""
+    given = [*jobs(2, steps=400), sw.Job(name="short", model=GRAPH, steps=1, batch=4, precision="fp32")]
+    whole = sw.plan_jobs(given, v100(1), budget_bytes=WHOLE // 2, policy=policy)
+    monkeypatch.setattr("shardwright.core.jobs.finish.MOST_SIMULATED", 400)
+    coarse = whole.simulated().predicted
+    for (name, end_s), (_, exact_s) in zip(coarse.finish_s, whole.predicted.finish_s, strict=True):
+        assert end_s == pytest.approx(exact_s, abs=0.03 * whole.predicted.makespan_s), name
+
+
+def test_a_job_ends_when_its_last_pass_is_copied_out() -> None:
+    found = simulated(
+        [([a_pass(2.0, 1.0, 0.5)], 1)], 1, "sharded-lrtf", double_buffering=True, copies_beside=True,
+    )  # fmt: skip
+    assert found.finish_s == (3.5,)
+    assert found.makespan_s == 3.5
 
 
 def test_steps_in_fp16_wait_for_all_gradients() -> None:
@@ -95,6 +123,12 @@ def test_plan_files_come_back_as_they_were(plan: sw.JobsPlan, tmp_path: Path) ->
     plan.save(path)
     assert sw.JobsPlan.load(path) == plan
     document = json.loads(path.read_text())
+    for where, edited in (("makespan_s", 1.0), ("finish_s", {**document["predicted"]["finish_s"], "job 1": 1e-3})):
+        wrong = document | {"predicted": document["predicted"] | {where: edited}}
+        path.write_text(json.dumps(wrong))
+        assert sw.JobsPlan.load(path).is_stale
+        assert "not simulated since an edit" in sw.JobsPlan.load(path).summary()
+        assert sw.JobsPlan.load(path).simulated() == plan
     document["policy"], document["jobs"][1]["steps"] = "fifo", 50
     path.write_text(json.dumps(document))
     edited = sw.JobsPlan.load(path)
@@ -131,7 +165,8 @@ EDITS = {
     "bytes": (lambda d: d["jobs"][0]["passes"][0].update(device_bytes=1), "digest"),
     "seconds": (lambda d: d["jobs"][0]["passes"][0].update(run_s=float("nan")), "passes"),
     "unknown key": (lambda d: d["jobs"][0].update(stpes=3), "stpes"),
-    "ends": (lambda d: d["predicted"]["finish_s"].pop("job 1"), "predicted.finish_s"),
+    "ends": (lambda d: d["predicted"]["finish_s"].update({"job 1": -1.0}), "predicted.finish_s"),
+    "a policy without copies": (lambda d: d.update(policy="optimum"), "knows no copies"),
 }
 
 
@@ -166,6 +201,9 @@ class Sized:
         (jobs(1), {"budget_bytes": 100_000}, r"operation \S+ of \S+ has operands and results of .* more than a device"),
         (jobs(1), {"budget_bytes": WHOLE // 7}, r"unit \d+ \(.*\) takes .* too many"),
         (jobs(1), {"policy": "best"}, "known: "),
+        (jobs(1), {"policy": "optimum"}, "'optimum' knows no copies that run beside passes: take one of sharded-lrtf"),
+        (jobs(1), {"host_memory_bytes": "3"}, "host_memory_bytes='3': expected a whole number"),
+        (jobs(1), {"double_buffering": "no"}, "double_buffering='no'"),
         (GRAPH, {}, "takes a list of jobs"),
         ([GRAPH], {}, "Graph is none"),
     ],
@@ -210,6 +248,8 @@ def test_devices_that_differ_are_refused() -> None:
     groups = [NodeGroup(load_profile(name).device, 1, 1, load_profile(name).intra_node) for name in ("v100", "t4")]
     with pytest.raises(PlanError, match="v100, t4"):
         sw.plan_jobs(jobs(1), sw.Cluster.of_groups(groups, "ethernet-100g"))
+    with pytest.raises(PlanError, match="memory of one host, and these devices are in 2 nodes"):
+        sw.plan_jobs(jobs(1), sw.Cluster("v100", nodes=2))
 
 
 def a_pass(run_s: float, in_s: float, out_s: float) -> ShardPass:

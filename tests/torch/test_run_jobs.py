@@ -1,0 +1,116 @@
+"""A list of jobs on one device: the order of the policy, the weights of training alone, and failures of one job."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardwright as sw
+from shardwright.core.errors import MissingCapabilityError, PlanError
+from shardwright.torch import JobTraining, run_jobs
+from tests.comparison import Comparison
+
+BATCH, STEPS = 8, 3
+CPU = sw.Cluster("cpu")
+
+
+class Blocks(nn.Module):
+    """A stack of residual blocks."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(5))
+        self.head = nn.Linear(width, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x).square().mean()
+
+
+def step(run: Any, inputs: list[torch.Tensor]) -> None:
+    run.backward(run.model(*inputs), reduction="mean")
+
+
+Optimizer = Callable[[Any], torch.optim.Optimizer]
+KINDS: dict[str, tuple[int, Optimizer, dict[str, Any]]] = {
+    "clipped": (24, lambda p: torch.optim.AdamW(p, lr=1e-2), {"clip_norm": 0.1}),
+    "momentum": (32, lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9), {"optimizer": "momentum"}),
+    "plain": (16, lambda p: torch.optim.AdamW(p, lr=1e-2), {}),
+}
+
+
+def made() -> tuple[sw.JobsPlan, dict[str, JobTraining]]:
+    torch.manual_seed(0)
+    jobs, given = [], {}
+    for name, (width, optimizer_of, options) in KINDS.items():
+        model = Blocks(width)
+        graph = sw.capture(model, torch.zeros(2, width), loss=lambda out: out)
+        jobs.append(sw.Job(name=name, model=graph, steps=STEPS, batch=BATCH, microbatch=4, precision="fp32", **options))
+        data = [torch.randn(BATCH, width) for _ in range(STEPS)]
+        given[name] = JobTraining(
+            graph=graph, model=model, optimizer=optimizer_of(model.parameters()), step=step, data=data
+        )
+    whole = sw.plan_jobs(jobs, CPU)
+    return sw.plan_jobs(jobs, CPU, budget_bytes=whole.device_bytes * 2 // 3), given
+
+
+def test_jobs_train_in_the_order_of_the_policy_to_the_weights_of_training_alone() -> None:
+    plan, given = made()
+    plain = {name: copy.deepcopy(own.model) for name, own in given.items()}
+    assert max(len(job.shards) for job in plan.jobs) > 1
+    found = run_jobs(plan, given)
+    simulated = sw.simulate_jobs(
+        [[own.seconds(beside=False) for own in job.passes] * job.steps for job in plan.jobs], 1, plan.policy
+    )
+    assert list(found.timeline.actions[0]) == list(simulated.actions[0])
+    compared = Comparison("jobs")
+    for name, (_, optimizer_of, options) in KINDS.items():
+        model, other = plain[name], optimizer_of(plain[name].parameters())
+        assert found.jobs[name].failure == ""
+        compared.where = name
+        for batch, losses in zip(given[name].data, found.jobs[name].losses, strict=True):
+            expected = []
+            for part in batch.split(4):
+                loss = model(part)
+                (loss / 2).backward()
+                expected.append(loss.item())
+            if "clip_norm" in options:
+                nn.utils.clip_grad_norm_(model.parameters(), options["clip_norm"])
+            other.step()
+            other.zero_grad()
+            compared.losses(losses, expected)
+        compared.values(given[name].model.state_dict(), model.state_dict(), relative=1e-4, absolute=1e-6, what=name)
+    compared.require()
+
+
+def test_a_job_that_fails_ends_alone() -> None:
+    plan, given = made()
+    short, odd = list(given["clipped"].data)[:2], list(given["momentum"].data)
+    odd[1] = odd[1] * float("nan")
+    found = run_jobs(
+        plan,
+        given | {"clipped": replace(given["clipped"], data=short), "momentum": replace(given["momentum"], data=odd)},
+    ).jobs
+    assert found["clipped"].failure == "step 2: PlanError: its data have ended, and it takes 3 steps"
+    assert "step 1: FloatingPointError: a loss is not finite" in found["momentum"].failure
+    assert [len(found[name].losses) for name in KINDS] == [2, 1, 3]
+    assert found["plain"].failure == ""
+
+
+def test_what_is_not_run_is_refused() -> None:
+    plan, given = made()
+    with pytest.raises(PlanError, match="'plain': expected what each job of the plan trains"):
+        run_jobs(plan, {name: given[name] for name in ("clipped", "momentum")})
+    with pytest.raises(PlanError, match="jobs 'clipped' and 'plain' train one model"):
+        run_jobs(plan, given | {"plain": replace(given["plain"], model=given["clipped"].model)})
+    with pytest.raises(MissingCapabilityError, match="'plain' name an output"):
+        run_jobs(replace(plan, jobs=(*plan.jobs[:2], replace(plan.jobs[2], output="out"))), given)
+    with pytest.raises(MissingCapabilityError, match="policy='optimum' is for simulations"):
+        run_jobs(replace(plan, policy="optimum"), given)
+    with pytest.raises(MissingCapabilityError, match="planned for 2 devices"):
+        run_jobs(replace(plan, cluster=sw.Cluster("cpu", devices_per_node=2)), given)
