@@ -1,11 +1,12 @@
 """The decorator ``@sw.step``: a function that runs once for every microbatch, wherever its parts are."""
 
+import contextlib
 import copy
 import functools
 import inspect
 import warnings
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Any, overload
@@ -132,7 +133,7 @@ class Step:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         session = sessions.current()
-        with with_models(args, kwargs, session) as given:
+        with with_models(args, kwargs, session) as given, _without_inference_mode():
             return self._called(*given, session)
 
     def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any], session: sessions.Session) -> Any:
@@ -194,6 +195,7 @@ class Step:
         bound = self._signature.bind(*args, **kwargs)
         arguments = {name: plain(value) for name, value in bound.arguments.items()}
         leaves, spec = pytree.tree_flatten(arguments, is_leaf=is_model)
+        leaves = [leaf.clone() if isinstance(leaf, torch.Tensor) and leaf.is_inference() else leaf for leaf in leaves]
         form = str(spec)
         if form not in self._names:
             paths = pytree.tree_flatten_with_path(arguments, is_leaf=is_model)[0]
@@ -435,6 +437,17 @@ class Step:
         shapes = tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in inputs)
         # The function itself: an id could become another one's.
         return (self, form, tuple(map(as_key, literals)), shapes, modes, torch.is_grad_enabled(), autocast)
+
+
+@contextlib.contextmanager
+def _without_inference_mode() -> Iterator[None]:
+    """A context in which inference mode is gradients off alone: a step follows tensors by their versions, which those
+    of inference mode have not."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 def _put(values: Iterable[tuple[Holder, Any, Any]]) -> None:

@@ -21,8 +21,11 @@ class Net(nn.Module):
         self.layer = nn.Linear(4, CLASSES)
         self.norm = nn.BatchNorm1d(CLASSES)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, sorts: bool = False) -> torch.Tensor:
         made: torch.Tensor = self.layer(x)
+        if sorts:
+            order = made[:, 0].argsort()
+            made = made[order][order.argsort()]
         return made
 
 
@@ -186,6 +189,10 @@ RESULTS: dict[str, tuple[Place | None, Callable[[Net, torch.Tensor, torch.Tensor
     "two copies": (Place(0, 2, 1), lambda m, x, y: m(x).repeat(2, 1)),
     "several of each": (Place(0, 1, CLASSES), lambda m, x, y: m(x).reshape(-1)),
     "statistics": (Place(0, 1, 1), lambda m, x, y: m.norm.train()(m(x))),
+    "two copies of statistics": (Place(0, 2, 1), lambda m, x, y: m.norm.train()(m(x)).repeat(2, 1)),
+    "less a statistic": (Place(0, 1, 1), lambda m, x, y: m(x) - m(x).max()),
+    "turned in each sample": (Place(0, 1, 1), lambda m, x, y: m(x).flip(1).sort(1).values),
+    "of ops of the model that are not known": (Place(0, 1, 1), lambda m, x, y: 2 * m(x, sorts=True)),
     "of another number of ops": (Place(0, 1, 1), lambda m, x, y: torch.cat([m(one[None]) for one in x])),
     "a mean": (None, lambda m, x, y: m(x).square().mean(0)),
     "a mean over what counts": (None, lambda m, x, y: F.cross_entropy(m(x), y)),
@@ -206,8 +213,18 @@ TOTALS: dict[str, Callable[[Net, torch.Tensor, torch.Tensor], Any]] = {
 PAIRS: dict[str, Callable[[Net, torch.Tensor, torch.Tensor], Any]] = {
     "pairs": lambda m, x, y: m(x) @ m(x).T,
     "what was picked": lambda m, x, y: m(x)[1:],
-    "several, of statistics": lambda m, x, y: m.norm.train()(m(x)).repeat(2, 1),
-}  # fmt: skip
+    "turned around": lambda m, x, y: m(x).flip(0),
+    "moved on": lambda m, x, y: m(x).roll(1, 0),
+    "sorted": lambda m, x, y: m(x).sort(0).values,
+    "places of what is sorted": lambda m, x, y: m(x)[:, 0].argsort(),
+    "in the order of labels": lambda m, x, y: m(x).index_select(0, y.argsort()),
+    "shuffled": lambda m, x, y: m(x)[torch.randperm(len(x))],
+    "the second half first": lambda m, x, y: torch.cat([m(x)[len(x) // 2 :], m(x)[: len(x) // 2]]),
+    "running totals": lambda m, x, y: m(x).cumsum(0),
+    "entries of several samples in a row": lambda m, x, y: m(x).T.reshape(len(x), -1),
+    "numbers of samples": lambda m, x, y: torch.arange(len(x)),
+    "another dim": lambda m, x, y: torch.linalg.pinv(m(x)),
+}
 
 
 def result_of(body: Callable[[Net, torch.Tensor, torch.Tensor], Any]) -> ResultOfBatch:

@@ -20,9 +20,10 @@ from shardwright.core.cost.unit_work import WorkCounter
 from shardwright.core.model.fold import Unit
 from shardwright.core.model.graph import Graph
 from shardwright.core.plan.decision import Decision
-from shardwright.core.schedule.actions import Action, B, F, W
+from shardwright.core.schedule.actions import Action, B, F, I, W
 from shardwright.core.schedule.messages_by_action import messages_by_action
 from shardwright.core.slices.sequence_ops import SequenceOps
+from shardwright.core.tables.backward_halves import halves_of
 from shardwright.core.tables.memory import MemoryUse, live_microbatches
 from shardwright.core.tables.memory_request import MemoryRequest
 from shardwright.core.tables.rank_tables import UNCOUNTED_BYTES, RankTables
@@ -82,6 +83,13 @@ class _Slice:
     """The gradients of parameters that the first backward makes."""
     mask: int = 0
     """The mask of later keys that its attentions keep, which microbatches share."""
+    left: int = 0
+    """What the input gradient of a split backward leaves to its weight gradient beside what was kept, as where it has
+    computed units again."""
+    input_grad: int = 0
+    """Held by such an input gradient beside activations."""
+    weight_grad: int = 0
+    """The same of its weight gradient."""
 
 
 def followed(decision: Decision) -> Decision:
@@ -299,7 +307,7 @@ class SlicedMemory:
         )
         found = []
         for number, table in enumerate(tables):
-            own, share = working_of(table), self.slices[number].share
+            own, share, halves = working_of(table), self.slices[number].share, halves_of(table)
             coming = gradients[number + 1] if number < last else np.zeros(b - a)
             # Gradients of what is read behind lie in one memory; a slice that is reached has a copy of its part. What a
             # backward is given stays to its end. The part of the slice is among what its last unit holds.
@@ -334,6 +342,9 @@ class SlicedMemory:
                     first_backward=max(0, int(max(size + more for size, more in moments)) - kept - given) + passing,
                     made=int(made[0]),
                     mask=mask if masked - {"full"} else 0,
+                    left=max(0, -int(halves.range_freed[a, b] - halves.range_between[a, b])),
+                    input_grad=int(halves.range_input_grad_working[a, b]) if halves.is_known else 0,
+                    weight_grad=int(halves.weight_grad_working(a, b)) if halves.is_known else 0,
                 )
             )
         return found
@@ -371,8 +382,13 @@ def _walked(
                 beside = early = one.forward
             elif part.kind is not W:
                 live -= one.joined
+                beside = early = max(one.backward, one.input_grad) if part.kind is I and one.left else one.backward
+            elif one.left:
+                beside = early = max(one.weight_grad, one.backward - one.left)
             if part.kind in (B, W) and part.stage not in began:
                 beside = one.first_backward
+                if part.kind is W and one.left:
+                    beside = max(one.weight_grad + one.made, beside - one.left)
             most_live = max(most_live, live)
             most_beside = max(most_beside, given + early + sent)
             most = max(most, live + given + gradients + beside + sent)
@@ -381,8 +397,10 @@ def _walked(
                 if number == len(slices) - 1:
                     live += one.joined - sum(each.waiting for each in slices)
                 continue
+            live += one.left if part.kind is I else 0
             if part.kind in (B, W):
                 live -= one.kept + (slices[number - 1].handed_on if number else 0)
+                live -= one.left if part.kind is W else 0
                 masked[number] = masked.get(number, 0) - bool(one.mask)
                 live -= 0 if masked[number] else one.mask
                 gradients += one.made if part.stage not in began else 0

@@ -26,3 +26,14 @@ def test_slices_keep_hand_on_and_wait() -> None:
     # When the first backward behind it begins, 10 are kept and 16 wait, beside the gradients of parameters.
     *_, begun, _ = _walked(order, {0: (FIRST, LAST)}, [0] * 8, [0] * 3 + [900] + [0] * 4)
     assert begun == 10 + 16 + 100 + 900
+
+
+def test_what_an_input_gradient_computes_again_stays_for_its_weight_gradient() -> None:
+    only = _Slice(
+        kept=10, handed_on=0, waiting=0, joined=0, gradients=0, forward=4, backward=6, first_backward=9, made=100,
+        left=50, input_grad=60, weight_grad=2,
+    )  # fmt: skip
+    order = [Action.parse(text) for text in ("0F0s0", "0F1s0", "0I0s0", "0I1s0", "0W0s0", "0W1s0")]
+    live, _, most, _ = _walked(order, {0: (only,)}, [0] * 6, [0] * 6)
+    assert live == 10 + 10 + 50 + 50
+    assert most == 10 + 10 + 50 + 50 + 100 + 2

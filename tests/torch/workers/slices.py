@@ -136,8 +136,10 @@ def evaluation() -> dict[str, object]:
     with torch.no_grad():
         loss, logits = evaluate(model, whole)
         said = predict(model, whole["input_ids"]).concat()
+    with torch.inference_mode():
+        inferred = predict(model, whole["input_ids"].clone()).concat()
     same.losses(loss.reduce_mean(), expected.loss.detach())
-    for found in (logits.concat(), said):
+    for found in (logits.concat(), said, inferred):
         same.values(found, expected.logits.detach(), relative=1e-5, absolute=1e-5, what="logits")
     every: list[object] = [None] * dist.get_world_size()
     dist.all_gather_object(every, same.report())

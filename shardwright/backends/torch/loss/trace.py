@@ -48,6 +48,8 @@ class LossTrace(Recorder):
         """The call that an op is a part of, by the index of the op."""
         self.without_gradient: set[int] = set()
         """Ops that ran while gradients were off."""
+        self.in_modules: set[int] = set()
+        """Ops that modules of the model ran, and not the step around it."""
         self.constants: dict[int, tuple[float, ...] | None] = {}
         """Values that come from outside of the step, with their entries where they are few and known."""
         self.outside: dict[int, torch.Tensor] = {}
@@ -182,6 +184,8 @@ class LossTrace(Recorder):
         whole = Made(function, arguments, tuple(inputs), tuple(made))
         for index in range(first, len(self.ops)):
             self.calls_of[index] = whole
+            if len(self._stack) > 1:
+                self.in_modules.add(index)
             if not torch.is_grad_enabled():
                 self.without_gradient.add(index)
         return made

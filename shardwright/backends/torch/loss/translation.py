@@ -75,7 +75,8 @@ class Translation:
         where = small.calls[a.call].path
         labelled = meet(a.labelled, b.labelled) if len(a.labelled.labels) == len(b.labelled.labels) else a.labelled
         base = LossOp(
-            "map", a.name, a.inputs, a.outputs, labelled.labels, labelled.special, where, differentiable=differentiable
-        )
+            "map", a.name, a.inputs, a.outputs, labelled.labels, labelled.special, where,
+            differentiable=differentiable, is_in_module=index in small.in_modules,
+        )  # fmt: skip
         traced = TracedOp(self.values, base, a, b, made, name, piece)
         self.ops += translated(traced, norms_are_plain=self.norms_are_plain)

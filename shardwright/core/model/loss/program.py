@@ -69,6 +69,8 @@ class LossOp:
     """The beginnings of the outputs of a cut, at both batch sizes."""
     differentiable: bool = True
     """Whether gradients flow from outputs to inputs."""
+    is_in_module: bool = False
+    """Whether a module of the model runs it, and not the step around the model."""
 
     def role(self, label: int) -> LabelRole:
         """The effect of splitting a label; see `core.model.graph.LabelRole`."""

@@ -30,25 +30,31 @@ def read_loss(program: LossProgram, loss: int) -> Verdict:
 
 def read_results(program: LossProgram, values: Sequence[int]) -> list[ResultOfBatch]:
     """What values of a program are to the samples of its batch."""
-    reader = _Reader(program)
+    reader, orders = _Reader(program), _OrderReader(program)
     for op in program.ops:
         reader.read(op)
-    return [_result(reader, number) for number in values]
+        orders.read(op)
+    return [_result(reader, orders, number) for number in values]
 
 
-def _result(reader: "_Reader", number: int) -> ResultOfBatch:
-    try:
-        value = reader.value(number)
-    except LostError as error:
-        value = Value(finding=error.finding)
-    if value.finding is None and value.place is not None:
-        return ResultOfBatch(value.place, grows=True)
+def _result(reader: "_Reader", orders: "_OrderReader", number: int) -> ResultOfBatch:
     place, finding = place_by_shape(*reader.program.shapes[number], reader.program.sizes)
     if place is None and finding is None:
-        return ResultOfBatch(None, _verdict(value))
-    if place is not None and place.inner == 1:
-        return ResultOfBatch(place, grows=True)
-    return ResultOfBatch(None, Verdict(finding=value.finding or finding), grows=True)
+        return ResultOfBatch(None, _verdict(_value(reader, number)))
+    ordered = _value(orders, number)
+    finding = ordered.finding or finding
+    if any(term.kind == "position" for term in ordered.terms):
+        finding = Finding("unknown", "it depends on the places of samples in their batch")
+    if finding is None and ordered.place is not None:
+        return ResultOfBatch(ordered.place, grows=True)
+    return ResultOfBatch(None, Verdict(finding=finding), grows=True)
+
+
+def _value(reader: "_Reader", number: int) -> Value:
+    try:
+        return reader.value(number)
+    except LostError as error:
+        return Value(finding=error.finding)
 
 
 def _verdict(value: Value) -> Verdict:
@@ -400,6 +406,27 @@ class _Reader:
 
     def detach(self, op: LossOp, inputs: list[Value]) -> list[Value]:
         return [inputs[0]] * len(op.outputs)
+
+
+class _OrderReader(_Reader):
+    """A reader of the places of samples alone, whatever their entries are made of. What modules of the model make, and
+    nothing more is known of, has an entry for each sample in their order; what the step around them makes is read."""
+
+    def read(self, op: LossOp) -> None:
+        super().read(op)
+        for number in op.outputs:
+            self._values[number] = self._of_order(op, number, self._values[number])
+
+    def _of_order(self, op: LossOp, number: int, value: Value) -> Value:
+        place, finding = place_by_shape(*self.program.shapes[number], self.program.sizes)
+        if place is None and finding is None:
+            return Value()
+        statistic = any(op.role(label) == "statistic" for labels in op.labels for label in labels)
+        if value.finding is not None:
+            is_plain = place is not None and place.inner == 1 and (op.is_in_module or statistic)
+            return Value(frozenset({SAMPLE}), place) if is_plain else value
+        kinds = {term.kind for term in value.terms}
+        return Value(frozenset({Term("position")} if "position" in kinds else {SAMPLE}), value.place)
 
 
 def _order(place: Place) -> tuple[int, int]:
