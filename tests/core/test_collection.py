@@ -29,7 +29,8 @@ def test_full_collections_wait() -> None:
     before = gc.get_threshold()
     try:
         gc.set_threshold(10, 2, 2)
-        gc.freeze()  # full collections wait until a quarter of what is known is new
+        gc.freeze()
+        gc.collect()  # what is known is counted anew: full collections wait until a quarter of it is new
         assert full_collections(100_000) > 0
         with without_full_collections():
             assert full_collections(100_000) == 0
