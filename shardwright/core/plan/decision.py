@@ -442,3 +442,13 @@ def sharing_words(decision: Decision) -> list[str]:
 def near_multiple(value: int, of: int) -> int:
     """The multiple of ``of`` nearest to ``value``, at least ``of`` itself."""
     return max(1, round(value / of)) * of
+
+
+def indivisible(batch: int, dp: int, microbatch: int | None) -> str | None:
+    """The reason why replicas cannot share a batch, in microbatches of so many samples where these are given, with the
+    nearest batch that they can; None where they can."""
+    multiple = dp * (microbatch or 1)
+    if batch % multiple == 0:
+        return None
+    by = f"dp · microbatch = {dp} · {microbatch}" if microbatch else f"dp = {dp}"
+    return f"batch={batch} is not a multiple of {by}: use batch={near_multiple(batch, multiple)}, or other degrees"

@@ -17,7 +17,7 @@ from shardwright.core.plan.decision import (
     OptimizerName,
     ScheduleName,
     ShardLevel,
-    near_multiple,
+    indivisible,
     require_residency,
     require_shard_group,
     require_slices,
@@ -494,13 +494,3 @@ class Options:
         if all(reasons):
             said = [reason for reason in reasons if reason and "virtual_stages=" not in reason]
             raise PlanError(f"schedule {self.schedule!r} at pp={pp}: {(said or reasons)[0]}")
-
-
-def indivisible(batch: int, dp: int, microbatch: int | None) -> str | None:
-    """The reason why replicas cannot share a batch, in microbatches of so many samples where these are given, with the
-    nearest batch that they can; None where they can."""
-    multiple = dp * (microbatch or 1)
-    if batch % multiple == 0:
-        return None
-    by = f"dp · microbatch = {dp} · {microbatch}" if microbatch else f"dp = {dp}"
-    return f"batch={batch} is not a multiple of {by}: use batch={near_multiple(batch, multiple)}, or other degrees"

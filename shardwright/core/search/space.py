@@ -13,13 +13,13 @@ from shardwright.core.capabilities import Capabilities
 from shardwright.core.cluster.cluster import Cluster
 from shardwright.core.errors import PlanError, ScheduleError
 from shardwright.core.layout.mesh import Mesh
-from shardwright.core.plan.decision import STATES_LEVEL, OffloadStates, stages_at_once
+from shardwright.core.plan.decision import STATES_LEVEL, OffloadStates, indivisible, stages_at_once
 from shardwright.core.schedule import AUTO, Schedule, schedule_names
 from shardwright.core.schedule.catalogue import FAMILIES
 from shardwright.core.schedule.family import Sizes
 from shardwright.core.schedule.passes.sharding import ReduceAfter
 from shardwright.core.schedule.schedule import MOST_CELLS
-from shardwright.core.search.options import VIRTUAL_STAGES, indivisible
+from shardwright.core.search.options import VIRTUAL_STAGES
 from shardwright.core.search.request import Request
 from shardwright.core.values.recompute_modes import Recompute
 
