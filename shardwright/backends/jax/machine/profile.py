@@ -6,7 +6,7 @@ import platform
 import re
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -18,11 +18,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardwright.core.cluster.hardware.collective_table import CollectiveKind, MeasuredCollective
 from shardwright.core.cluster.hardware.device import Kind, MeasuredProduct
-from shardwright.core.cluster.hardware.measurements import Measurements, MeasureProgress
+from shardwright.core.cluster.hardware.measurements import Measurements, MeasureProgress, operands_in_turn
 
 SIDES = ((64, 64, 64), (256, 64, 256), (256, 256, 64), (256, 256, 256), (512, 512, 64), (256, 1024, 256),
-         (256, 256, 1024), (512, 512, 512), (1024, 1024, 1024), (512, 3072, 768), (512, 768, 3072))  # fmt: skip
-"""The (m, n, k) of the products measured: squares, and the thin ones of attention and feed-forward."""
+         (256, 256, 1024), (512, 512, 512), (1024, 1024, 1024), (512, 3072, 768), (512, 768, 3072), (32, 1024, 512),
+         (64, 512, 1024), (128, 1024, 512), (1024, 512, 32), (512, 1024, 128))  # fmt: skip
+"""The (m, n, k) of the products measured: squares, the thin ones of attention and feed-forward, and those of layers
+with few tokens, forward and for the gradient of a weight."""
 MESSAGES = (1 << 12, 1 << 16, 1 << 20, 1 << 23)
 """The bytes of the collectives measured: what every device has to reduce or to scatter, or has gathered in the end."""
 COLLECTIVES: tuple[CollectiveKind, ...] = ("all_reduce", "all_gather", "reduce_scatter")
@@ -60,22 +62,24 @@ def profile(*, name: str, budget_s: float = 20.0, progress: MeasureProgress | No
         for m, n, k in SIDES:
             step(f"{precision} product {m} × {k} × {n}")
             left, right = jnp.ones((m, k), _DTYPES[precision]), jnp.ones((k, n), _DTYPES[precision])
-            seconds = _median_s(multiply, (left, right), busy, each)
+            copies = operands_in_turn(right.nbytes)
+            operands = [(left, right), *((left, jnp.copy(right)) for _ in range(copies - 1))]
+            seconds = _median_s(multiply, operands, busy, each)
             products.append(MeasuredProduct(precision, m, n, k, 2.0 * m * n * k / seconds))
     step("memory")
     large = jnp.ones(1 << 24, jnp.float32)
-    bandwidth = 2 * large.nbytes / _median_s(jax.jit(lambda x: x + 1), (large,), busy, each)
+    bandwidth = 2 * large.nbytes / _median_s(jax.jit(lambda x: x + 1), [(large,)], busy, each)
     step("elementwise chains")
     values = jnp.ones((4096, 1024), jnp.float32)
-    vector = 3 * values.nbytes / _median_s(jax.jit(_chain), (values,), busy, each) / bandwidth
+    vector = 3 * values.nbytes / _median_s(jax.jit(_chain), [(values,)], busy, each) / bandwidth
     step("optimizer")
     adamw = optax.adamw(1e-3)
     states = adamw.init(large)
     update = jax.jit(lambda p, s, g: _updated(adamw, p, s, g))
-    updated = 7 * large.nbytes / _median_s(update, (large, states, large), busy, each) / bandwidth
+    updated = 7 * large.nbytes / _median_s(update, [(large, states, large)], busy, each) / bandwidth
     step("launches")
     small = jnp.ones((8, 8), jnp.float32)
-    launch = _median_s(jax.jit(_many), (small,), busy, each) / CHAIN
+    launch = _median_s(jax.jit(_many), [(small,)], busy, each) / CHAIN
     samples = []
     for ranks, kind_of, size in itertools.product(groups, COLLECTIVES, MESSAGES):
         step(f"{kind_of.replace('_', '-')} of {size >> 10} KiB over {ranks} devices")
@@ -146,27 +150,33 @@ def _collective(
         return total
 
     mapped = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=split, out_specs=split, check_vma=False))
-    return MeasuredCollective(kind, ranks, whole * 4, _timed_s(mapped, (data,), budget_s))
+    return MeasuredCollective(kind, ranks, whole * 4, _timed_s(mapped, [(data,)], budget_s))
 
 
-def _median_s(run: Callable[..., Any], arguments: tuple[Any, ...], devices: list[Any], budget_s: float) -> float:
+Arguments = Sequence[tuple[Any, ...]]
+"""What the calls of a function take in turns."""
+
+
+def _median_s(run: Callable[..., Any], arguments: Arguments, devices: list[Any], budget_s: float) -> float:
     """The median seconds of a call that every one of the devices makes over and over, as the mean over devices."""
 
     def on(device: Any) -> float:
-        return _timed_s(run, jax.device_put(arguments, device), budget_s)
+        return _timed_s(run, [jax.device_put(each, device) for each in arguments], budget_s)
 
     with ThreadPoolExecutor(len(devices)) as threads:
         return statistics.mean(threads.map(on, devices))
 
 
-def _timed_s(run: Callable[..., Any], arguments: tuple[Any, ...], budget_s: float) -> float:
+def _timed_s(run: Callable[..., Any], arguments: Arguments, budget_s: float) -> float:
     """The median seconds of a call, of as many as the budget allows, at least 3."""
-    jax.block_until_ready(run(*arguments))
+    jax.block_until_ready(run(*arguments[0]))
+    jax.block_until_ready(arguments)
     times: list[float] = []
     began = time.perf_counter()
     while len(times) < 3 or (time.perf_counter() - began < budget_s and len(times) < 200):
+        taken = arguments[(len(times) + 1) % len(arguments)]
         started = time.perf_counter()
-        jax.block_until_ready(run(*arguments))
+        jax.block_until_ready(run(*taken))
         times.append(time.perf_counter() - started)
     return sorted(times)[len(times) // 2]
 

@@ -1,5 +1,6 @@
 """Measure this machine as torch uses it: products by size, memory, launches, collectives of the process group."""
 
+import itertools
 import os
 import platform
 from dataclasses import replace
@@ -12,16 +13,17 @@ from shardwright.backends.torch.machine.measured_collectives import collective_r
 from shardwright.backends.torch.machine.process import choose_device, start, this_launch
 from shardwright.backends.torch.machine.timing import device_s, quartile_s
 from shardwright.core.cluster.hardware.device import MeasuredProduct
-from shardwright.core.cluster.hardware.measurements import Measurements, MeasureProgress
+from shardwright.core.cluster.hardware.measurements import Measurements, MeasureProgress, operands_in_turn
 
 SIDES = ((64, 64, 64), (128, 64, 256), (256, 64, 256), (256, 256, 64), (256, 256, 256), (512, 64, 512),
          (512, 512, 64), (256, 1024, 256), (256, 256, 1024), (512, 512, 512), (1024, 1024, 1024), (512, 3072, 768),
-         (512, 768, 3072), (512, 8192, 512), (512, 512, 8192))  # fmt: skip
-"""The sides (m, n, k) of the products measured: squares, and the thin ones of attention, feed-forward and
-vocabulary."""
+         (512, 768, 3072), (512, 8192, 512), (512, 512, 8192), (32, 1024, 512), (64, 512, 1024), (128, 1024, 512),
+         (1024, 512, 32), (512, 1024, 128))  # fmt: skip
+"""The sides (m, n, k) of the products measured: squares, the thin ones of attention, feed-forward and vocabulary, and
+those of layers with few tokens, forward and for the gradient of a weight."""
 CUDA_SIDES = (*SIDES, (4096, 4096, 4096), (8192, 8192, 1024), (2048, 12288, 4096), (4096, 1024, 8192),
               (8192, 1024, 4096), (8192, 4096, 1024), (8192, 3072, 1024), (16384, 2048, 2048),
-              (8192, 50304, 1024))  # fmt: skip
+              (8192, 50304, 1024), (256, 8192, 4096), (8192, 4096, 256))  # fmt: skip
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -78,7 +80,9 @@ def profile_device(
             step(f"{precision} product {m} × {k} × {n}")
             left = torch.randn(m, k, device=device, dtype=_DTYPES[precision])
             right = torch.randn(k, n, device=device, dtype=_DTYPES[precision])
-            seconds = device_s(lambda a=left, b=right: a @ b, device, each)  # type: ignore[misc]
+            copies = operands_in_turn(right.nbytes)
+            weights = itertools.cycle([right, *(right.clone() for _ in range(copies - 1))])
+            seconds = device_s(lambda a=left, of=weights: a @ next(of), device, each)  # type: ignore[misc]
             products.append(MeasuredProduct(precision, m, n, k, 2.0 * m * n * k / seconds))
     step("memory")
     # On GPUs larger than what their caches hold, and than what a launch takes.

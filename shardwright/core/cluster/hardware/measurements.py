@@ -153,6 +153,13 @@ def ring_constants(samples: Sequence[MeasuredCollective]) -> tuple[float, float]
     return max(float(start), 0.0) / steps, steps / ranks / float(slope)
 
 
+def operands_in_turn(size_bytes: int) -> int:
+    """The number of right operands that a measured product takes in turn. One of a MiB or more stands for a weight, and
+    a step reads those of all layers one after another, so that none is in a cache when its turn comes: they are of 128
+    MiB together."""
+    return max(1, (1 << 27) // size_bytes) if size_bytes >= 1 << 20 else 1
+
+
 def rate_of(products: Mapping[tuple[int, int, int], float], m: int, n: int, k: int) -> float:
     """FLOPs per second of a product between those that were measured: the mean of all, weighted by nearness.
 
