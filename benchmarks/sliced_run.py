@@ -19,6 +19,7 @@ from tests.comparison import Comparison
 RANKS = 2
 PINS: dict[str, Any] = {
     "batch": 1, "pp": RANKS, "tp": 1, "dp": 1, "schedule": "1f1b", "recompute": "none", "precision": "fp32",
+    "optimizer": "sgd",
 }  # fmt: skip
 Step = Callable[[], Any]
 
