@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import shardwright as sw
-from shardwright.core.errors import MissingCapabilityError, PlanError
+from shardwright.core.errors import ClusterError, MissingCapabilityError, PlanError
 from shardwright.torch import JobTraining, run_jobs
 from tests.comparison import Comparison
 
@@ -97,7 +97,7 @@ def test_a_job_that_fails_ends_alone() -> None:
         given | {"clipped": replace(given["clipped"], data=short), "momentum": replace(given["momentum"], data=odd)},
     ).jobs
     assert found["clipped"].failure == "step 2: PlanError: its data have ended, and it takes 3 steps"
-    assert "step 1: FloatingPointError: a loss is not finite" in found["momentum"].failure
+    assert "step 1: NonFiniteError: a loss is not finite" in found["momentum"].failure
     assert [len(found[name].losses) for name in KINDS] == [2, 1, 3]
     assert found["plain"].failure == ""
 
@@ -112,5 +112,5 @@ def test_what_is_not_run_is_refused() -> None:
         run_jobs(replace(plan, jobs=(*plan.jobs[:2], replace(plan.jobs[2], output="out"))), given)
     with pytest.raises(MissingCapabilityError, match="policy='optimum' is for simulations"):
         run_jobs(replace(plan, policy="optimum"), given)
-    with pytest.raises(MissingCapabilityError, match="planned for 2 devices"):
+    with pytest.raises(ClusterError, match="planned for 2 devices, and this is one process: start one for each device"):
         run_jobs(replace(plan, cluster=sw.Cluster("cpu", devices_per_node=2)), given)
