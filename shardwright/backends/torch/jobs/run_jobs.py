@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from shardwright.backends.torch.jobs.saved_job import require_output
 from shardwright.backends.torch.jobs.shared_run import SharedRun, ranks_of_launch
 from shardwright.backends.torch.jobs.training import JobTraining, RunningJob
 from shardwright.backends.torch.machine.process import choose_device, this_launch
@@ -31,7 +32,8 @@ def run_jobs(
     Of a plan for several devices every device has a process, which torchrun starts, all on one host, and all call this
     with the same jobs: the first process's weights are taken. Models, optimizers and their states are left in the
     host's memory, trained, in every process, and the result is the same in all. A job that fails, or whose loss is not
-    finite, ends there, its weights as they are then; the others go on.
+    finite, ends there, its weights as they are then; the others go on. A job with an output is saved there when its
+    last step has ended.
 
     Args:
         plan: the plan of the jobs.
@@ -41,8 +43,9 @@ def run_jobs(
         timeout_s: the time that another process may give no sign of life.
 
     Raises:
-        PlanError: the plan names other jobs, two jobs train one model or optimizer, or a plan is of another model.
-        MissingCapabilityError: a plan with outputs, the policy ``optimum``, or as `JobRun`.
+        PlanError: the plan names other jobs, two jobs train one model or optimizer, a plan is of another model, or an
+            output cannot be written.
+        MissingCapabilityError: the policy ``optimum``, or as `JobRun`.
         ClusterError: another number of processes than the plan has devices, or processes on several hosts.
         DisagreementError: the processes have different plans, seeds, models or data.
         PeerError: another process is gone.
@@ -139,11 +142,6 @@ def _require_runnable(plan: JobsPlan, jobs: Mapping[str, JobTraining]) -> None:
     """Raise ShardwrightError for a plan that is not run, and for jobs that are not those of the plan."""
     if plan.policy == OPTIMUM:
         raise MissingCapabilityError("policy='optimum' is for simulations: take another, which the file may name")
-    if saved := [own.name for own in plan.jobs if own.output is not None]:
-        raise MissingCapabilityError(
-            f"{few([repr(name) for name in saved])} name an output, and this version saves none: leave it out, and "
-            f"save the model after the run"
-        )
     names = [own.name for own in plan.jobs]
     if wrong := sorted(set(names) ^ set(jobs)):
         raise PlanError(f"{few([repr(name) for name in wrong])}: expected what each job of the plan trains, {names}")
@@ -153,3 +151,6 @@ def _require_runnable(plan: JobsPlan, jobs: Mapping[str, JobTraining]) -> None:
             other = owners.setdefault(id(getattr(given, what)), name)
             if other != name:
                 raise PlanError(f"jobs {other!r} and {name!r} train one {what}: give each its own")
+    for own in plan.jobs:
+        if own.output is not None:
+            require_output(own.name, own.output)

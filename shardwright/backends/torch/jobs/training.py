@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from shardwright.backends.torch.jobs.host_tensors import HostTensors
 from shardwright.backends.torch.jobs.job_run import Body, JobRun
+from shardwright.backends.torch.jobs.saved_job import save_job
 from shardwright.backends.torch.machine.digests import fingerprint
 from shardwright.core.errors import DisagreementError, PlanError
 from shardwright.core.jobs.jobs_plan import PlannedJob
@@ -88,11 +89,18 @@ class RunningJob:
             if at + 1 == len(passes):
                 losses = self.run.finish()
                 self.host.note(f"losses of step {step}", losses)
+                if step + 1 == self.planned.steps and self.planned.output is not None:
+                    self._save(self.planned.output)
         except Exception as error:  # whatever a user's step or data raise
             return f"step {step}: {type(error).__name__}: {error}"
         finally:
             self.host.tell()
         return ""
+
+    def _save(self, output: str) -> None:
+        """Save the model, the optimizer and the losses, behind the last step."""
+        self.run.close()
+        save_job(output, self.run.model, self.run.state.optimizer, self.result("").losses)
 
     def _batch(self, step: int) -> Sequence[torch.Tensor]:
         """The batch of a step; those of steps that began elsewhere are read and left.
