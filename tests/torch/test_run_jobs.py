@@ -20,7 +20,6 @@ from shardwright.torch import JobTraining, run_jobs
 from tests.comparison import Comparison
 
 BATCH, STEPS = 8, 3
-CPU = sw.Cluster("cpu")
 
 
 class Blocks(nn.Module):
@@ -49,19 +48,20 @@ KINDS: dict[str, tuple[int, Optimizer, dict[str, Any]]] = {
 }
 
 
-def made() -> tuple[sw.JobsPlan, dict[str, JobTraining]]:
+def made(devices: int = 1, steps: int = STEPS) -> tuple[sw.JobsPlan, dict[str, JobTraining]]:
     torch.manual_seed(0)
+    cluster = sw.Cluster("cpu", devices_per_node=devices)
     jobs, given = [], {}
     for name, (width, optimizer_of, options) in KINDS.items():
         model = Blocks(width)
         graph = sw.capture(model, torch.zeros(2, width), loss=lambda out: out)
-        jobs.append(sw.Job(name=name, model=graph, steps=STEPS, batch=BATCH, microbatch=4, precision="fp32", **options))
-        data = [torch.randn(BATCH, width) for _ in range(STEPS)]
+        jobs.append(sw.Job(name=name, model=graph, steps=steps, batch=BATCH, microbatch=4, precision="fp32", **options))
+        data = [torch.randn(BATCH, width) for _ in range(steps)]
         given[name] = JobTraining(
             graph=graph, model=model, optimizer=optimizer_of(model.parameters()), step=step, data=data
         )
-    whole = sw.plan_jobs(jobs, CPU)
-    return sw.plan_jobs(jobs, CPU, budget_bytes=whole.device_bytes * 2 // 3), given
+    whole = sw.plan_jobs(jobs, cluster)
+    return sw.plan_jobs(jobs, cluster, budget_bytes=whole.device_bytes * 2 // 3), given
 
 
 def test_jobs_train_in_the_order_of_the_policy_to_the_weights_of_training_alone() -> None:
