@@ -1,7 +1,8 @@
 """Jobs of real models, small enough for tests, and what each trains to alone."""
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,10 +21,12 @@ from transformers import (
 )
 
 import shardwright as sw
+from benchmarks.tracked import LiveStorages
 from shardwright.backends.torch.jobs.job_run import JobRun
 from shardwright.backends.torch.jobs.training import JobTraining
 from shardwright.backends.torch.program.randomness import Streams, kept_generators
 from shardwright.core.jobs.jobs_plan import JobsPlan, PlannedJob
+from shardwright.core.jobs.shard_pass import ShardPass
 from tests.comparison import Comparison
 
 SEED, BATCH, MICROBATCH, STEPS = 7, 4, 2, 3
@@ -183,3 +186,22 @@ def compare_with_alone(compared: Comparison, found: Any, jobs: Made) -> None:
         compared.values(states, wanted, relative=1e-4, absolute=1e-6, what="states")
         rates = [[group["lr"] for group in of.param_groups] for of in (given.optimizer, other)]
         compared.equal(rates[0], rates[1], what="learning rates")
+
+
+@contextmanager
+def tracked_passes() -> Iterator[dict[tuple[str, str, int], int]]:
+    """The most bytes that each pass holds on this process's device, by job, kind and shard, filled as passes run."""
+    peaks: dict[tuple[str, str, int], int] = {}
+    plain_run = JobRun.run
+
+    def tracked(self: JobRun, own: ShardPass) -> None:
+        with LiveStorages() as live:
+            plain_run(self, own)
+        key = self.planned.name, own.kind, own.shard
+        peaks[key] = max(peaks.get(key, 0), live.peak_bytes(without="meta"))
+
+    JobRun.run = tracked  # type: ignore[method-assign]
+    try:
+        yield peaks
+    finally:
+        JobRun.run = plain_run  # type: ignore[method-assign]

@@ -10,13 +10,11 @@ import torch
 import torch.distributed as dist
 from launched import chosen, run_checks
 
-from benchmarks.tracked import LiveStorages
-from shardwright.backends.torch.jobs.job_run import JobRun
 from shardwright.backends.torch.machine.digests import fingerprint
 from shardwright.core.errors import DisagreementError, PeerError, PlanError
 from shardwright.torch import JobTraining, run_jobs
 from tests.comparison import Comparison
-from tests.torch.job_cases import CASES, SEED, compare_with_alone, made
+from tests.torch.job_cases import CASES, SEED, compare_with_alone, made, tracked_passes
 
 DEVICES = 2
 
@@ -27,27 +25,11 @@ def _everywhere(value: Any) -> list[Any]:
     return found
 
 
-def _tracked_passes() -> tuple[dict[tuple[str, str, int], int], Any]:
-    """The most bytes that each pass held on this rank, filled as passes run; and what takes the tracking off."""
-    peaks: dict[tuple[str, str, int], int] = {}
-    plain_run = JobRun.run
-
-    def tracked(self: JobRun, own: Any) -> None:
-        with LiveStorages() as live:
-            plain_run(self, own)
-        key = self.planned.name, own.kind, own.shard
-        peaks[key] = max(peaks.get(key, 0), live.peak_bytes(without="meta"))
-
-    JobRun.run = tracked  # type: ignore[method-assign]
-    return peaks, lambda: setattr(JobRun, "run", plain_run)
-
-
 def check_jobs_train_as_each_alone_within_the_budget() -> None:
     jobs = made(list(CASES), DEVICES)
     assert all(len(job.shards) >= 3 for job in jobs.plan.jobs), [len(job.shards) for job in jobs.plan.jobs]
-    peaks, untrack = _tracked_passes()
-    found = run_jobs(jobs.plan, jobs.training, seed=SEED)
-    untrack()
+    with tracked_passes() as peaks:
+        found = run_jobs(jobs.plan, jobs.training, seed=SEED)
     planned = {(job.name, own.kind, own.shard): own.device_bytes for job in jobs.plan.jobs for own in job.passes}
     for key, held in peaks.items():
         assert held <= planned[key] <= jobs.plan.budget_bytes, (key, held, planned[key])

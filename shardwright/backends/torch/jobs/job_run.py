@@ -344,13 +344,14 @@ class JobRun:
         for name, key in keys.items():
             self.state.buffers[name].data = self.host.taken(key, self.device)
         try:
-            return self._replayed(shard, mb, grad=True)
+            return self._replayed(shard, mb, grad=True, is_again=True)
         finally:
             held.restore()
             for name, tensor in now.items():
                 self.state.buffers[name].data = tensor
 
-    def _replayed(self, shard: int, mb: int, *, grad: bool) -> Kept:
+    def _replayed(self, shard: int, mb: int, *, grad: bool, is_again: bool = False) -> Kept:
+        """The forward of a microbatch; ``is_again``: its values are on the host already."""
         step, replay = self._under_way, self._recorded.replays[shard]
         self._recorded.streams.begin(step.number, mb)
         came = [
@@ -359,14 +360,15 @@ class JobRun:
         ]
 
         def depart(edge: Edge, tensors: list[torch.Tensor]) -> None:
-            for n, tensor in enumerate(tensors):
+            for n, tensor in enumerate(tensors if not is_again else ()):
                 self.host.put(f"value:{edge.index}.{mb}.{n}", tensor)
 
         given = [tensor.to(self.device) for tensor in step.microbatches[mb]]
         out = StepValues()
         with torch.enable_grad() if grad else torch.no_grad():
             kept = replay.forward(mb, given, came, depart, out, grad)
-        self._note_losses(replay.part.losses, mb, [float(loss) for _, loss in out.losses])
+        if not is_again:
+            self._note_losses(replay.part.losses, mb, [float(loss) for _, loss in out.losses])
         return kept
 
     def _note_losses(self, numbers: Sequence[int], mb: int, losses: Sequence[float]) -> None:
