@@ -108,7 +108,8 @@ class JobRun:
             raise PlanError(f"job {planned.name!r} is planned for another model than {graph.model_name}: plan it again")
         self.planned, self.model, self.body, self.seed = planned, model, body, seed
         self.device = device or torch.device("cpu")
-        self.host = host or OwnTensors(store_of(self.device))
+        self._store = store_of(self.device)
+        self.host = host or OwnTensors(self._store)
         self.shards = len(planned.shards)
         if self.host.is_shared and any(shard.activations != "recompute" for shard in planned.shards[:-1]):
             raise MissingCapabilityError(
@@ -302,7 +303,7 @@ class JobRun:
         names = self._recorded.division.parts[shard].parameters
         on_host = self.planned.shards[shard].activations == "offload"
         parameters = {name: self.state.parameters[name] for name in names}
-        return SavedByName(parameters, store_of(self.device) if on_host else None).saving()
+        return SavedByName(parameters, self._store if on_host else None).saving()
 
     def _backward(self, shard: int, *, is_last: bool) -> None:
         step, division = self._under_way, self._recorded.division
