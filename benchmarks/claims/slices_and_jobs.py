@@ -46,6 +46,16 @@ def jobs(parts: Mapping[str, Mapping[str, float]]) -> Claims:
     return claims
 
 
+def jobs_runtime(times: Mapping[str, float], simulated_s: float, closed_form: float) -> Claims:
+    """Six models on two ranks, seconds by form: the makespan of the jobs within 10% of the simulated one, and shorter
+    than one after another on two stages without microbatches by at least 0.85 of the gain that the closed form says."""
+    claims, nothing = Claims(), float("nan")
+    makespan, stages = times.get("jobs", nothing), times.get("two stages, no microbatches", nothing)
+    claims.at_most("makespan, off the simulated one by", abs(makespan / simulated_s - 1), 0.10)
+    claims.at_least("gain over two stages, of the closed form's", stages / makespan / closed_form, 0.85)
+    return claims
+
+
 def slice_lengths(rows: Mapping[str, Mapping[str, float | None]]) -> Claims:
     """Of each table: the search's processor time, at most 10 s; the step over that of the best equal lengths, and over
     that of TeraPipe's planner where it was asked, at most 1."""

@@ -1,28 +1,28 @@
 """`shardwright jobs`: many models on few devices, cut into shards that share the devices."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from shardwright.api import capture
-from shardwright.commands.model_file import load_data, load_model
+from shardwright.commands.jobs_given import given_jobs
+from shardwright.commands.jobs_run import launch, result_view, run_result, to_document
 from shardwright.commands.output import JsonOption, print_json, print_view, require_folder
 from shardwright.commands.plan import load_cluster
 from shardwright.commands.progress import DelayedProgress
-from shardwright.core.errors import PlanError, ShardwrightError
-from shardwright.core.jobs.job import Job
-from shardwright.core.jobs.jobs_file import JobRow, read_jobs
+from shardwright.core.jobs.jobs_file import read_jobs
 from shardwright.core.jobs.jobs_plan import JobsPlan
 from shardwright.core.jobs.planning import DEFAULT_POLICY, plan_jobs
-from shardwright.core.model.graph import Graph
 
-jobs_app = typer.Typer(no_args_is_help=True, help="Many models on few devices: plan them together, show a plan.")
+jobs_app = typer.Typer(
+    no_args_is_help=True, help="Many models on few devices: plan them together, show a plan, train them."
+)
+JobsArgument = Annotated[Path, typer.Argument(metavar="JOBS.toml", help="A list of jobs.", show_default=False)]
 
 
 @jobs_app.command("plan")
 def jobs_plan_command(
-    jobs: Annotated[Path, typer.Argument(metavar="JOBS.toml", help="A list of jobs.", show_default=False)],
+    jobs: JobsArgument,
     cluster: Annotated[
         str,
         typer.Option(
@@ -61,10 +61,10 @@ def jobs_plan_command(
     devices = load_cluster(cluster, devices_per_node=devices_per_node)
     rows = read_jobs(jobs)
     with DelayedProgress() as bar:
-        given = _jobs_of(rows, bar)
+        given = given_jobs(rows, bar)
         bar.stage("cutting")
         plan = plan_jobs(
-            given, devices, budget_bytes=budget_bytes, host_memory_bytes=host_memory_bytes, policy=policy,
+            given.jobs, devices, budget_bytes=budget_bytes, host_memory_bytes=host_memory_bytes, policy=policy,
             double_buffering=double_buffering,
         )  # fmt: skip
     if output is not None:
@@ -96,23 +96,37 @@ def jobs_show_command(
     print_view(*(() if note is None else (note,)), jobs_view(loaded))
 
 
-def _jobs_of(rows: tuple[JobRow, ...], bar: DelayedProgress) -> list[Job]:
-    """The jobs of a file. A model that several of them train is captured once."""
-    captured: dict[tuple[str, str | None], Graph] = {}
-    data: dict[str | None, Any] = {None: None}
-    found = []
-    for row in rows:
-        key = row.model, row.loss
-        try:
-            if key not in captured:
-                bar.stage(f"capturing {row.model}")
-                given = load_model(row.model, row.loss)
-                captured[key] = capture(given.model, given.sample, given.loss)
-            if row.data not in data and row.data is not None:
-                data[row.data] = load_data(row.data)
-        except ShardwrightError as error:
-            raise type(error)(f"job {row.name!r}: {error}") from error
-        found.append(Job(model=captured[key], data=data[row.data], **row.beside_model))
-    if not found:
-        raise PlanError("there are no jobs: give at least one")
-    return found
+@jobs_app.command("run")
+def jobs_run_command(
+    jobs: JobsArgument,
+    plan: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PLAN.json",
+            help="The plan of the jobs; default: they are planned for one device of this machine's kind.",
+            show_default=False,
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the random numbers of every job.")] = 0,
+    json: JsonOption = False,
+) -> None:
+    """Train a list of jobs of PyTorch, one process for each device of the plan; each job with an output is saved."""
+    rows = read_jobs(jobs)
+    chosen = None if plan is None else JobsPlan.load(plan)
+    if chosen is not None and chosen.devices > 1 and (code := launch(chosen.devices)) is not None:
+        raise typer.Exit(code)
+    with DelayedProgress() as bar:
+        given = given_jobs(rows, bar, apart=True)
+        if chosen is None:
+            bar.stage("cutting")
+            chosen = plan_jobs(given.jobs, load_cluster("cpu"))
+        bar.stage("training")
+        result, is_first = run_result(chosen, given, seed)
+    if not is_first:
+        return
+    if json:
+        print_json(to_document(result))
+    else:
+        print_view(result_view(chosen, result))
+    if any(own.failure for own in result.jobs.values()):
+        raise typer.Exit(1)

@@ -87,6 +87,14 @@ def load_data(target: str) -> Any:
     return returned
 
 
+def load_function(target: str, what: str) -> Callable[..., Any]:
+    """The function that ``target``, FILE.py:FUNCTION, names; ``what`` it is, for errors. Raises CaptureError for a
+    missing file or function (with the nearest)."""
+    path, name = _parts(target, what)
+    with redirect_stdout(sys.stderr):
+        return _function(_run_file(path), path, name)
+
+
 def _parts(target: str, what: str) -> tuple[Path, str]:
     """The file and the name in it. Raises CaptureError, with ``what`` was expected, for anything else."""
     file, colon, name = target.rpartition(":")

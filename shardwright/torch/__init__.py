@@ -30,8 +30,10 @@ from shardwright import (  # noqa: E402
 from shardwright.backends.torch.capture.own_checkpoints import set_activation_checkpointing  # noqa: E402
 from shardwright.backends.torch.capture.tensor_parallel_marks import set_tensor_parallelism, tensor_parallelism  # noqa: E402
 from shardwright.backends.torch.data_parallel.row_gradients import reduce_gradient  # noqa: E402
-from shardwright.backends.torch.jobs.run_jobs import JobResult, JobsResult, JobTraining, run_jobs  # noqa: E402
+from shardwright.backends.torch.jobs.run_jobs import run_jobs  # noqa: E402
+from shardwright.backends.torch.jobs.training import JobTraining  # noqa: E402
 from shardwright.backends.torch.tensor_parallel.registry import tp_register, tp_register_with_module  # noqa: E402
+from shardwright.core.jobs.results import JobResult, JobsResult  # noqa: E402
 from shardwright.core.schedule.measured_costs import measured_costs  # noqa: E402
 from shardwright.core.schedule.passes import split_backward  # noqa: E402
 from shardwright.torch.activation_checkpoints import checkpoint, checkpoint_sequential  # noqa: E402

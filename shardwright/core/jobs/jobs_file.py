@@ -6,12 +6,13 @@ model = "models.py:gpt2"
 steps = 1000
 batch = 8
 clip_norm = 1.0
+learning_rate = 1e-3
 data = "data.py:batches"
 output = "runs/lr-1e-3"
 """
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -23,7 +24,8 @@ from shardwright.core.values.text_files import path_of
 
 
 class JobRow(BaseModel):
-    """One job of a file: the arguments of `Job`, with files and functions in place of model and data."""
+    """One job of a file: the arguments of `Job`, with files and functions in place of model and data, and what `jobs
+    run` takes beside."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -39,11 +41,16 @@ class JobRow(BaseModel):
     gradient_precision: str | None = None
     data: str | None = None
     output: str | None = None
+    learning_rate: float | None = None
+    reduction: Literal["mean"] | None = None
+    """What the loss is over samples, where a batch has several microbatches."""
+    training: str | None = None
+    """A function of the model that returns its optimizer, or a tuple of that and its learning-rate schedules."""
 
     @property
     def beside_model(self) -> dict[str, Any]:
         """The arguments of `Job` without model and data."""
-        return self.model_dump(exclude={"model", "loss", "data"})
+        return self.model_dump(exclude={"model", "loss", "data", "learning_rate", "reduction", "training"})
 
 
 class _File(BaseModel):
@@ -80,5 +87,5 @@ def read_jobs(path: str | Path) -> tuple[JobRow, ...]:
 
 def _seen_from(folder: Path, job: JobRow) -> dict[str, str]:
     """The files of a job's functions, as seen from the folder of the file that names them."""
-    named = {field: getattr(job, field) for field in ("model", "loss", "data")}
+    named = {field: getattr(job, field) for field in ("model", "loss", "data", "training")}
     return {field: str(folder / target) for field, target in named.items() if target is not None}

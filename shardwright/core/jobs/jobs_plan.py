@@ -7,7 +7,7 @@ from typing import Any
 
 from shardwright.core.cluster.cluster import Cluster
 from shardwright.core.jobs.finish import Simulated, simulated
-from shardwright.core.jobs.shard_pass import AloneRun, ShardPass, alone
+from shardwright.core.jobs.shard_pass import AloneRun, ShardPass, alone, kept_within
 from shardwright.core.out_of_core.blocks import Label
 from shardwright.core.plan.decision import OptimizerName
 from shardwright.core.tables.memory import Precision, SumPrecision
@@ -107,6 +107,21 @@ class PlannedJob:
         return microbatches * sum(s.activations_bytes for s in self.shards[:-1] if s.activations == "keep")
 
     @property
+    def bytes_beside_kept(self) -> int:
+        """The most bytes that a device holds for a pass of the job, beside activations that are kept there, the pass's
+        own among them, and without the buffer for the next pass."""
+        microbatches, last = self.batch // self.microbatch, len(self.shards) - 1
+        return max(
+            own.device_bytes
+            - (
+                kept_within(own.kind, self.shards[own.shard].activations_bytes, microbatches)
+                if own.shard < last and self.shards[own.shard].activations == "keep"
+                else 0
+            )
+            for own in self.passes
+        )
+
+    @property
     def run_s(self) -> float:
         """Seconds that a step computes."""
         return sum(own.run_s for own in self.passes)
@@ -164,7 +179,7 @@ class JobsPlan:
     def device_bytes(self) -> int:
         """The most bytes that any device holds, with the buffer and the activations that are kept there."""
         kept = sum(job.kept_bytes for job in self.jobs)
-        return max(job.device_bytes for job in self.jobs) + self.buffer_bytes + kept
+        return max(job.bytes_beside_kept for job in self.jobs) + self.buffer_bytes + kept
 
     @property
     def host_bytes(self) -> int:

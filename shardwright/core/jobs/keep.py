@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from shardwright.core.jobs.cut import Cut
+from shardwright.core.jobs.shard_pass import kept_within
 from shardwright.core.jobs.shard_tables import ShardTables
 
 
@@ -18,8 +19,10 @@ def keeping(tables: Sequence[ShardTables], cuts: Sequence[Cut], room_bytes: int,
         for shard, (a, b) in enumerate(cut.ends(own.units)[:-1]):
             now, kept = own.passes(a, b, cut.labels[shard]), own.passes(a, b, "keep")
             saved = sum(each.seconds(beside=beside) for each in now) - sum(each.seconds(beside=beside) for each in kept)
-            more = max(each.device_bytes for each in kept) - max(each.device_bytes for each in now)
-            needs = own.activations_bytes(a, b) * own.microbatches + max(0, more)
+            size = own.activations_bytes(a, b)
+            apart = max(each.device_bytes - kept_within(each.kind, size, own.microbatches) for each in kept)
+            more = apart - max(each.device_bytes for each in now)
+            needs = size * own.microbatches + max(0, more)
             if saved > 0 and needs <= room_bytes:
                 gains.append((-saved / max(1, needs), number, shard, needs))
     labels = [list(cut.labels) for cut in cuts]

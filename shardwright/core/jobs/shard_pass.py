@@ -41,6 +41,12 @@ class ShardPass:
         return self.in_s + self.out_s
 
 
+def kept_within(kind: PassKind, activations_bytes: int, microbatches: int) -> int:
+    """Bytes of activations which stay on the device that a pass of their own shard counts among its own: a forward
+    those of all microbatches, which it makes, a backward those of the microbatch that it is at."""
+    return {"forward": microbatches, "backward": 1}.get(kind, 0) * activations_bytes
+
+
 @dataclass(frozen=True, slots=True)
 class AloneRun:
     """Passes of one job, run one after another on one device with double buffering."""

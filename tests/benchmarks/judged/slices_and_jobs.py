@@ -45,6 +45,16 @@ JUDGED: Judged = {
             lambda: claims.large_job(LARGE_JOB | {"planning_s": 61.0}),
         ],
     ),
+    "jobs_runtime": (
+        lambda: claims.jobs_runtime({"jobs": 10.0, "two stages, no microbatches": 14.0}, 10.5, 1.6),
+        [
+            lambda: claims.jobs_runtime({"jobs": 10.0, "two stages, no microbatches": 14.0}, 8.9, 1.6),
+            lambda: claims.jobs_runtime({"jobs": 10.0, "two stages, no microbatches": 14.0}, NAN, 1.6),
+            lambda: claims.jobs_runtime({"jobs": 10.0, "two stages, no microbatches": 13.0}, 10.0, 1.6),
+            lambda: claims.jobs_runtime({"jobs": 10.0}, 10.0, 1.6),
+            lambda: claims.jobs_runtime({}, 10.0, 1.6),
+        ],
+    ),
     "slice_lengths": (
         lambda: claims.slice_lengths({"a": {"search": 0.3, "uniform": 0.9, "peer": 1.0}}),
         [

@@ -1,15 +1,21 @@
 """One job in one process: the passes of its plan, shard by shard, as the unsplit model trains."""
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from shardwright.backends.torch.jobs.host_state import HostState
+from shardwright.backends.torch.jobs.host_tensors import HostTensors, OwnTensors
 from shardwright.backends.torch.jobs.saved_by_name import SavedByName
+from shardwright.backends.torch.machine.digests import digest_of
+from shardwright.backends.torch.machine.host_store import store_of
 from shardwright.backends.torch.machine.watchdog import Watchdog
 from shardwright.backends.torch.memory.module_attributes import Attributes
 from shardwright.backends.torch.memory.offload import Offload
@@ -22,7 +28,14 @@ from shardwright.backends.torch.program.randomness import Streams, kept_generato
 from shardwright.backends.torch.program.stages import Division, Edge, divide
 from shardwright.backends.torch.program.step_recorder import StepRecorder, record
 from shardwright.backends.torch.state.ownership import Ownership
-from shardwright.core.errors import LossError, MissingCapabilityError, PlanError, UnrecordableError
+from shardwright.core.errors import (
+    DisagreementError,
+    LossError,
+    MissingCapabilityError,
+    NonFiniteError,
+    PlanError,
+    UnrecordableError,
+)
 from shardwright.core.jobs.jobs_plan import PlannedJob
 from shardwright.core.jobs.shard_pass import ShardPass
 from shardwright.core.model.fold import fold
@@ -35,21 +48,26 @@ Body = Callable[["JobRun", list[torch.Tensor]], Any]
 
 @dataclass(slots=True)
 class _Step:
-    """A step under way: its microbatches, the values between shards on the host, and what passes left."""
+    """A step under way, as this process knows it beside what is on the host."""
 
     number: int
     microbatches: list[list[torch.Tensor]]
-    values: dict[tuple[int, int], list[torch.Tensor]] = field(default_factory=dict)
-    """Values, and in the backward their gradients, by edge and microbatch."""
-    gradients: dict[tuple[int, int], list[torch.Tensor]] = field(default_factory=dict)
     kept: dict[tuple[int, int], Kept] = field(default_factory=dict)
     """What forwards left for backwards, by shard and microbatch."""
-    before: dict[tuple[int, int], dict[str, torch.Tensor]] = field(default_factory=dict)
-    """Buffers as a forward found them that runs again."""
     attributes: dict[tuple[int, int], Attributes] = field(default_factory=dict)
-    out: StepValues = field(default_factory=StepValues)
-    scale: float = 1.0
-    """What clipping makes of gradients."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Recorded:
+    """The body recorded for microbatches of some shapes, cut into shards."""
+
+    division: Division
+    replays: list[Replay]
+    streams: Streams
+    shapes: int
+    """A digest of the shapes."""
+    digest: int
+    """A digest of what shards exchange and hold."""
 
 
 class JobRun:
@@ -59,10 +77,13 @@ class JobRun:
         planned: the job's part of a plan of jobs.
         graph: the captured model that the plan is of.
         body: the body of a step for one microbatch.
+        schedulers: the learning-rate schedules of the optimizer, which go on by one behind every step.
+        host: where the job's tensors are on the host; None: in this process's memory alone.
 
     Raises:
         PlanError: the plan is of another model.
-        MissingCapabilityError: another precision than fp32, or as `HostState`.
+        MissingCapabilityError: another precision than fp32, activations that a plan for several processes keeps, or as
+            `HostState`.
     """
 
     def __init__(
@@ -74,6 +95,8 @@ class JobRun:
         body: Body,
         device: torch.device | None = None,
         seed: int = 0,
+        schedulers: Sequence[LRScheduler] = (),
+        host: HostTensors | None = None,
     ) -> None:
         if planned.precision != "fp32":
             raise MissingCapabilityError(
@@ -85,7 +108,14 @@ class JobRun:
             raise PlanError(f"job {planned.name!r} is planned for another model than {graph.model_name}: plan it again")
         self.planned, self.model, self.body, self.seed = planned, model, body, seed
         self.device = device or torch.device("cpu")
+        self._store = store_of(self.device)
+        self.host = host or OwnTensors(self._store)
         self.shards = len(planned.shards)
+        if self.host.is_shared and any(shard.activations != "recompute" for shard in planned.shards[:-1]):
+            raise MissingCapabilityError(
+                f"job {planned.name!r} keeps activations between passes, which other processes do not have: plan the "
+                f"jobs for the devices that they run on"
+            )
         shard_of = [n for n, shard in enumerate(planned.shards) for _ in range(shard.first_unit, shard.end_unit)]
         self._calls = {(c.path, c.occurrence): shard_of[unit.index] for unit in folded.units for c in unit.calls}
         self._parameter_shards: dict[str, list[int]] = {}
@@ -94,16 +124,21 @@ class JobRun:
                 held = self._parameter_shards.setdefault(graph.parameters[number].name, [])
                 held += [shard_of[unit.index]] if shard_of[unit.index] not in held else []
         self._ownership, self._watchdog = Ownership(model, 0), Watchdog(f"job {planned.name}", 60.0)
-        self.state = HostState(model, optimizer, self.device)
+        self.state = HostState(model, optimizer, self.device, self.host)
+        self._schedulers, self._scheduled = _require_schedulers(planned.name, schedulers), 0
         self._recorder: StepRecorder | None = None
-        self._programs: dict[Any, tuple[Division, list[Replay], Streams]] = {}
+        self._programs: dict[Any, _Recorded] = {}
         self._step: _Step | None = None
-        self.steps_run = 0
 
     @property
     def waits(self) -> bool:
         """Whether updates wait until the gradients of all shards are there."""
         return bool(self.planned.waiting.reason)
+
+    @property
+    def steps_run(self) -> int:
+        """The steps that have ended, in whichever process."""
+        return int(self.host.noted("steps", 0))
 
     def backward(self, loss: Any, weight: Any = None, reduction: str | None = None) -> None:
         """Called by the body with its loss."""
@@ -120,12 +155,48 @@ class JobRun:
             self.run(own)
         return self.finish()
 
+    def prepare(self, batch: Sequence[torch.Tensor]) -> None:
+        """Record the body for batches like this one, ahead of the first. Raises as `begin`."""
+        microbatches = self._microbatches(batch)
+        self._record(microbatches[0], len(microbatches))
+
     def begin(self, batch: Sequence[torch.Tensor]) -> None:
         """Begin a step on a batch, whose tensors have its samples in dim 0.
 
         Raises PlanError for another number of samples than planned, UnrecordableError for a body that cannot be
         recorded, LossError for several microbatches whose loss says nothing of its relation to them.
         """
+        self._microbatches(batch)
+        if self.host.is_shared:
+            self.host.note("tensors", len(batch))
+            batch = [self.host.put(f"batch:{n}", tensor) for n, tensor in enumerate(batch)]
+        self.host.note("losses", {})
+        self.host.note("begun", self.steps_run)
+        self.host.drop_all("gradient:")
+        self._take_up_step(batch)
+
+    def take_up(self) -> None:
+        """Take up what other processes have done of the job since this one ran a pass of it."""
+        self.state.take_up(self.host.read())
+        number = self.host.noted("begun")
+        if self.host.is_shared and number is not None and (self._step is None or self._step.number != number):
+            self._take_up_step([self.host.get(f"batch:{n}") for n in range(self.host.noted("tensors"))])
+
+    def _take_up_step(self, batch: Sequence[torch.Tensor]) -> None:
+        number = self.host.noted("begun")
+        self._go_on_to(number)
+        self.state.begin_step()
+        self._step = _Step(number, self._microbatches(batch))
+        self._recorded = self._record(self._step.microbatches[0], len(self._step.microbatches))
+        known = f"division:{self._recorded.shapes}"
+        if self.host.noted(known, self._recorded.digest) != self._recorded.digest:
+            raise DisagreementError(
+                f"job {self.planned.name!r}: the step of this process does other things than that of another one: all "
+                f"run the same code on the same models"
+            )
+        self.host.note(known, self._recorded.digest)
+
+    def _microbatches(self, batch: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
         for tensor in batch:
             if tensor.dim() == 0 or len(tensor) != self.planned.batch:
                 raise PlanError(
@@ -133,16 +204,38 @@ class JobRun:
                     f"has the shape {tuple(tensor.shape)}"
                 )
         columns = [tensor.split(self.planned.microbatch) for tensor in batch]
-        self._step = _Step(self.steps_run, [list(row) for row in zip(*columns, strict=True)])
-        self.state.begin_step()
-        self._programs_of(self._step)
+        return [list(row) for row in zip(*columns, strict=True)]
+
+    def _go_on_to(self, step: int) -> None:
+        """Let learning-rate schedules go on to a step."""
+        with warnings.catch_warnings():  # of schedules that go on before this process updates anything
+            warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step", category=UserWarning)
+            for _ in range(self._scheduled, step):
+                for scheduler in self._schedulers:
+                    scheduler.step()
+        self._scheduled = max(self._scheduled, step)
 
     def finish(self) -> list[float]:
         """End a step all of whose passes have run; the loss of every microbatch."""
-        step, self._step = self._under_way, None
-        self.steps_run += 1
-        count = len(step.microbatches)
-        return [float(loss) for _, loss in step.out.losses[-count * len(self._division.program.losses) :]]
+        count, losses = len(self._under_way.microbatches), self.host.noted("losses")
+        self._step = None
+        self.host.note("steps", self.steps_run + 1)
+        self.host.note("begun", None)
+        if not self.host.is_shared:
+            self.host.drop_all("value:")
+        wanted = range(len(self._recorded.division.program.losses))
+        return [losses[f"{mb}.{number}"] for mb in range(count) for number in wanted]
+
+    def close(self) -> None:
+        """End the job, after its last step or a failure: the model and the optimizer are on the host, and schedules are
+        where they would be."""
+        self._step = None
+        for kind in ("gradient:", "value:", "back:", "before:", "batch:"):
+            self.host.drop_all(kind)
+        self._go_on_to(self.steps_run)
+        for own in self._programs.values():
+            own.streams.close()
+        self._programs.clear()
 
     @property
     def _under_way(self) -> _Step:
@@ -153,16 +246,18 @@ class JobRun:
     # Passes ----------------------------------------------------------------------------------------------------------
 
     def run(self, own: ShardPass) -> None:
-        """One pass: its shard is copied to the device, runs on all microbatches, and what has changed goes back."""
-        part = self._division.parts[own.shard]
+        """One pass: its shard is copied to the device, runs on all microbatches, and what has changed goes back.
+
+        Raises NonFiniteError for a loss that is not finite, before anything is updated from it."""
+        part, streams = self._recorded.division.parts[own.shard], self._recorded.streams
         names = (*sorted(part.parameters), *sorted(part.buffers))
         if own.kind == "update":
             return self._update(own.shard)
         self.state.load(names)
         changed: set[str] = set()
         try:
-            with kept_generators(self._streams.active, self.device):
-                self._streams.enabled = self._streams.active
+            with kept_generators(streams.active, self.device):
+                streams.enabled = streams.active
                 if own.kind == "forward":
                     self._forward(own.shard)
                 else:
@@ -171,7 +266,7 @@ class JobRun:
             if own.kind != "forward":
                 changed |= self._send_or_update(own.shard)
         finally:
-            self._streams.enabled = False
+            streams.enabled = False
             self.state.leave(names, changed)
 
     def _forward(self, shard: int) -> None:
@@ -181,80 +276,123 @@ class JobRun:
                 with self._saving(shard):
                     step.kept[shard, mb] = self._replayed(shard, mb, grad=True)
                 continue
-            buffers = self._division.parts[shard].buffers
+            buffers = self._recorded.division.parts[shard].buffers
             found = {name: self.state.buffers[name].clone() for name in buffers}
-            attributes = Attributes(self.model)
-            self._replayed(shard, mb, grad=False)
-            attributes.keep_written()
-            step.attributes[shard, mb] = attributes
-            step.before[shard, mb] = {
-                name: self.state.store.kept(before)
-                for name, before in found.items()
-                if not torch.equal(before, self.state.buffers[name])
-            }
+            with self._attributes_of(shard, mb):
+                self._replayed(shard, mb, grad=False)
+            for name, before in found.items():
+                if not torch.equal(before, self.state.buffers[name]):
+                    self.host.put(f"before:{shard}.{mb}.{name}", before)
+
+    @contextmanager
+    def _attributes_of(self, shard: int, mb: int) -> Iterator[None]:
+        """Remember the Python values that a forward in here changes. Raises MissingCapabilityError where other
+        processes would not see them."""
+        attributes = Attributes(self.model)
+        yield
+        attributes.keep_written()
+        if self.host.is_shared and attributes.places:
+            path, name = attributes.places[0]
+            raise MissingCapabilityError(
+                f"job {self.planned.name!r}: the forward of {path or 'the model'} writes its attribute {name!r}, which "
+                f"other processes that run it do not see: make it a buffer, or plan the jobs for one device"
+            )
+        self._under_way.attributes[shard, mb] = attributes
 
     def _saving(self, shard: int) -> AbstractContextManager[None]:
-        names = self._division.parts[shard].parameters
+        names = self._recorded.division.parts[shard].parameters
         on_host = self.planned.shards[shard].activations == "offload"
         parameters = {name: self.state.parameters[name] for name in names}
-        return SavedByName(parameters, self.state.store if on_host else None).saving()
+        return SavedByName(parameters, self._store if on_host else None).saving()
 
     def _backward(self, shard: int, *, is_last: bool) -> None:
-        step, division = self._under_way, self._division
+        step, division = self._under_way, self._recorded.division
         self.state.load_gradients(n for n in division.parts[shard].parameters if self._updates(n) == shard)
-        replay, scale = self._replays[shard], 1.0 / len(step.microbatches)
+        replay, scale = self._recorded.replays[shard], 1.0 / len(step.microbatches)
         for mb in range(len(step.microbatches)):
             kept = step.kept.pop((shard, mb), None)
             if kept is None:
-                kept = self._replayed(shard, mb, grad=True) if is_last else self._again(shard, mb)
-            came = [[_on(g, self.device) for g in step.gradients.pop((e.index, mb))] for e in replay.taken_back]
-            self._streams.begin(step.number, mb, recomputing=True)
+                kept = self._fused(shard, mb) if is_last else self._again(shard, mb)
+            came = [
+                [self.host.taken(f"back:{e.index}.{mb}.{n}", self.device) for n in range(len(e.gradients))]
+                for e in replay.taken_back
+            ]
+            self._recorded.streams.begin(step.number, mb, recomputing=True)
 
             def depart(edge: Edge, tensors: list[torch.Tensor], mb: int = mb) -> None:
-                step.gradients[edge.index, mb] = [self.state.store.kept(tensor) for tensor in tensors]
+                for n, tensor in enumerate(tensors):
+                    self.host.put(f"back:{edge.index}.{mb}.{n}", tensor)
 
             replay.backward(kept, came, depart, [scale] * len(division.program.losses))
+
+    def _fused(self, shard: int, mb: int) -> Kept:
+        if not self.host.is_shared:
+            return self._replayed(shard, mb, grad=True)
+        with self._attributes_of(shard, mb):
+            return self._replayed(shard, mb, grad=True)
 
     def _again(self, shard: int, mb: int) -> Kept:
         """The forward once more, for the backward behind it: with the buffers and attributes that it found at first,
         and those that are there now left as they are."""
-        step = self._under_way
-        before, found = step.before.pop((shard, mb)), step.attributes.pop((shard, mb))
-        now = {name: self.state.buffers[name].data for name in before}
-        held = Attributes(self.model, found.places)
-        found.restore()
-        for name, tensor in before.items():
-            self.state.buffers[name].data = _on(tensor, self.device)
+        buffers = self._recorded.division.parts[shard].buffers
+        keys = {name: f"before:{shard}.{mb}.{name}" for name in sorted(buffers)}
+        keys = {name: key for name, key in keys.items() if self.host.has(key)}
+        found = self._under_way.attributes.pop((shard, mb), None)
+        now = {name: self.state.buffers[name].data for name in keys}
+        held = Attributes(self.model, () if found is None else found.places)
+        if found is not None:
+            found.restore()
+        for name, key in keys.items():
+            self.state.buffers[name].data = self.host.taken(key, self.device)
         try:
-            return self._replayed(shard, mb, grad=True)
+            return self._replayed(shard, mb, grad=True, is_again=True)
         finally:
             held.restore()
             for name, tensor in now.items():
                 self.state.buffers[name].data = tensor
 
-    def _replayed(self, shard: int, mb: int, *, grad: bool) -> Kept:
-        step, replay = self._under_way, self._replays[shard]
-        self._streams.begin(step.number, mb)
-        came = [[_on(t, self.device) for t in step.values[e.index, mb]] for e in replay.part.receives]
+    def _replayed(self, shard: int, mb: int, *, grad: bool, is_again: bool = False) -> Kept:
+        """The forward of a microbatch; ``is_again``: its values are on the host already."""
+        step, replay = self._under_way, self._recorded.replays[shard]
+        self._recorded.streams.begin(step.number, mb)
+        came = [
+            [self.host.copied(f"value:{e.index}.{mb}.{n}", self.device) for n in range(len(e.values))]
+            for e in replay.part.receives
+        ]
 
         def depart(edge: Edge, tensors: list[torch.Tensor]) -> None:
-            step.values[edge.index, mb] = [self.state.store.kept(tensor) for tensor in tensors]
+            for n, tensor in enumerate(tensors if not is_again else ()):
+                self.host.put(f"value:{edge.index}.{mb}.{n}", tensor)
 
         given = [tensor.to(self.device) for tensor in step.microbatches[mb]]
+        out = StepValues()
         with torch.enable_grad() if grad else torch.no_grad():
-            return replay.forward(mb, given, came, depart, step.out, grad)
+            kept = replay.forward(mb, given, came, depart, out, grad)
+        if not is_again:
+            self._note_losses(replay.part.losses, mb, [float(loss) for _, loss in out.losses])
+        return kept
+
+    def _note_losses(self, numbers: Sequence[int], mb: int, losses: Sequence[float]) -> None:
+        """Note the losses of a microbatch that a shard computes. Raises NonFiniteError for one that is not finite."""
+        if not losses:
+            return
+        if not all(map(math.isfinite, losses)):
+            said = ", ".join(f"{loss:g}" for loss in losses)
+            raise NonFiniteError(f"a loss is not finite ({said}, of microbatch {mb})")
+        own = {f"{mb}.{number}": loss for number, loss in zip(numbers, losses, strict=True)}
+        self.host.note("losses", self.host.noted("losses") | own)
 
     # Updates ---------------------------------------------------------------------------------------------------------
 
     def _updates(self, name: str) -> int:
         """The shard that updates a parameter: the first one that uses it, whose backward is the last."""
-        return min(n for n, part in enumerate(self._division.parts) if name in part.parameters)
+        return min(n for n, part in enumerate(self._recorded.division.parts) if name in part.parameters)
 
     def _send_or_update(self, shard: int) -> set[str]:
         """What becomes of a shard's gradients behind its backward; returns the parameters that have changed."""
-        names = self._division.parts[shard].parameters
+        names = self._recorded.division.parts[shard].parameters
         mine = {name for name in names if self._updates(name) == shard}
-        self.state.send_gradients(names if self.waits else names - mine)
+        self.state.send_gradients(sorted(names if self.waits else names - mine))
         if self.waits:
             return set()
         self.state.update(sorted(mine))
@@ -262,48 +400,66 @@ class JobRun:
 
     def _update(self, shard: int) -> None:
         """A pass that updates a shard, once all gradients are there."""
-        mine = sorted(n for n in self._division.parts[shard].parameters if self._updates(n) == shard)
+        mine = sorted(n for n in self._recorded.division.parts[shard].parameters if self._updates(n) == shard)
         is_first = shard == max(own.shard for own in self.planned.passes if own.kind == "update")
         if is_first and self.planned.clip_norm is not None:
-            self._under_way.scale = min(1.0, self.planned.clip_norm / (float(self.state.norm()) + 1e-6))
+            self.host.note("scale", min(1.0, self.planned.clip_norm / (float(self.state.norm()) + 1e-6)))
         self.state.load(mine)
         self.state.load_gradients(mine)
         for name in mine:
             if (gradient := self.state.parameters[name].grad) is not None:
-                gradient.mul_(self._under_way.scale)
+                gradient.mul_(self.host.noted("scale", 1.0))
         self.state.update(mine)
         self.state.leave(mine, mine)
 
     # Recording -------------------------------------------------------------------------------------------------------
 
-    def _programs_of(self, step: _Step) -> None:
+    def _record(self, inputs: list[torch.Tensor], microbatches: int) -> _Recorded:
         """The recording of the body for microbatches of these shapes."""
-        inputs = step.microbatches[0]
         key = tuple((tuple(tensor.shape), tensor.dtype) for tensor in inputs)
         known = self._programs.get(key)
-        if known is None or not known[0].program.python.hold():
-            if known is not None:
-                known[2].close()
+        if known is not None and known.division.program.python.hold():
+            return known
+        if known is not None:
+            known.streams.close()
+        try:
             program, _ = record(self.model, self._calls, self.device, self._heard, inputs, self._listen_to)
+        finally:
             self._recorder = None
-            _require_runnable(self.planned.name, program, len(step.microbatches))
-            division = divide(program, self._calls, self._parameter_shards, self.shards)
-            modules = self._ownership.modules
-            streams = Streams([program], modules, self.seed, self.device)
-            nothing: Mapping[Any, Any] = {}
-            means = Means(
-                modules, streams, self.device, Recompute(nothing, modules, streams),
-                Offload(frozenset(), self.device), self._watchdog, Residency(self._ownership, self._watchdog),
-            )  # fmt: skip
-            replays = [Replay(division, shard, means, f"shard {shard}") for shard in range(self.shards)]
-            self._programs[key] = division, replays, streams
-        self._division, self._replays, self._streams = self._programs[key]
+        _require_runnable(self.planned.name, program, microbatches)
+        division = divide(program, self._calls, self._parameter_shards, self.shards)
+        modules = self._ownership.modules
+        streams = Streams([program], modules, self.seed, self.device)
+        nothing: Mapping[Any, Any] = {}
+        means = Means(
+            modules, streams, self.device, Recompute(nothing, modules, streams),
+            Offload(frozenset(), self.device), self._watchdog, Residency(self._ownership, self._watchdog),
+        )  # fmt: skip
+        replays = [Replay(division, shard, means, f"shard {shard}") for shard in range(self.shards)]
+        self._programs[key] = _Recorded(division, replays, streams, digest_of(repr(key)), _digest(division))
+        return self._programs[key]
 
     def _heard(self, inputs: list[torch.Tensor]) -> Any:
         return self.body(self, inputs)
 
     def _listen_to(self, recorder: StepRecorder) -> None:
         self._recorder = recorder
+
+
+def _digest(division: Division) -> int:
+    held = [(sorted(part.parameters), sorted(part.buffers), part.losses) for part in division.parts]
+    return digest_of(repr(division.edges), repr(held))
+
+
+def _require_schedulers(name: str, schedulers: Sequence[LRScheduler]) -> tuple[LRScheduler, ...]:
+    """Raise PlanError for what is no learning-rate schedule that goes on by itself."""
+    for one in schedulers:
+        if not isinstance(one, LRScheduler) or isinstance(one, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            raise PlanError(
+                f"job {name!r}: {type(one).__name__} is given as a learning-rate schedule: expected schedules of "
+                f"torch.optim.lr_scheduler whose step takes nothing"
+            )
+    return tuple(schedulers)
 
 
 def _require_runnable(name: str, program: Program, microbatches: int) -> None:
@@ -320,8 +476,3 @@ def _require_runnable(name: str, program: Program, microbatches: int) -> None:
             f"job {name!r}: a step has {microbatches} microbatches, and whether its loss is a mean over samples is not "
             f"said: give run.backward(loss, reduction='mean'), or a weight of each microbatch"
         )
-
-
-def _on(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy on the device, as it lies."""
-    return torch.empty_like(tensor, device=device).copy_(tensor)

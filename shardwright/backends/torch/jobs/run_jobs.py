@@ -1,172 +1,147 @@
-"""A list of jobs on one device, in one process: whose pass runs next is the policy of their plan."""
+"""A list of jobs on the devices of their plan: whose pass runs next is the plan's policy."""
 
-import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
-from torch import nn
 
-from shardwright.backends.torch.jobs.job_run import Body, JobRun
-from shardwright.core.errors import MissingCapabilityError, PlanError, few
-from shardwright.core.jobs.jobs_plan import JobsPlan, PlannedJob
-from shardwright.core.jobs.policies import OPTIMUM, queue_of
-from shardwright.core.jobs.units import Unit
-from shardwright.core.model.graph import Graph
-from shardwright.core.schedule.timeline import Span, Timeline
+from shardwright.backends.torch.jobs.saved_job import require_output
+from shardwright.backends.torch.jobs.shared_run import SharedRun, ranks_of_launch
+from shardwright.backends.torch.jobs.training import JobTraining, RunningJob
+from shardwright.backends.torch.machine.process import choose_device, this_launch
+from shardwright.core.errors import ClusterError, MissingCapabilityError, PlanError, few
+from shardwright.core.jobs.jobs_plan import JobsPlan
+from shardwright.core.jobs.pass_order import PassOrder
+from shardwright.core.jobs.policies import OPTIMUM
+from shardwright.core.jobs.results import JobsResult
 
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class JobTraining:
-    """What a planned job trains: its model and optimizer, the body of its step, and its data.
-
-    Args:
-        graph: the captured model that the plan is of.
-        model: the model; its weights are in the host's memory from then on.
-        optimizer: made of the model's parameters.
-        step: the body of a step for one microbatch, given the job's run and the microbatch's tensors: it calls
-            ``run.model`` and gives the loss to ``run.backward(loss, weight=None, reduction=None)``.
-        data: the batches, one for every step; each is a tensor, or several, with the samples in dim 0.
-    """
-
-    graph: Graph
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    step: Body
-    data: Iterable[torch.Tensor | Sequence[torch.Tensor]]
-
-
-@dataclass(frozen=True, slots=True)
-class JobResult:
-    """What became of one job."""
-
-    losses: tuple[tuple[float, ...], ...]
-    """The loss of every microbatch of every step that has ended."""
-    failure: str
-    """Why it ended before its last step; "" where it did not."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class JobsResult:
-    """What became of a list of jobs, and when their passes ran."""
-
-    jobs: Mapping[str, JobResult]
-    timeline: Timeline[Unit]
-    """The measured times of all passes, with the copies before and behind them, as units of jobs."""
-
-
-@dataclass(slots=True)
-class _Running:
-    """A job under way."""
-
-    planned: PlannedJob
-    run: JobRun
-    batches: Iterator[Any]
-    seconds: list[float]
-    """Of each pass of a step, as planned."""
-    left_s: float
-    done: int = 0
-    """The passes that have run."""
-    losses: list[tuple[float, ...]] = field(default_factory=list)
-    failure: str = ""
-
-    @property
-    def has_ended(self) -> bool:
-        return bool(self.failure) or len(self.losses) == self.planned.steps
-
-    def advance(self) -> None:
-        """Run the next pass; a failure is noted, and ends this job alone."""
-        at = self.done % len(self.planned.passes)
-        try:
-            if at == 0:
-                self.run.begin(self._batch())
-            self.run.run(self.planned.passes[at])
-            if at + 1 == len(self.planned.passes):
-                self._end_step()
-        except Exception as error:  # whatever a user's step or data raise
-            self.failure = f"step {len(self.losses)}: {type(error).__name__}: {error}"
-        self.left_s -= self.seconds[at]
-        self.done += 1
-
-    def _batch(self) -> Sequence[torch.Tensor]:
-        try:
-            batch = next(self.batches)
-        except StopIteration:
-            raise PlanError(f"its data have ended, and it takes {self.planned.steps} steps") from None
-        tensors = (batch,) if isinstance(batch, torch.Tensor) else batch
-        if (
-            not isinstance(tensors, Sequence)
-            or not tensors
-            or not all(isinstance(each, torch.Tensor) for each in tensors)
-        ):
-            raise PlanError(f"a batch is a {type(batch).__name__}: expected a tensor, or a sequence of tensors")
-        return tensors
-
-    def _end_step(self) -> None:
-        losses = tuple(self.run.finish())
-        if not all(map(math.isfinite, losses)):
-            raise FloatingPointError(f"a loss is not finite ({', '.join(f'{loss:g}' for loss in losses)})")
-        self.losses.append(losses)
+TIMEOUT_S = 60.0
+"""The time in seconds that a process may give no sign of life."""
 
 
 def run_jobs(
-    plan: JobsPlan, jobs: Mapping[str, JobTraining], *, device: torch.device | None = None, seed: int = 0
+    plan: JobsPlan,
+    jobs: Mapping[str, JobTraining],
+    *,
+    device: torch.device | None = None,
+    seed: int = 0,
+    timeout_s: float = TIMEOUT_S,
 ) -> JobsResult:
-    """Train the jobs of a plan for one device, pass by pass, each as it would train alone.
+    """Train the jobs of a plan, pass by pass, each as it would train alone.
 
-    The models, optimizers and their states are left in the host's memory, trained. A job that fails, or whose loss is
-    not finite, ends there, its weights as they are then; the others go on.
+    Of a plan for several devices every device has a process, which torchrun starts, all on one host, and all call this
+    with the same jobs: the first process's weights are taken. Models, optimizers and their states are left in the
+    host's memory, trained, in every process, and the result is the same in all. A job that fails, or whose loss is not
+    finite, ends there, its weights as they are then; the others go on. A job with an output is saved there when its
+    last step has ended.
 
     Args:
         plan: the plan of the jobs.
         jobs: what each job trains, by its name in the plan.
-        device: where passes run; None: the CPU.
+        device: where passes run; None: of a plan for several devices this process's own, else the CPU.
         seed: of the random numbers of every job, and of the policy ``random``.
+        timeout_s: the time that another process may give no sign of life.
 
     Raises:
-        PlanError: the plan names other jobs, two jobs train one model or optimizer, or a plan is of another model.
-        MissingCapabilityError: a plan for several devices, or with outputs, the policy ``optimum``, or as `JobRun`.
+        PlanError: the plan names other jobs, two jobs train one model or optimizer, a plan is of another model, or an
+            output cannot be written.
+        MissingCapabilityError: the policy ``optimum``, or as `JobRun`.
+        ClusterError: another number of processes than the plan has devices, or processes on several hosts.
+        DisagreementError: the processes have different plans, seeds, models or data.
+        PeerError: another process is gone.
     """
-    _require_runnable(plan, jobs)
-    running = [_begun(own, jobs[own.name], plan, device, seed) for own in plan.jobs]
-    queue = queue_of(plan.policy, [0.0] * len(running), seed)
-    for number, job in enumerate(running):
-        queue.put(number, job.left_s)
-    spans = list[Span[Unit]]()
-    while (chosen := queue.take()) is not None:
-        job = running[chosen]
-        unit, begin_s = Unit(chosen, job.done), time.perf_counter()
-        job.advance()
-        if device is not None and device.type == "cuda":
-            torch.cuda.synchronize(device)
-        spans.append(Span(0, unit, begin_s, time.perf_counter()))
-        if not job.has_ended:
-            queue.put(chosen, job.left_s)
-    results = {job.planned.name: JobResult(tuple(job.losses), job.failure) for job in running}
-    return JobsResult(results, Timeline.measured(spans, 1, lane="device"))
+    if plan.devices == 1:
+        _require_runnable(plan, jobs)
+        return _in_one_process(plan, jobs, device, seed)
+    _require_ranks(plan)
+    device, failure = device or choose_device(this_launch()), None
+    try:
+        _require_runnable(plan, jobs)
+    except Exception as error:
+        failure = error  # which the other ranks are told
+    shared = SharedRun(plan, device, seed, timeout_s, failure)
+    try:
+        found = _over_processes(shared, jobs, device, seed)
+    except BaseException as error:
+        shared.leave(error)
+        raise
+    shared.leave()
+    return found
 
 
-def _begun(own: PlannedJob, given: JobTraining, plan: JobsPlan, device: torch.device | None, seed: int) -> _Running:
-    run = JobRun(own, given.graph, given.model, given.optimizer, given.step, device, seed)
-    seconds = [each.run_s if plan.copies_beside else each.seconds(beside=False) for each in own.passes]
-    return _Running(own, run, iter(given.data), seconds, sum(seconds) * own.steps)
+def _in_one_process(
+    plan: JobsPlan, jobs: Mapping[str, JobTraining], device: torch.device | None, seed: int
+) -> JobsResult:
+    running = [RunningJob(own, jobs[own.name], device, seed, None) for own in plan.jobs]
+    for job in running:
+        job.prepare()
+    order = PassOrder(plan, seed)
+    while (chosen := order.take(0)) is not None:
+        begin_s = time.perf_counter()
+        failure = running[chosen].advance(*order.jobs[chosen].place)
+        _synchronize(device)
+        order.end(chosen, begin_s, time.perf_counter(), failure)
+    return _result(running, order)
+
+
+def _over_processes(shared: SharedRun, jobs: Mapping[str, JobTraining], device: torch.device, seed: int) -> JobsResult:
+    running = list[RunningJob]()
+
+    def begin() -> None:
+        for own, host in zip(shared.plan.jobs, shared.hosts, strict=True):
+            running.append(RunningJob(own, jobs[own.name], device, seed, host))
+            host.tell()
+
+    if shared.rank == 0:
+        begin()
+    shared.meet("the first has put its models into the host's memory")
+    if shared.rank > 0:
+        begin()
+    for job in running:
+        job.prepare()
+    shared.meet("all are prepared")
+
+    def run(job: int, step: int, at: int) -> str:
+        failure = running[job].advance(step, at)
+        _synchronize(device)
+        return failure
+
+    shared.passes(run)
+    result = _result(running, shared.order)
+    shared.meet("all jobs have ended")
+    for host, job in zip(shared.hosts, running, strict=True):
+        host.keep_apart()
+        job.run.state.keep_apart()
+    return result
+
+
+def _result(running: Sequence[RunningJob], order: PassOrder) -> JobsResult:
+    for job in running:
+        job.end()
+    found = {job.planned.name: job.result(own.failure) for job, own in zip(running, order.jobs, strict=True)}
+    return JobsResult(found, order.timeline())
+
+
+def _synchronize(device: torch.device | None) -> None:
+    if device is not None and device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _require_ranks(plan: JobsPlan) -> None:
+    """Raise ClusterError unless there is a process for each device of a plan."""
+    ranks = ranks_of_launch()
+    if ranks != plan.devices:
+        this = "this is one process" if ranks == 1 else f"there are {ranks} processes"
+        raise ClusterError(
+            f"the jobs are planned for {plan.devices} devices, and {this}: start one for each device, with torchrun "
+            f"--nproc-per-node {plan.devices}, or plan the jobs for {ranks}"
+        )
 
 
 def _require_runnable(plan: JobsPlan, jobs: Mapping[str, JobTraining]) -> None:
-    """Raise ShardwrightError for a plan that is not run in one process, and for jobs that are not those of the plan."""
-    if plan.devices > 1:
-        raise MissingCapabilityError(
-            f"the jobs are planned for {plan.devices} devices, and this version runs them on one: plan them for one"
-        )
+    """Raise ShardwrightError for a plan that is not run, and for jobs that are not those of the plan."""
     if plan.policy == OPTIMUM:
         raise MissingCapabilityError("policy='optimum' is for simulations: take another, which the file may name")
-    if saved := [own.name for own in plan.jobs if own.output is not None]:
-        raise MissingCapabilityError(
-            f"{few([repr(name) for name in saved])} name an output, and this version saves none: leave it out, and "
-            f"save the model after the run"
-        )
     names = [own.name for own in plan.jobs]
     if wrong := sorted(set(names) ^ set(jobs)):
         raise PlanError(f"{few([repr(name) for name in wrong])}: expected what each job of the plan trains, {names}")
@@ -176,3 +151,6 @@ def _require_runnable(plan: JobsPlan, jobs: Mapping[str, JobTraining]) -> None:
             other = owners.setdefault(id(getattr(given, what)), name)
             if other != name:
                 raise PlanError(f"jobs {other!r} and {name!r} train one {what}: give each its own")
+    for own in plan.jobs:
+        if own.output is not None:
+            require_output(own.name, own.output)

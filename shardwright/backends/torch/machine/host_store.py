@@ -152,7 +152,19 @@ class MappedFile:
         return block
 
 
-_FILES: weakref.WeakSet[MappedFile] = weakref.WeakSet()
+class _Holder(Protocol):
+    """A file with storages in it."""
+
+    def holds(self, storage: torch.UntypedStorage) -> bool:
+        """Whether a storage is in the file."""
+
+
+_FILES: weakref.WeakSet[_Holder] = weakref.WeakSet()
+
+
+def count_as_file(holder: _Holder) -> None:
+    """Let storages of a file of another kind stand for storages on a host too."""
+    _FILES.add(holder)
 
 
 def is_in_file(storage: torch.UntypedStorage) -> bool:
