@@ -114,8 +114,8 @@ class DeviceMemory:
         if over > 0:
             raise PlanError(
                 f"the device would hold {bytes_text(self.use.used_bytes + more_bytes)}, {bytes_text(over)} more than "
-                f"the budget of {bytes_text(self.budget_bytes)}: plan the jobs with a larger budget_bytes, or with smaller "
-                f"microbatches"
+                f"the budget of {bytes_text(self.budget_bytes)}: plan the jobs with a larger budget_bytes, or "
+                f"with smaller microbatches"
             )
 
 

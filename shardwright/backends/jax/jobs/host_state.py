@@ -1,4 +1,4 @@
-"""The state of one job on the host: parameters, the optimizer's states, gradients that wait, random keys and the rest."""
+"""The state of one job on the host: parameters, the optimizer's states, gradients that wait, random keys, others."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""One job: the passes of its plan, shard by shard, on whichever device each of them runs, as the unsplit model trains."""
+"""One job: the passes of its plan, shard by shard, each on whichever device runs it, as the unsplit model trains."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -112,13 +112,12 @@ class JobRun:
         """The forward of a shard before the last."""
         step, label = self._under_way, self.planned.shards[shard].activations
         own = step.programs.shards[shard]
-        program = own.ahead if label == "recompute" else own.keeping
-        held = self._load(memory, program)
+        held = self._load(memory, own.forward)
         for m in self._microbatches:
-            if label == "recompute":
+            if own.again is not None:
                 changing = [key[1] for key in own.again.reads if key[0] == "state"]
                 step.before.update(((value, m), step.other[value]) for value in changing)
-            made = self._forward(program, m, held, memory)
+            made = self._forward(own.forward, m, held, memory)
             kept = {key: array for key, array in made.items() if key[0] == "kept"}
             if label == "offload":
                 step.kept[shard, m] = dict(zip(kept, memory.take(list(kept.values())), strict=True))
@@ -130,10 +129,10 @@ class JobRun:
         """The last shard's forward and backward."""
         step = self._under_way
         own = step.programs.shards[shard]
-        held = self._load(memory, own.keeping, own.backward)
+        held = self._load(memory, own.forward, own.backward)
         sums = self._begin_sums(shard, memory)
         for m in self._microbatches:
-            made = self._forward(own.keeping, m, held, memory)
+            made = self._forward(own.forward, m, held, memory)
             self._backward(shard, m, held | made, sums, memory)
         losses = self._losses()
         if not all(map(math.isfinite, losses)):
@@ -144,10 +143,10 @@ class JobRun:
         """The backward of a shard before the last."""
         step, label = self._under_way, self.planned.shards[shard].activations
         own = step.programs.shards[shard]
-        held = self._load(memory, own.backward, *([own.again] if label == "recompute" else []))
+        held = self._load(memory, own.backward, *([] if own.again is None else [own.again]))
         sums = self._begin_sums(shard, memory)
         for m in self._microbatches:
-            if label == "recompute":
+            if own.again is not None:
                 made = self._run(own.again, m, held, memory, before=True)
             else:
                 made = step.kept.pop((shard, m), {})

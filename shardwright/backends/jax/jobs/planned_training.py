@@ -144,7 +144,8 @@ class PlannedTraining:
 
             def compile_step(values: list[np.ndarray[Any, Any]], known: Any) -> Any:
                 given = with_values(batch, dims, values)
-                found = known or job_programs(self.loss, self.stages, parts, given, self._updates, self.devices)
+                labels = [shard.activations for shard in self.planned.shards]
+                found = known or job_programs(self.loss, self.stages, parts, given, labels, self._updates, self.devices)
                 return found, given.leaves
 
             found: Any = self.steps.find(form, parts.graphdef, compile_step)

@@ -1,7 +1,7 @@
 """The compiled programs of a job: for each shard its forward, its backward and its update, on every device."""
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -17,10 +17,12 @@ from shardwright.backends.jax.loss.microbatches import LossFunction, Microbatche
 from shardwright.backends.jax.machine.compiler_options import on_cpu
 from shardwright.backends.jax.memory.compiled_peak import beside_operands
 from shardwright.backends.jax.pipeline.compilation import Compiler, lower, uncollected
+from shardwright.backends.jax.pipeline.deduplication import TracedStages
 from shardwright.backends.jax.pipeline.microbatch import CutMicrobatch, cut_microbatch
-from shardwright.backends.jax.pipeline.stage_functions import FunctionsOfStage, Key, StageFunction
+from shardwright.backends.jax.pipeline.stage_functions import MARKER, Key, PassFunctions, StageFunction
 from shardwright.backends.jax.state.ownership import Holding, holdings_of
 from shardwright.core.errors import MissingCapabilityError
+from shardwright.core.out_of_core.blocks import Label
 from shardwright.core.plan.plan import Plan
 
 TRACING = threading.RLock()
@@ -34,24 +36,24 @@ class Devices:
         self.devices = tuple(devices)
         self.compiler = Compiler()
 
-    def start(self, function: StageFunction) -> "Program":
-        """Begin to compile a function for every device."""
+    def start(self, function: StageFunction, key: Hashable | None = None) -> "Program":
+        """Begin to compile a function for every device. ``key``: equal for functions that do the same."""
         with TRACING, uncollected():
             return Program(
                 function.reads,
                 function.makes,
                 function.donates,
                 dict(zip(function.reads, function.avals, strict=True)),
-                {device: self._start(function, device) for device in self.devices},
+                {device: self._start(function, key or function.function, device) for device in self.devices},
             )
 
-    def _start(self, function: StageFunction, device: jax.Device) -> Callable[[], jax.stages.Compiled]:
+    def _start(self, function: StageFunction, key: Hashable, device: jax.Device) -> Callable[[], jax.stages.Compiled]:
         at = sharding_of(device)
         into, out = tuple(at for _ in function.reads), tuple(at for _ in function.makes)
         lowering = partial(
             lower, function.function, function.avals, into, out, function.donates, by_memory=function.by_memory
         )
-        return self.compiler.start(lowering, (device,), function.function)
+        return self.compiler.start(lowering, (device,), key)
 
 
 @dataclass(slots=True, eq=False)
@@ -76,17 +78,18 @@ class Program:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ShardPrograms:
-    """The programs of one shard. ``ahead``, ``keeping``, ``again`` and ``backward``: as in `PassFunctions`."""
+    """The programs of one shard."""
 
-    ahead: Program
-    keeping: Program
-    again: Program
+    forward: Program
+    """The forward; it keeps what the backward takes, unless that runs the forward again."""
+    again: Program | None
+    """What the backward needs of the forward, where that kept nothing."""
     backward: Program
     zeros: Program | None
     """What makes the sums of the shard's gradients, at zero."""
 
     def all(self) -> list[Program]:
-        return [own for own in (self.ahead, self.keeping, self.again, self.backward, self.zeros) if own is not None]
+        return [own for own in (self.forward, self.again, self.backward, self.zeros) if own is not None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -139,11 +142,16 @@ def job_programs(
     plan: Plan,
     parts: Parts,
     batch: FlatBatch,
+    activations: Sequence[Label],
     updates: Callable[[CutMicrobatch], UpdateFunctions],
     devices: Devices,
 ) -> JobPrograms:
-    """The programs of a job whose shards are the stages of a plan. ``parts``: the model as shapes; ``updates``: a
-    function that divides the optimizer's update by the shards of a cut.
+    """The programs of a job whose shards are the stages of a plan.
+
+    Args:
+        parts: the model as shapes.
+        activations: what becomes of those of each shard.
+        updates: a function that divides the optimizer's update by the shards of a cut.
 
     Raises PlanError where the function does not run what was planned, MissingCapabilityError for stacked layers that
     lie on several shards.
@@ -159,13 +167,8 @@ def job_programs(
             micro.operands, batch=dict.fromkeys(leaves, False), batch_avals=leaves, sums_cotangents=True,
             in_turn=on_cpu(devices.devices),
         )  # fmt: skip
-        shards = []
-        for stage in range(plan.stages):
-            own = FunctionsOfStage(micro.cut, stage, operands).passes()
-            ahead, keeping, again, backward = map(devices.start, (own.ahead, own.keeping, own.again, own.backward))
-            zeros = _zeros(own.backward)
-            made = None if zeros is None else devices.start(zeros)
-            shards.append(ShardPrograms(ahead, keeping, again, backward, made))
+        traced = TracedStages(micro.cut, operands, "none")
+        shards = [_shard_programs(traced.passes(stage), label, devices) for stage, label in enumerate(activations)]
         return JobPrograms(
             micro,
             microbatches,
@@ -175,6 +178,15 @@ def job_programs(
             {weight.holding.leaf: weight.holding.stage for weight in micro.cut.weights},
             frozenset(value for value, split in micro.operands.batch.items() if not split),
         )
+
+
+def _shard_programs(own: PassFunctions, activations: Label, devices: Devices) -> ShardPrograms:
+    """The programs of a shard with this of its activations; the last one keeps them."""
+    runs_again = activations == "recompute"
+    forward = devices.start(own.ahead if runs_again else own.keeping)
+    again = devices.start(own.again) if runs_again and own.again.makes != (MARKER,) else None
+    zeros = _zeros(own.backward)
+    return ShardPrograms(forward, again, devices.start(own.backward), None if zeros is None else devices.start(zeros))
 
 
 def _zeros(backward: StageFunction) -> StageFunction | None:

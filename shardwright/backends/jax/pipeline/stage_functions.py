@@ -147,20 +147,8 @@ TOTAL, WEIGHT = 0, 1
 """The positions among the program's outputs of Σ weight · loss and Σ weight over replicas. State and metrics follow."""
 
 
-def stage_functions(
-    cut: Cut,
-    stage: int,
-    operands: Operands,
-    recompute: str = "none",
-    *,
-    least: bool = False,
-) -> StageFunctions:
-    """The functions of a stage, whose units keep what ``recompute`` says (`evaluate`). ``least``: see `residuals`."""
-    return FunctionsOfStage(cut, stage, operands, recompute).build(least=least)
-
-
 class FunctionsOfStage:
-    """A stage whose functions can be built with and without ``least``: its forward is traced once."""
+    """A stage, whose units keep what ``recompute`` says (`evaluate`). Its forward is traced once."""
 
     def __init__(self, cut: Cut, stage: int, operands: Operands, recompute: str = "none") -> None:
         self.cut, self.stage, self.operands, self.recompute = cut, stage, operands, recompute
@@ -180,7 +168,7 @@ class FunctionsOfStage:
         """The units of the stage that keep on the host what they keep."""
 
     def build(self, *, least: bool = False) -> StageFunctions:
-        """The functions (`stage_functions`)."""
+        """The functions. ``least``: see `residuals`."""
         forward, _, returned = self._traced_forward
         handed, backwards = self._handed(least=least)
         return StageFunctions(self._forward(forward, returned, handed), *backwards)
