@@ -13,7 +13,7 @@ from flax import nnx
 import shardwright.jax as sw
 from shardwright.backends.jax.pipeline import deduplication
 from shardwright.backends.jax.pipeline.deduplication import signature
-from shardwright.backends.jax.pipeline.stage_functions import stage_functions
+from shardwright.backends.jax.pipeline.stage_functions import FunctionsOfStage
 from shardwright.backends.jax.pipeline.stage_programs import StagePrograms
 from shardwright.backends.jax.program.flattening import flatten
 from tests.jax.chains import (
@@ -144,13 +144,13 @@ def test_stages_that_are_alike_are_traced_once(
 
     def tracing(cut: Any, stage: int, *given: Any, **options: Any) -> Any:
         stages.append(stage)
-        return stage_functions(cut, stage, *given, **options)
+        return FunctionsOfStage(cut, stage, *given, **options)
 
     def lowering(self: Any, stage: int, function: Any) -> Any:
         lowered.append(stage)
         return lower(self, stage, function)
 
-    monkeypatch.setattr(deduplication, "stage_functions", tracing)
+    monkeypatch.setattr(deduplication, "FunctionsOfStage", tracing)
     monkeypatch.setattr(StagePrograms, "_lower", lowering)
     optimizer = recording(optax.adam(1e-2))
     train = sw.train_step(plain_loss, optimizer, plan_of(graph_of(create), 4, **pins), devices=jax.devices()[:4])

@@ -14,7 +14,7 @@ import pytest
 from flax import linen, nnx
 
 import shardwright.jax as sw
-from shardwright.backends.jax.pipeline.stage_functions import stage_functions
+from shardwright.backends.jax.pipeline.stage_functions import FunctionsOfStage
 from shardwright.backends.jax.program.fp8_products import GRADIENT
 from shardwright.backends.jax.training.arguments import require_fp8
 from shardwright.core.errors import MissingCapabilityError, PlanError, PlanWarning
@@ -278,7 +278,7 @@ def test_the_gradients_of_products_pass_between_the_halves_of_a_backward_in_eigh
     train = sw.train_step(plain_loss, optax.sgd(0.1), plan_of("function", pp=2), devices=jax.devices()[:2], log_every=0)
     train(train.init(plain_params()), steps()[0])
     micro = train.pipeline.micro
-    halves = stage_functions(micro.cut, 1, micro.operands)
+    halves = FunctionsOfStage(micro.cut, 1, micro.operands).build()
     assert halves.input_grad is not None
     for half, casts in ((halves.input_grad, (2, 2)), (halves.weight_grad, (2, 0))):
         program = str(jax.make_jaxpr(half.function)(*half.avals))

@@ -17,7 +17,7 @@ from shardwright.core.schedule.actions import Action, Kind
 def program_bytes(compiled: jax.stages.Compiled) -> int:
     """The bytes of one compiled program on a device: operands, results that take no operand's memory, temporaries."""
     taken: Any = compiled.memory_analysis()
-    return int(taken.argument_size_in_bytes) + _beside_operands(taken)
+    return int(taken.argument_size_in_bytes) + beside_operands(taken)
 
 
 def pipeline_bytes(pipeline: Pipeline, state: Any, devices: Sequence[jax.Device]) -> tuple[int, ...]:
@@ -26,7 +26,7 @@ def pipeline_bytes(pipeline: Pipeline, state: Any, devices: Sequence[jax.Device]
     return _Account(pipeline, state, devices).run()
 
 
-def _beside_operands(taken: Any) -> int:
+def beside_operands(taken: Any) -> int:
     return int(taken.temp_size_in_bytes + taken.output_size_in_bytes - taken.alias_size_in_bytes)
 
 
@@ -61,7 +61,7 @@ class _Account:
         for stage in range(self.pipeline.micro.stages):
             self._hold(stage, -self._cast_bytes(stage))
         for piece in self.pipeline.update.pieces:
-            self._touch(piece.stage, _beside_operands(piece.run.memory_analysis()))
+            self._touch(piece.stage, beside_operands(piece.run.memory_analysis()))
         return tuple(map(int, self.peak))
 
     def _places(self, stage: int) -> list[int]:
@@ -117,7 +117,7 @@ class _Account:
         self.ran[name] = len(self.ran)
         if self._has_arrived(part):
             self.leaving[places] = 0
-        self._touch(part.stage, _beside_operands(launch.run.memory_analysis()))
+        self._touch(part.stage, beside_operands(launch.run.memory_analysis()))
         self.leaving[places] = sum(self._sent(launch))
         targets = [target for _, target, _ in launch.sends]
         self.readers.update({place: [(target, *name[1:]) for target in targets] for place in places})

@@ -6,18 +6,19 @@ derivative rules and inner programs that were traced apart), there is no signatu
 """
 
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from shardwright.backends.jax.pipeline.stage_functions import (
+    FunctionsOfStage,
     Key,
     Operands,
+    PassFunctions,
     StageFunction,
     StageFunctions,
-    stage_functions,
 )
 from shardwright.backends.jax.program.cut import Cut
 from shardwright.backends.jax.program.equations import NO_OTHERS, Atom, Equation, FlatProgram
@@ -80,16 +81,29 @@ class TracedStages:
 
     def __init__(self, cut: Cut, operands: Operands, recompute: str) -> None:
         self.cut, self.operands, self.recompute = cut, operands, recompute
-        self._known: dict[Hashable, tuple[StageFunctions, list[int], list[tuple[int, int]]]] = {}
+        self._known: dict[Hashable, tuple[Any, list[int], list[tuple[int, int]]]] = {}
 
     def of(self, stage: int) -> StageFunctions:
         """The functions of a stage: for a stage like an earlier one, the earlier one's with this one's operands."""
+        found, like = self._traced(stage, lambda own: own.build())
+        first_half = found.input_grad and like(found.input_grad)
+        return StageFunctions(like(found.forward), like(found.backward), first_half, like(found.weight_grad))
+
+    def passes(self, stage: int) -> PassFunctions:
+        """The functions of a stage whose passes have nothing on the device between them."""
+        found, like = self._traced(stage, lambda own: own.passes())
+        return PassFunctions(like(found.ahead), like(found.keeping), like(found.again), like(found.backward))
+
+    def _traced(
+        self, stage: int, build: Callable[[FunctionsOfStage], Any]
+    ) -> tuple[Any, Callable[[StageFunction], StageFunction]]:
+        """The functions of a stage or of an earlier one like it, and what gives them this one's operands."""
         kind, values, users = self._described(stage)
         if kind is None or kind not in self._known:
-            found = stage_functions(self.cut, stage, self.operands, self.recompute)
+            found = build(FunctionsOfStage(self.cut, stage, self.operands, self.recompute))
             if kind is not None:
                 self._known[kind] = found, values, users
-            return found
+            return found, lambda function: function
         found, other_values, other_users = self._known[kind]
         names = dict(zip(other_values, values, strict=True))
         cotangents = dict(zip(other_users, users, strict=True))
@@ -98,14 +112,15 @@ class TracedStages:
             kind, number, user = key
             if kind in NUMBERED:
                 return key
-            return (kind, *cotangents[number, user]) if kind == "cotangent" else (kind, names[number], user)
+            if kind == "cotangent" and not self.operands.sums_cotangents:
+                return (kind, *cotangents[number, user])
+            return (kind, names[number], user)
 
         def like(function: StageFunction) -> StageFunction:
             reads, makes = (tuple(renamed(key) for key in keys) for keys in (function.reads, function.makes))
             return replace(function, reads=reads, makes=makes)
 
-        first_half = found.input_grad and like(found.input_grad)
-        return StageFunctions(like(found.forward), like(found.backward), first_half, like(found.weight_grad))
+        return found, like
 
     def _described(self, stage: int) -> tuple[Hashable | None, list[int], list[tuple[int, int]]]:
         """A key of what a stage does, the values that its operands are, and (departure, stage that reads it)."""

@@ -208,7 +208,7 @@ class OptimizerCut:
         state, params = before.rest
         norm, bad_stage = self._norm(found, params)
         updates, state = updated(self.optimizer, self.trained.with_gradients(params, found), state, params, loss)
-        _require_same_state(self.state, state)
+        require_same_state(self.state, state)
         changed = self.trained.apply(params, updates)
         leaves = jax.tree.leaves
         before = before._replace(rest=(leaves(before.rest[0]), leaves(params)))
@@ -258,7 +258,7 @@ class OptimizerCut:
         )
 
 
-def _require_same_state(before: Any, after: Any) -> None:
+def require_same_state(before: Any, after: Any) -> None:
     """Raise PlanError for an optimizer whose state changes its form. The update is compiled once, for the state that
     init makes."""
     forms = [

@@ -86,6 +86,20 @@ class StageFunctions:
     weight_grad: StageFunction
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PassFunctions:
+    """The functions of a stage whose forward and backward may be passes of their own, with nothing on the device
+    between them."""
+
+    ahead: StageFunction
+    """The forward that keeps nothing for the backward."""
+    keeping: StageFunction
+    """The forward that does."""
+    again: StageFunction
+    """What the backward needs of the forward, and nothing else that it makes."""
+    backward: StageFunction
+
+
 @dataclass(frozen=True, slots=True)
 class Operands:
     """The roles of the arguments and outputs of the microbatch's program, and the way they are handed to stages."""
@@ -118,6 +132,8 @@ class Operands:
     draws_in_turn: bool = False
     """Whether forwards make their random draws in turn, as a program of the whole step does. A stage's forward
     makes draws in the memory of results that are not there yet, and takes no less in turn."""
+    sums_cotangents: bool = False
+    """Whether the cotangents of a value come as their sum over the stages that use it, with 0 for the stage."""
 
     def key(self, value: int) -> Key:
         if value == self.m:
@@ -131,20 +147,8 @@ TOTAL, WEIGHT = 0, 1
 """The positions among the program's outputs of Σ weight · loss and Σ weight over replicas. State and metrics follow."""
 
 
-def stage_functions(
-    cut: Cut,
-    stage: int,
-    operands: Operands,
-    recompute: str = "none",
-    *,
-    least: bool = False,
-) -> StageFunctions:
-    """The functions of a stage, whose units keep what ``recompute`` says (`evaluate`). ``least``: see `residuals`."""
-    return FunctionsOfStage(cut, stage, operands, recompute).build(least=least)
-
-
 class FunctionsOfStage:
-    """A stage whose functions can be built with and without ``least``: its forward is traced once."""
+    """A stage, whose units keep what ``recompute`` says (`evaluate`). Its forward is traced once."""
 
     def __init__(self, cut: Cut, stage: int, operands: Operands, recompute: str = "none") -> None:
         self.cut, self.stage, self.operands, self.recompute = cut, stage, operands, recompute
@@ -164,7 +168,29 @@ class FunctionsOfStage:
         """The units of the stage that keep on the host what they keep."""
 
     def build(self, *, least: bool = False) -> StageFunctions:
-        """The functions (`stage_functions`)."""
+        """The functions. ``least``: see `residuals`."""
+        forward, _, returned = self._traced_forward
+        handed, backwards = self._handed(least=least)
+        return StageFunctions(self._forward(forward, returned, handed), *backwards)
+
+    def passes(self) -> PassFunctions:
+        """The functions of a stage whose passes have nothing on the device between them."""
+        forward, _, returned = self._traced_forward
+        handed, (backward, _, _) = self._handed()
+        ahead = _only_needed(replace(forward, outputs=forward.outputs[: len(returned)]))
+        again = _only_needed(replace(forward, outputs=tuple(handed)))
+        return PassFunctions(
+            self._forward(ahead, returned, {}),
+            self._forward(forward, returned, handed),
+            self._forward(again, (), handed),
+            backward,
+        )
+
+    def _handed(
+        self, *, least: bool = False
+    ) -> tuple[dict[int, Key], tuple[StageFunction, StageFunction | None, StageFunction]]:
+        """The values that the forward keeps for the backward, with their keys, and the backward, whole and in
+        halves."""
         forward, structure, returned = self._traced_forward
         saved = forward.outputs[len(returned) :]
         given = zip(self.inputs, forward.arguments, strict=True)
@@ -173,8 +199,7 @@ class FunctionsOfStage:
         kept = self._kept_keys(forward, residual.kept)
         backwards = self._backwards(*self._trace_backward(structure, forward, saved, residual, kept))
         read = {key for function in backwards if function is not None for key in function.reads}
-        handed = {value: key for value, key in kept.items() if key in read}
-        return StageFunctions(self._forward(forward, returned, handed), *backwards)
+        return {value: key for value, key in kept.items() if key in read}, backwards
 
     def _kept_keys(self, forward: FlatProgram, kept: Sequence[int]) -> dict[int, Key]:
         """The values that are handed from the forward to the backward, and their keys."""
@@ -411,7 +436,7 @@ class FunctionsOfStage:
 
     def _spelled(self, key: Key) -> list[Key]:
         """The keys behind a key: a cotangent comes from every stage that used the value."""
-        if key[0] != "cotangent":
+        if key[0] != "cotangent" or self.operands.sums_cotangents:
             return [key]
         return [("cotangent", key[1], user) for user in self.cut.readers(self.stage, key[1])]
 
@@ -449,6 +474,11 @@ class FunctionsOfStage:
             wide = jnp.broadcast_to(jnp.expand_dims(at[key], dim), shape)
             return jax.lax.with_sharding_constraint(wide, place)
         return at[key]
+
+
+def _only_needed(program: FlatProgram) -> FlatProgram:
+    """The program without equations that its outputs do not need."""
+    return replace(program, equations=needed(program.equations, (a for a in program.outputs if isinstance(a, int))))
 
 
 def _badness(array: jax.Array, replicas: int, dim: int | None) -> jax.Array:
