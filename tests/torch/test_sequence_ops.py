@@ -128,10 +128,60 @@ def masked(scores: torch.Tensor) -> torch.Tensor:
     return scores.masked_fill(later, torch.finfo(scores.dtype).min)
 
 
+def convolved(x: torch.Tensor, size: int, **how: Any) -> torch.Tensor:
+    """A depthwise convolution of [batch, tokens, width]."""
+    width = x.shape[-1]
+    return F.conv1d(x.mT, torch.ones(width, 1, size), groups=width, **how).mT
+
+
+def routed(
+    x: torch.Tensor,
+    *,
+    choices: int = 2,
+    divisor: int = 2,
+    experts: Any = lambda scores: scores.topk(2).indices,
+    order: Any = lambda ids: ids.sort(),
+    counted: Any = lambda ids: torch.histc(ids.float(), bins=4, min=0, max=3),
+    between: Any = lambda rows, order, counts: rows,
+    back: Any = lambda rows, order: rows[torch.empty_like(order).index_put_((order,), torch.arange(len(order)))],
+) -> torch.Tensor:
+    """A mixture of four experts of [batch, tokens, width]: rows in the order of their experts, and back."""
+    flat = x.reshape(-1, x.shape[-1])
+    chosen = experts(flat[:, :4])
+    ids = chosen.reshape(-1)
+    sorted_ids, which = order(ids)
+    counts = counted(sorted_ids)
+    rows = flat[which // divisor]
+    rows = torch._grouped_mm(rows, torch.ones(4, 24, 24), counts.cumsum(0, dtype=torch.int32))
+    rows = between(rows, which, counts)
+    return back(rows, which).view(len(flat), choices, -1).sum(1).view(x.shape)
+
+
 OPERATIONS: dict[str, tuple[Any, str]] = {
     "a mean over tokens": (lambda x: x - x.mean(1, keepdim=True), "adds up over the sequence"),
     "a norm over tokens": (lambda x: x / x.norm(dim=1, keepdim=True), "the sequence"),
-    "a shift": (lambda x: F.pad(x, (0, 0, 1, 0))[:, :-1], "sequence"),
+    "a shift ahead": (lambda x: F.pad(x, (0, 0, -1, 1)), "sequence"),
+    "a shift ahead by a cut": (lambda x: F.pad(x, (0, 0, 0, 1))[:, 1:], "pads the sequence behind its end"),
+    "the end of a longer one": (lambda x: F.pad(x, (0, 0, 2, 0))[:, 1:-1], "reads later tokens"),
+    "a pad by reflection": (lambda x: F.pad(x.mT, (2, 0), mode="reflect")[..., :-2].mT, "sequence"),
+    "a convolution of both sides": (lambda x: convolved(x, 3, padding=1), "reads later tokens"),
+    "a convolution of the same size": (lambda x: convolved(x, 3, padding="same"), "needs the sequence whole"),
+    "a convolution cut too far behind": (lambda x: convolved(x, 3, padding=2)[:, 1:-1], "reads later tokens"),
+    "a dilated convolution with too little padding": (
+        lambda x: convolved(x, 3, padding=2, dilation=2)[:, :TOKENS],
+        "reads later tokens",
+    ),
+    "a convolution in steps": (
+        lambda x: x + convolved(x, 2, padding=1, stride=2).mean(),
+        "in steps of more than one token",
+    ),
+    "a padded convolution with padding": (
+        lambda x: convolved(F.pad(x, (0, 0, 2, 0)), 5, padding=1),
+        "reads later tokens",
+    ),
+    "what is cut off is read": (lambda x: x + convolved(x, 3, padding=2).mean(1, keepdim=True), "windows"),
+    "a longer one, summed": (lambda x: x + F.pad(x, (0, 0, 2, 0)).cumsum(1)[:, 2:], "windows"),
+    "the largest so far": (lambda x: x.cummax(1).values, "needs the sequence whole"),
     "a flip": (lambda x: x.flip(1), "sequence"),
     "attention": (lambda x: (x @ x.transpose(1, 2)).softmax(-1) @ x, "attends in both directions"),
     "a product of tokens": (lambda x: x @ (x.transpose(1, 2) @ x), "adds up over the sequence"),
@@ -139,6 +189,42 @@ OPERATIONS: dict[str, tuple[Any, str]] = {
     "the last token": (lambda x: x[:, -1:].expand_as(x), "a part of the sequence"),
     "tokens in one row": (lambda x: x.flatten(1).tanh().view(x.shape), "sequence"),
     "a sort": (lambda x: x.sort(1).values, "sequence"),
+    "experts that choose tokens": (lambda x: x + x.topk(2, dim=1).values.sum(), "sequence"),
+    "room in experts": (
+        lambda x: x * (x[..., :4].softmax(-1).round().reshape(-1, 4).cumsum(0) < 5).any(-1).view(*x.shape[:2], 1),
+        "needs the sequence whole",
+    ),
+    "experts by numbers below 0": (
+        lambda x: routed(x, experts=lambda s: s.topk(2).indices - 1),
+        "not known to be numbers from 0 on",
+    ),
+    "experts by their load": (
+        lambda x: routed(x, between=lambda rows, order, counts: rows / counts.max()),
+        "how many tokens go to each",
+    ),
+    "a number for each place": (
+        lambda x: routed(x, between=lambda rows, order, counts: rows * torch.arange(len(rows))[:, None]),
+        "takes a constant along tokens in the order",
+    ),
+    "dropout in experts": (
+        lambda x: routed(x, between=lambda rows, order, counts: F.dropout(rows, 0.5)),
+        "draws random numbers",
+    ),
+    "sums in the order of experts": (
+        lambda x: routed(x, between=lambda rows, order, counts: rows.cumsum(0)),
+        "needs the sequence whole",
+    ),
+    "rows by the order itself": (
+        lambda x: routed(x, between=lambda rows, order, counts: rows + order[:, None]),
+        "another order",
+    ),
+    "rows in the wrong order": (lambda x: routed(x, back=lambda rows, order: rows), "sequence"),
+    "rows in both orders": (
+        lambda x: routed(x, between=lambda rows, order, counts: rows + rows[order.argsort()]),
+        "in another order",
+    ),
+    "back by the order": (lambda x: routed(x, back=lambda rows, order: rows[order]), "another order"),
+    "experts in no order": (lambda x: routed(x, order=lambda ids: (ids, ids)), "brings tokens together"),
 }
 
 
@@ -175,11 +261,57 @@ def test_ops_on_each_token_are_local(operation: Any) -> None:
         assert graph.tensors[tensor].fixed[dim] == TOKENS
 
 
-def test_sums_of_all_tokens_so_far_are_causal() -> None:
-    graph = sw.capture(Row(lambda x: x.cumsum(1)), torch.randint(0, WORDS, (2, TOKENS)))
+@pytest.mark.parametrize(
+    ("operation", "tail"),
+    [
+        (lambda x: x.cumsum(1), 1),
+        (lambda x: x.logcumsumexp(1), 1),
+        (lambda x: F.pad(x, (0, 0, 1, 0))[:, :-1], 1),
+        (lambda x: F.pad(x, (0, 0, 2, -2)), 2),
+        (lambda x: convolved(F.pad(x, (0, 0, 3, 0)), 4), 3),
+        (lambda x: F.silu(convolved(x, 4, padding=3))[:, :TOKENS], 3),
+        (lambda x: convolved(x, 3, padding=4, dilation=2)[:, :-4], 4),
+    ],
+    ids=["sums", "sums of powers", "a shift", "a shift by two", "a padded convolution", "a cut one", "a dilated one"],
+)
+def test_what_reads_a_few_tokens_before_is_causal(operation: Any, tail: int) -> None:
+    found = sequence_ops(sw.capture(Row(operation), torch.randint(0, WORDS, (2, TOKENS))))
+    assert found.obstacles == ()
+    assert list(found.tails.values()) == [tail] * 3
+    assert set(found.tails) == set(found.carried)
+    assert found.by_keys == {}
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"counted": lambda ids: torch.bincount(ids, minlength=4)},
+        {"back": lambda rows, order: rows[order.argsort()]},
+        {"experts": lambda s: s.argmax(-1, keepdim=True), "choices": 1, "divisor": 1},
+    ],
+    ids=["as transformers has it", "counted whole", "back by a sort", "one expert"],
+)
+def test_mixtures_of_experts_are_local(how: Any) -> None:
+    graph = sw.capture(Row(lambda x: routed(x, **how)), torch.randint(0, WORDS, (2, TOKENS)))
     found = sequence_ops(graph)
     assert found.obstacles == ()
-    assert [graph.ops[number].base_name for number in found.carried] == ["cumsum"] * 3
+    assert found.carried == {}
+    assert len(found.routed.grouped) == 3
+    assert set(found.routed.divisors.values()) == {how.get("divisor", 2)}
+    for tensor, rows in found.flat.items():
+        assert graph.tensors[tensor].shape(3)[found.dims[tensor]] == 3 * TOKENS * rows
+
+
+def test_what_nothing_reads_may_need_all_tokens() -> None:
+    """The states that a cache would keep."""
+
+    def kept(x: torch.Tensor) -> torch.Tensor:
+        F.pad(x, (0, 0, 20 - TOKENS, 0)).flip(1)
+        return x
+
+    found = sequence_ops(sw.capture(Row(kept), torch.randint(0, WORDS, (2, TOKENS))))
+    assert found.obstacles == ()
 
 
 @pytest.mark.parametrize(

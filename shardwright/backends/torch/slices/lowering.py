@@ -97,7 +97,8 @@ class Builder:
         for tensor, var in uncut.items():
             dim = ops.constants.get(tensor, ops.dims.get(tensor))
             if dim is not None:
-                lowering.at[tensor] = lowering.source.call(slice_ops.part_of, var, dim, at)
+                rows = traces.rows(tensor, dim)
+                lowering.at[tensor] = lowering.source.call(slice_ops.part_of, var, dim, at, rows)
             if tensor in ops.key_constants:
                 keys = ops.key_constants[tensor]
                 lowering.at[tensor] = lowering.source.call(slice_ops.keys_of, lowering.at[tensor], keys, at)
