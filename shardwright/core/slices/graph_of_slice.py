@@ -22,7 +22,7 @@ def graph_of_slice(graph: Graph, ops: SequenceOps, length: int, context: int) ->
     for tensor, dim in (*ops.constants.items(), *ops.dims.items()):
         tensors[tensor] = _resized(tensors[tensor], dim, length, tokens)
     for tensor, dim in (*ops.key_constants.items(), *ops.keys.items()):
-        tensors[tensor] = _resized(tensors[tensor], dim, context + length, tokens)
+        tensors[tensor] = _resized(tensors[tensor], dim, context + length + ops.more_keys.get(tensor, 0), tokens)
     found: list[Op] = []
     made: dict[tuple[int, tuple[int, ...]], int] = {}
 

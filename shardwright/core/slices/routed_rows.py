@@ -24,7 +24,7 @@ COUNTS = frozenset({"histc", "bincount"})
 LOOKS_UP = frozenset({"index", "index_select", "_unsafe_index"})
 PUTS = frozenset({"index_put", "_index_put_impl", "_unsafe_index_put", "index_copy"})
 DIVIDES = frozenset({"floor_divide", "div"})
-CHOICES = frozenset({"topk", "sort"})
+CHOICES = frozenset({"topk", "sort", "max", "min"})
 """Ops whose second result is numbers from 0 on."""
 EQUAL = frozenset({"zeros", "empty", "zeros_like", "empty_like", "new_zeros", "new_empty"})
 """Ops that make a tensor that is alike everywhere, or not read before it is written."""
@@ -299,8 +299,10 @@ class RoutedRows:
         if maker is None:
             return False
         op = self.graph.ops[maker]
+        if op.kind == "concat":
+            return all(map(self._is_choice, op.inputs))
         return op.base_name in ("argmax", "argmin", "argsort") or (
-            op.base_name in CHOICES and len(op.outputs) == 2 and root == op.outputs[1]
+            op.base_name in CHOICES and (len(op.inputs), len(op.outputs)) == (1, 2) and root == op.outputs[1]
         )
 
     def _root(self, tensor: int) -> int:

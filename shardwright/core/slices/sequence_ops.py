@@ -63,6 +63,7 @@ class SequenceOps:
         keys: tensor → its dim of keys, for the scores of attention that is written out, and what follows from them: a
             slice has those of all slices up to it.
         key_constants: constant → the dim along which ops take of it what belongs to these keys.
+        more_keys: tensor of scores → the entries behind those of the keys.
         hides: op → the mask by which it hides later keys in scores.
         tails: causal op that needs no more than the last entries of the slices before → how many.
         cuts: the ops that cut what a pad or a convolution made longer to as many entries as there are tokens.
@@ -79,6 +80,7 @@ class SequenceOps:
     obstacles: tuple[Obstacle, ...]
     keys: Mapping[int, int] = field(default_factory=dict)
     key_constants: Mapping[int, int] = field(default_factory=dict)
+    more_keys: Mapping[int, int] = field(default_factory=dict)
     hides: Mapping[int, int] = field(default_factory=dict)
     tails: Mapping[int, int] = field(default_factory=dict)
     cuts: frozenset[int] = frozenset()
@@ -141,6 +143,7 @@ def sequence_ops(graph: Graph, inputs: Mapping[int, int] | None = None) -> Seque
         obstacles,
         reading.scores.dims,
         reading.scores.constants,
+        reading.scores.more,
         reading.scores.hides,
         reading.tails,
         frozenset(reading.windows.cuts),

@@ -181,7 +181,7 @@ class Reach:
                 factor = call.slots()[factor.index]
             if not isinstance(factor, Slot):
                 source.call(slice_ops.require_mild, factor, where, is_kept=True)
-        if call.pieces[0][0].kind == "softmax":
+        if call.pieces[0][0].kind == "softmax" or call.site.name == "logsumexp":
             keys = ops.keys[call.pieces[0][0].inputs[0]]
             source.call(slice_ops.require_seen, call.inputs(0)[0], keys, where, is_kept=True)
 

@@ -71,7 +71,7 @@ class Traces:
         tensors = list(traced.graph.tensors)
         for tensor, dim in self.ops.keys.items():
             fixed = list(tensors[tensor].fixed)
-            fixed[dim] = end
+            fixed[dim] = end + self.ops.more_keys.get(tensor, 0)
             tensors[tensor] = replace(tensors[tensor], fixed=tuple(fixed))
         return replace(traced, graph=replace(traced.graph, tensors=tuple(tensors)))
 
