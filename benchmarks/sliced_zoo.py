@@ -103,7 +103,7 @@ def row(name: str) -> dict[str, Any]:
         reason = reason or str(error)
     if (found.masks or found.hides) and not reason and not masks_hide(model, batch):
         reason = "a mask that shows later tokens"
-    return {"sliced": not reason, "reason": reason, "causal": causal, "carried": len(found.carried)}
+    return {"sliced": not reason, "reason": reason, "causal": causal, "carried": len(found.carried) + len(found.tails)}
 
 
 def trained(name: str, plan: sw.Plan, batch: dict[str, Any]) -> tuple[float, dict[str, torch.Tensor | None]]:

@@ -99,6 +99,7 @@ LIGHT: dict[str, Case] = {
     "unbind": ("slice", lambda x: x.unbind(1), (f(6, 2, 12),)),
     "flip": ("copy", lambda x: x.flip(1), (f(6, 12, 18),)),
     "pad": ("copy", lambda x: F.pad(x, (1, 2), value=1.5), (f(6, 12, 18),)),
+    "shift by a pad": ("copy", lambda x: F.pad(x, (0, 0, 1, -1), value=1.5), (f(6, 12, 18),)),
     "repeat_interleave": ("copy", lambda x: x.repeat_interleave(3, 1), (f(6, 12, 18),)),
     "sort": ("sort", lambda x: x.sort(1), (f(6, 12, 18),)),
     "topk": ("sort", lambda x: x.topk(2, 1), (f(6, 12, 18),)),
@@ -110,6 +111,7 @@ HEAVY: dict[str, Case] = {
     "bmm": ("contraction", torch.bmm, (f(6, 12, 18), f(6, 18, 24))),
     "matmul, broadcast": ("contraction", torch.matmul, (f(6, 1, 12, 18), f(24, 18, 30))),
     "matmul, vector": ("contraction", torch.matmul, (f(6, 12, 18), f(18))),
+    "shift by a pad": ("copy", lambda x: F.pad(x, (0, 0, 1, -1)), (f(6, 12, 18),)),
     "conv2d": ("contraction", lambda x, w: F.conv2d(x, w, padding=1), (f(6, 12, 7, 5), f(18, 12, 3, 3))),
     "conv2d, depthwise": (
         "contraction",

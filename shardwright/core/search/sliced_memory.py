@@ -203,7 +203,7 @@ class SlicedMemory:
     def _joined(self, number: int, unit: Unit) -> list[int]:
         """The keys and values that the attentions of a unit read in a slice."""
         graph = self.slices[number].graph
-        inside = [op for op in range(unit.first_op, unit.end_op) if op in self.ops.by_keys]
+        inside = [op for op in range(unit.first_op, unit.end_op) if op in self.ops.carried]
         return list(dict.fromkeys(tensor for op in inside for tensor in graph.ops[op].inputs[1:3]))
 
     def _size(self, number: int, tensor: int) -> int:
@@ -244,7 +244,7 @@ class SlicedMemory:
         graph, counter = self.slices[number].graph, self._counters[number]
         roots, theirs, others = counter.kept.roots, set[int](), set[int]()
         for op in range(unit.first_op, unit.end_op):
-            if op not in self.ops.by_keys:
+            if op not in self.ops.carried:
                 others.update(counter.kept.by(graph.ops[op]))
                 continue
             keys = {roots.get(tensor, tensor) for tensor in graph.ops[op].inputs[1:3]}

@@ -39,7 +39,7 @@ def graph_of_slice(graph: Graph, ops: SequenceOps, length: int, context: int) ->
 
     for number, op in enumerate(graph.ops):
         inputs = list(op.inputs)
-        if number in ops.by_keys and op.kind in ("attention", "contraction"):
+        if number in ops.carried and op.kind in ("attention", "contraction"):
             behind = 1 if op.kind == "attention" else 0  # its query, which may be its key too
             if context:
                 inputs = [
@@ -65,10 +65,9 @@ def carried_bytes(graph: Graph, ops: SequenceOps, units: Mapping[int, range], ba
     """The bytes of the keys and values of a whole sequence in each unit: what their gradients take, which add up until
     the first slice's backward; and those of the last entries that convolutions and sums hand on."""
     found: dict[int, int] = {}
-    by_keys = ops.by_keys
     for unit, inside in units.items():
-        carried = {t for op in inside for t in by_keys.get(op, ())}
-        tails = [(t, ops.tails[op]) for op in inside if op in ops.tails for t in ops.carried[op]]
+        carried = {t for op in inside for t in ops.carried.get(op, ())}
+        tails = [ops.tails[op] for op in inside if op in ops.tails]
         sizes = [graph.tensors[t].elements(batch) for t in carried]
         sizes += [_resized(graph.tensors[t], ops.dims[t], entries, 1).elements(batch) for t, entries in tails]
         found[unit] = sum(sizes) * width

@@ -57,7 +57,7 @@ class SequenceOps:
         constants: tensor → the dim along which ops take of it what belongs to their slice, of those that are there
             whole before the first slice (positions, rotary tables, labels).
         needs: of every op.
-        carried: causal op → the tensors of which it needs what earlier slices made.
+        carried: causal op → the tensors of which it needs all that earlier slices made: keys and values.
         masks: attention → its mask of [.., queries, keys], which has to hide later keys from each query.
         obstacles: why the model cannot run in slices; empty where it can.
         keys: tensor → its dim of keys, for the scores of attention that is written out, and what follows from them: a
@@ -65,7 +65,7 @@ class SequenceOps:
         key_constants: constant → the dim along which ops take of it what belongs to these keys.
         more_keys: tensor of scores → the entries behind those of the keys.
         hides: op → the mask by which it hides later keys in scores.
-        tails: causal op that needs no more than the last entries of the slices before → how many.
+        tails: causal op that needs no more than the last entries of the slices before → of which tensor, and how many.
         cuts: the ops that cut what a pad or a convolution made longer to as many entries as there are tokens.
         routed: mixtures of experts.
         apart: tensors that cannot be put together from slices.
@@ -82,15 +82,10 @@ class SequenceOps:
     key_constants: Mapping[int, int] = field(default_factory=dict)
     more_keys: Mapping[int, int] = field(default_factory=dict)
     hides: Mapping[int, int] = field(default_factory=dict)
-    tails: Mapping[int, int] = field(default_factory=dict)
+    tails: Mapping[int, tuple[int, int]] = field(default_factory=dict)
     cuts: frozenset[int] = frozenset()
     routed: Routed = field(default_factory=Routed)
     apart: frozenset[int] = frozenset()
-
-    @property
-    def by_keys(self) -> dict[int, tuple[int, ...]]:
-        """Op that needs the keys or values of all slices up to its own → these."""
-        return {op: carried for op, carried in self.carried.items() if op not in self.tails}
 
 
 def sequence_inputs(graph: Graph) -> dict[int, int]:
@@ -174,7 +169,7 @@ class _Reading:
         self.tokens = graph.tensors[first].fixed[inputs[first]]
         self.rows = RoutedRows(graph, self.dims, self.flat, self.tokens)
         self.windows = Windows(graph, self.dims, self.flat, self.tokens)
-        self._sums: dict[int, int] = {}
+        self.tails: dict[int, tuple[int, int]] = {}
         self._read_in_the_end = _read_in_the_end(graph)
         self._whole: set[int] = set()
         """Tensors that are there only once all slices have run."""
@@ -204,19 +199,21 @@ class _Reading:
             why = told.why or self._follow(op, told.label) or self.scores.follow(number, op, told, self.constants)
             self.rows.follow(op)
         else:
-            told = Told(carried=op.inputs[:1] if number in self.windows.tails else ())
+            told = Told()
         while self.rows.made_with_slices:
             self.needs[self.rows.made_with_slices.pop()] = "local"
         if why:
             if self._need_all(number, op):
                 self.mixing[number] = f"{op.name}{self._where(op)} {why}"
+        elif number in self.windows.tails or told.carried == op.outputs:
+            self.needs.append("causal")
+            entries = self.windows.tails.get(number, 1)
+            self.tails[number] = (told.carried or op.inputs)[0], entries
         elif told.carried:
             self.needs.append("causal")
             self.carried[number] = told.carried
             if op.kind == "attention" and len(op.inputs) > 3:
                 self.masks[number] = op.inputs[3]
-            elif told.carried == op.outputs:
-                self._sums[number] = 1
         else:
             self.needs.append("local")
 
@@ -224,11 +221,6 @@ class _Reading:
     def apart(self) -> frozenset[int]:
         """The tensors that mean something in their slice alone."""
         return self.rows.apart | self.windows.apart
-
-    @property
-    def tails(self) -> dict[int, int]:
-        """Causal op → the entries of earlier tokens that it is handed."""
-        return self.windows.tails | self._sums
 
     def _need_all(self, number: int, op: Op) -> bool:
         """Note an op that needs all tokens; False where nothing reads what it makes."""

@@ -81,7 +81,7 @@ class TokenSlices:
             if self.tensor is not None:
                 layouts = self.tensor.lay_out(graph)
             wanted = frozenset(t for t in traces.whole.outputs if t is not None)
-            if any(wanted.intersection(held) for held in traces.ops.by_keys.values()):
+            if any(wanted.intersection(held) for held in traces.ops.carried.values()):
                 raise NotReplayableError(
                     "the step uses a cache of keys and values that the model returns, which slices hand on to each "
                     "other (use_cache=False leaves it out)"

@@ -108,8 +108,8 @@ class _Expansion:
             graph = traces.of_slice(part.slice).graph
         shape = list(graph.tensors[piece.tensor].shape(traces.batch))
         if piece.carried is not None:
-            end = traces.start(part.slice + 1)
-            shape[traces.ops.dims[piece.tensor]] = traces.ops.tails.get(piece.carried, end)
+            _, entries = traces.ops.tails.get(piece.carried, (piece.tensor, traces.start(part.slice + 1)))
+            shape[traces.ops.dims[piece.tensor]] = entries
         return self._new(piece, place, tuple(shape), index)
 
     def _new(self, piece: Piece, place: Placement, shape: tuple[int, ...], index: int) -> int:

@@ -84,6 +84,7 @@ class Builder:
         entering = self._entering(number, parts.sliced, which)
         if which:
             reaching = [(op, t) for op in parts.sliced for t in dict.fromkeys(ops.carried.get(op, ()))]
+            reaching += [(op, ops.tails[op][0]) for op in parts.sliced if op in ops.tails]
             entering += [Piece(tensor, which - 1, carried=op) for op, tensor in reaching]
         inputs = {piece: lowering.source.input() for piece in entering}
         held = self._held(lowering, parts.sliced)

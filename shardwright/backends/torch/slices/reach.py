@@ -113,7 +113,7 @@ class Reach:
     def _behind_tail(self, call: Call, op: int) -> bool:
         """A shift, a convolution or a cumulative sum, behind the last entries of the slices before."""
         lowering, traces, source = self.lowering, self.traces, self.lowering.source
-        (tensor,), entries = traces.ops.carried[op], traces.ops.tails[op]
+        tensor, entries = traces.ops.tails[op]
         dim, name, at = traces.ops.dims[tensor], call.site.name, self._place
         before = self.earlier[Piece(tensor, self.which - 1, carried=op)] if self.which else None
         if name in slice_ops.CUMULATIVE:
