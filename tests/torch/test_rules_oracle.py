@@ -111,7 +111,6 @@ HEAVY: dict[str, Case] = {
     "bmm": ("contraction", torch.bmm, (f(6, 12, 18), f(6, 18, 24))),
     "matmul, broadcast": ("contraction", torch.matmul, (f(6, 1, 12, 18), f(24, 18, 30))),
     "matmul, vector": ("contraction", torch.matmul, (f(6, 12, 18), f(18))),
-    "shift by a pad": ("copy", lambda x: F.pad(x, (0, 0, 1, -1)), (f(6, 12, 18),)),
     "conv2d": ("contraction", lambda x, w: F.conv2d(x, w, padding=1), (f(6, 12, 7, 5), f(18, 12, 3, 3))),
     "conv2d, depthwise": (
         "contraction",

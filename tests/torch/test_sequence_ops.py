@@ -9,6 +9,8 @@ import transformers
 from torch import nn
 
 import shardwright as sw
+from shardwright.backends.torch.slices.routing_checks import require_routing
+from shardwright.backends.torch.tensor_parallel.trace import NotReplayableError, trace
 from shardwright.core.slices.sequence_ops import sequence_inputs, sequence_ops
 
 TOKENS, WIDTH, WORDS = 12, 16, 32
@@ -302,6 +304,40 @@ def test_mixtures_of_experts_are_local(how: Any) -> None:
         assert graph.tensors[tensor].shape(3)[found.dims[tensor]] == 3 * TOKENS * rows
 
 
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "another divisor": ({"divisor": 3}, r"other=3: expected whole division by 2, the rows of each token"),
+    "a descending order": ({"order": lambda ids: ids.sort(descending=True)}, "descending=True: expected an ascending"),
+    "counts from 1 on": (
+        {"counted": lambda ids: torch.histc(ids.float(), bins=4, min=1, max=4)}, "min=1: expected bounds from 0 on"),
+    "counts between the least and the largest": (
+        {"counted": lambda ids: torch.histc(ids.float(), bins=4)}, "min=0: expected bounds from 0 on"),
+    "places from 1 on": (
+        {"back": lambda rows, order: rows[
+            torch.empty_like(order).index_put_((order,), torch.arange(1, 1 + len(order))).clone()]},
+        "start=1: expected numbers from 0 on"),
+    "places that add up": (
+        {"back": lambda rows, order: rows[
+            torch.zeros_like(order).index_put_((order,), torch.arange(len(order)), accumulate=True)]},
+        "expected rows that are put by one index, each in its place"),
+    "the borders of other experts": (
+        {"counted": lambda ids: torch.histc(torch.zeros_like(ids).float(), bins=4, min=0, max=3)},
+        "expected the borders of the experts by which the rows were sorted"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", REFUSED)
+def test_experts_are_told_by_what_ops_compute_with(how: str) -> None:
+    given, said = REFUSED[how]
+    traced = trace(Row(lambda x: routed(x, **given)), torch.randint(0, WORDS, (2, TOKENS)))
+    with pytest.raises(NotReplayableError, match=said):
+        require_routing(traced, sequence_ops(traced.graph))
+
+
+def test_experts_as_transformers_has_them_are_routed() -> None:
+    traced = trace(Row(routed), torch.randint(0, WORDS, (2, TOKENS)))
+    require_routing(traced, sequence_ops(traced.graph))
+
+
 def test_what_nothing_reads_may_need_all_tokens() -> None:
     """The states that a cache would keep."""
 
@@ -333,6 +369,37 @@ def test_attention_that_is_written_out_is_causal(hide: Any) -> None:
     for tensor, dim in found.keys.items():
         assert graph.tensors[tensor].fixed[dim] == TOKENS
         assert dim != found.dims[tensor]
+
+
+def with_sinks(x: torch.Tensor, *, end: int = -1, before: bool = False) -> torch.Tensor:
+    """Attention with a score beside those of the keys."""
+    scores = masked(x @ x.mT)
+    sinks = torch.ones(1, 1, 1).expand(len(x), x.shape[1], 1)
+    scores = torch.cat([sinks, scores] if before else [scores, sinks], -1)
+    return (scores - scores.amax(-1, keepdim=True)).softmax(-1)[..., :end] @ x
+
+
+def test_scores_beside_those_of_keys_are_causal() -> None:
+    ids = torch.randint(0, WORDS, (2, TOKENS))
+    found = sequence_ops(sw.capture(Row(with_sinks), ids))
+    assert found.obstacles == ()
+    assert set(found.more_keys.values()) == {1}
+    scaled = Row(lambda x: masked(x @ x.mT).softmax(-1) @ x * masked(x @ x.mT).logsumexp(-1, keepdim=True).sigmoid())
+    assert sequence_ops(sw.capture(scaled, ids)).obstacles == ()
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        lambda x: with_sinks(torch.cat([x, x[:, :1]], 1))[:, :TOKENS],
+        lambda x: with_sinks(x, before=True),
+        lambda x: (x @ x.mT).logsumexp(-1, keepdim=True) * x,
+        lambda x: torch.cat([masked(x @ x.mT), x @ x.mT], 1).softmax(-1)[:, :TOKENS] @ x,
+    ],
+    ids=["more tokens", "in front", "all scores", "beside scores of all keys"],
+)
+def test_scores_beside_others_are_named(operation: Any) -> None:
+    assert sequence_ops(sw.capture(Row(operation), torch.randint(0, WORDS, (2, TOKENS)))).obstacles
 
 
 def test_inputs_without_a_sequence() -> None:

@@ -11,6 +11,8 @@ from transformers import (
     BertForMaskedLM,
     GPT2Config,
     GPT2LMHeadModel,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MixtralConfig,
@@ -73,6 +75,15 @@ def build(name: str, dropout: float = 0.0, layers: int = 4) -> nn.Module:
                 vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=layers, num_attention_heads=2,
                 num_key_value_heads=2, intermediate_size=32, num_local_experts=4, max_position_embeddings=32,
                 bos_token_id=0, eos_token_id=0, pad_token_id=0, attention_dropout=dropout,
+            )
+        )  # fmt: skip
+    if name == "sinks":  # a score of every head beside those of the keys
+        return GptOssForCausalLM(
+            GptOssConfig(
+                vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=layers, num_attention_heads=2, head_dim=16,
+                num_key_value_heads=1, intermediate_size=32, num_local_experts=4, num_experts_per_tok=2,
+                sliding_window=6, max_position_embeddings=32, bos_token_id=0, eos_token_id=0, pad_token_id=0,
+                attention_dropout=dropout,
             )
         )  # fmt: skip
     if name == "windows":
