@@ -113,6 +113,8 @@ def sliced_zoo(rows: Mapping[str, Mapping[str, Any]], least: float) -> Claims:
     for name, row in rows.items():
         if row["sliced"] and not row["causal"]:
             claims.holds(f"{name}: said to run in slices, and depends on later tokens", False)
+        if row.get("ran", "").startswith("differs"):
+            claims.holds(f"{name}: its step in slices {row['ran']}", False)
     causal = [row for row in rows.values() if row["causal"]]
     share = sum(row["sliced"] for row in causal) / len(causal) if causal else float("nan")
     claims.at_least("share of the causal classes that run in slices", share, least)

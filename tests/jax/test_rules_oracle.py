@@ -73,6 +73,7 @@ LIGHT: dict[str, Case] = {
     "transpose": ("view", lambda x: x.transpose(2, 0, 1), (f(6, 12, 18),)),
     "part": ("slice", lambda x: jax.lax.slice_in_dim(x, x.shape[1] // 3, 2 * x.shape[1] // 3, axis=1), (f(6, 18, 12),)),
     "concatenation": ("concat", lambda x, y: jax.lax.concatenate([x, y], 1), (f(6, 12, 18), f(6, 30, 18))),
+    "shift by a pad": ("copy", lambda x: jax.lax.pad(x, jnp.float32(1.5), ((1, -1, 0), (0, 0, 0))), (f(6, 12),)),
     "padding": ("copy", lambda x: jax.lax.pad(x, jnp.float32(1.5), ((0, 0, 0), (1, 2, 0))), (f(6, 12),)),
     "sort": ("sort", lambda x: jax.lax.sort(x, dimension=1), (f(6, 12, 18),)),
 }

@@ -99,6 +99,7 @@ LIGHT: dict[str, Case] = {
     "unbind": ("slice", lambda x: x.unbind(1), (f(6, 2, 12),)),
     "flip": ("copy", lambda x: x.flip(1), (f(6, 12, 18),)),
     "pad": ("copy", lambda x: F.pad(x, (1, 2), value=1.5), (f(6, 12, 18),)),
+    "shift by a pad": ("copy", lambda x: F.pad(x, (0, 0, 1, -1), value=1.5), (f(6, 12, 18),)),
     "repeat_interleave": ("copy", lambda x: x.repeat_interleave(3, 1), (f(6, 12, 18),)),
     "sort": ("sort", lambda x: x.sort(1), (f(6, 12, 18),)),
     "topk": ("sort", lambda x: x.topk(2, 1), (f(6, 12, 18),)),

@@ -9,6 +9,8 @@ import transformers
 from torch import nn
 
 import shardwright as sw
+from shardwright.backends.torch.slices.routing_checks import require_routing
+from shardwright.backends.torch.tensor_parallel.trace import NotReplayableError, trace
 from shardwright.core.slices.sequence_ops import sequence_inputs, sequence_ops
 
 TOKENS, WIDTH, WORDS = 12, 16, 32
@@ -128,10 +130,60 @@ def masked(scores: torch.Tensor) -> torch.Tensor:
     return scores.masked_fill(later, torch.finfo(scores.dtype).min)
 
 
+def convolved(x: torch.Tensor, size: int, **how: Any) -> torch.Tensor:
+    """A depthwise convolution of [batch, tokens, width]."""
+    width = x.shape[-1]
+    return F.conv1d(x.mT, torch.ones(width, 1, size), groups=width, **how).mT
+
+
+def routed(
+    x: torch.Tensor,
+    *,
+    choices: int = 2,
+    divisor: int = 2,
+    experts: Any = lambda scores: scores.topk(2).indices,
+    order: Any = lambda ids: ids.sort(),
+    counted: Any = lambda ids: torch.histc(ids.float(), bins=4, min=0, max=3),
+    between: Any = lambda rows, order, counts: rows,
+    back: Any = lambda rows, order: rows[torch.empty_like(order).index_put_((order,), torch.arange(len(order)))],
+) -> torch.Tensor:
+    """A mixture of four experts of [batch, tokens, width]: rows in the order of their experts, and back."""
+    flat = x.reshape(-1, x.shape[-1])
+    chosen = experts(flat[:, :4])
+    ids = chosen.reshape(-1)
+    sorted_ids, which = order(ids)
+    counts = counted(sorted_ids)
+    rows = flat[which // divisor]
+    rows = torch._grouped_mm(rows, torch.ones(4, 24, 24), counts.cumsum(0, dtype=torch.int32))
+    rows = between(rows, which, counts)
+    return back(rows, which).view(len(flat), choices, -1).sum(1).view(x.shape)
+
+
 OPERATIONS: dict[str, tuple[Any, str]] = {
     "a mean over tokens": (lambda x: x - x.mean(1, keepdim=True), "adds up over the sequence"),
     "a norm over tokens": (lambda x: x / x.norm(dim=1, keepdim=True), "the sequence"),
-    "a shift": (lambda x: F.pad(x, (0, 0, 1, 0))[:, :-1], "sequence"),
+    "a shift ahead": (lambda x: F.pad(x, (0, 0, -1, 1)), "sequence"),
+    "a shift ahead by a cut": (lambda x: F.pad(x, (0, 0, 0, 1))[:, 1:], "pads the sequence behind its end"),
+    "the end of a longer one": (lambda x: F.pad(x, (0, 0, 2, 0))[:, 1:-1], "reads later tokens"),
+    "a pad by reflection": (lambda x: F.pad(x.mT, (2, 0), mode="reflect")[..., :-2].mT, "sequence"),
+    "a convolution of both sides": (lambda x: convolved(x, 3, padding=1), "reads later tokens"),
+    "a convolution of the same size": (lambda x: convolved(x, 3, padding="same"), "needs the sequence whole"),
+    "a convolution cut too far behind": (lambda x: convolved(x, 3, padding=2)[:, 1:-1], "reads later tokens"),
+    "a dilated convolution with too little padding": (
+        lambda x: convolved(x, 3, padding=2, dilation=2)[:, :TOKENS],
+        "reads later tokens",
+    ),
+    "a convolution in steps": (
+        lambda x: x + convolved(x, 2, padding=1, stride=2).mean(),
+        "in steps of more than one token",
+    ),
+    "a padded convolution with padding": (
+        lambda x: convolved(F.pad(x, (0, 0, 2, 0)), 5, padding=1),
+        "reads later tokens",
+    ),
+    "what is cut off is read": (lambda x: x + convolved(x, 3, padding=2).mean(1, keepdim=True), "windows"),
+    "a longer one, summed": (lambda x: x + F.pad(x, (0, 0, 2, 0)).cumsum(1)[:, 2:], "windows"),
+    "the largest so far": (lambda x: x.cummax(1).values, "needs the sequence whole"),
     "a flip": (lambda x: x.flip(1), "sequence"),
     "attention": (lambda x: (x @ x.transpose(1, 2)).softmax(-1) @ x, "attends in both directions"),
     "a product of tokens": (lambda x: x @ (x.transpose(1, 2) @ x), "adds up over the sequence"),
@@ -139,6 +191,42 @@ OPERATIONS: dict[str, tuple[Any, str]] = {
     "the last token": (lambda x: x[:, -1:].expand_as(x), "a part of the sequence"),
     "tokens in one row": (lambda x: x.flatten(1).tanh().view(x.shape), "sequence"),
     "a sort": (lambda x: x.sort(1).values, "sequence"),
+    "experts that choose tokens": (lambda x: x + x.topk(2, dim=1).values.sum(), "sequence"),
+    "room in experts": (
+        lambda x: x * (x[..., :4].softmax(-1).round().reshape(-1, 4).cumsum(0) < 5).any(-1).view(*x.shape[:2], 1),
+        "needs the sequence whole",
+    ),
+    "experts by numbers below 0": (
+        lambda x: routed(x, experts=lambda s: s.topk(2).indices - 1),
+        "not known to be numbers from 0 on",
+    ),
+    "experts by their load": (
+        lambda x: routed(x, between=lambda rows, order, counts: rows / counts.max()),
+        "how many tokens go to each",
+    ),
+    "a number for each place": (
+        lambda x: routed(x, between=lambda rows, order, counts: rows * torch.arange(len(rows))[:, None]),
+        "takes a constant along tokens in the order",
+    ),
+    "dropout in experts": (
+        lambda x: routed(x, between=lambda rows, order, counts: F.dropout(rows, 0.5)),
+        "draws random numbers",
+    ),
+    "sums in the order of experts": (
+        lambda x: routed(x, between=lambda rows, order, counts: rows.cumsum(0)),
+        "needs the sequence whole",
+    ),
+    "rows by the order itself": (
+        lambda x: routed(x, between=lambda rows, order, counts: rows + order[:, None]),
+        "another order",
+    ),
+    "rows in the wrong order": (lambda x: routed(x, back=lambda rows, order: rows), "sequence"),
+    "rows in both orders": (
+        lambda x: routed(x, between=lambda rows, order, counts: rows + rows[order.argsort()]),
+        "in another order",
+    ),
+    "back by the order": (lambda x: routed(x, back=lambda rows, order: rows[order]), "another order"),
+    "experts in no order": (lambda x: routed(x, order=lambda ids: (ids, ids)), "brings tokens together"),
 }
 
 
@@ -175,11 +263,90 @@ def test_ops_on_each_token_are_local(operation: Any) -> None:
         assert graph.tensors[tensor].fixed[dim] == TOKENS
 
 
-def test_sums_of_all_tokens_so_far_are_causal() -> None:
-    graph = sw.capture(Row(lambda x: x.cumsum(1)), torch.randint(0, WORDS, (2, TOKENS)))
+@pytest.mark.parametrize(
+    ("operation", "tail"),
+    [
+        (lambda x: x.cumsum(1), 1),
+        (lambda x: x.logcumsumexp(1), 1),
+        (lambda x: F.pad(x, (0, 0, 1, 0))[:, :-1], 1),
+        (lambda x: F.pad(x, (0, 0, 2, -2)), 2),
+        (lambda x: convolved(F.pad(x, (0, 0, 3, 0)), 4), 3),
+        (lambda x: F.silu(convolved(x, 4, padding=3))[:, :TOKENS], 3),
+        (lambda x: convolved(x, 3, padding=4, dilation=2)[:, :-4], 4),
+    ],
+    ids=["sums", "sums of powers", "a shift", "a shift by two", "a padded convolution", "a cut one", "a dilated one"],
+)
+def test_what_reads_a_few_tokens_before_is_causal(operation: Any, tail: int) -> None:
+    found = sequence_ops(sw.capture(Row(operation), torch.randint(0, WORDS, (2, TOKENS))))
+    assert found.obstacles == ()
+    assert [entries for _, entries in found.tails.values()] == [tail] * 3
+    assert found.carried == {}
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"counted": lambda ids: torch.bincount(ids, minlength=4)},
+        {"back": lambda rows, order: rows[order.argsort()]},
+        {"experts": lambda s: s.argmax(-1, keepdim=True), "choices": 1, "divisor": 1},
+    ],
+    ids=["as transformers has it", "counted whole", "back by a sort", "one expert"],
+)
+def test_mixtures_of_experts_are_local(how: Any) -> None:
+    graph = sw.capture(Row(lambda x: routed(x, **how)), torch.randint(0, WORDS, (2, TOKENS)))
     found = sequence_ops(graph)
     assert found.obstacles == ()
-    assert [graph.ops[number].base_name for number in found.carried] == ["cumsum"] * 3
+    assert found.carried == {}
+    assert len(found.routed.grouped) == 3
+    assert set(found.routed.divisors.values()) == {how.get("divisor", 2)}
+    for tensor, rows in found.flat.items():
+        assert graph.tensors[tensor].shape(3)[found.dims[tensor]] == 3 * TOKENS * rows
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "another divisor": ({"divisor": 3}, r"other=3: expected whole division by 2, the rows of each token"),
+    "a descending order": ({"order": lambda ids: ids.sort(descending=True)}, "descending=True: expected an ascending"),
+    "counts from 1 on": (
+        {"counted": lambda ids: torch.histc(ids.float(), bins=4, min=1, max=4)}, "min=1: expected bounds from 0 on"),
+    "counts between the least and the largest": (
+        {"counted": lambda ids: torch.histc(ids.float(), bins=4)}, "min=0: expected bounds from 0 on"),
+    "places from 1 on": (
+        {"back": lambda rows, order: rows[
+            torch.empty_like(order).index_put_((order,), torch.arange(1, 1 + len(order))).clone()]},
+        "start=1: expected numbers from 0 on"),
+    "places that add up": (
+        {"back": lambda rows, order: rows[
+            torch.zeros_like(order).index_put_((order,), torch.arange(len(order)), accumulate=True)]},
+        "expected rows that are put by one index, each in its place"),
+    "the borders of other experts": (
+        {"counted": lambda ids: torch.histc(torch.zeros_like(ids).float(), bins=4, min=0, max=3)},
+        "expected the borders of the experts by which the rows were sorted"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", REFUSED)
+def test_experts_are_told_by_what_ops_compute_with(how: str) -> None:
+    given, said = REFUSED[how]
+    traced = trace(Row(lambda x: routed(x, **given)), torch.randint(0, WORDS, (2, TOKENS)))
+    with pytest.raises(NotReplayableError, match=said):
+        require_routing(traced, sequence_ops(traced.graph))
+
+
+def test_experts_as_transformers_has_them_are_routed() -> None:
+    traced = trace(Row(routed), torch.randint(0, WORDS, (2, TOKENS)))
+    require_routing(traced, sequence_ops(traced.graph))
+
+
+def test_what_nothing_reads_may_need_all_tokens() -> None:
+    """The states that a cache would keep."""
+
+    def kept(x: torch.Tensor) -> torch.Tensor:
+        F.pad(x, (0, 0, 20 - TOKENS, 0)).flip(1)
+        return x
+
+    found = sequence_ops(sw.capture(Row(kept), torch.randint(0, WORDS, (2, TOKENS))))
+    assert found.obstacles == ()
 
 
 @pytest.mark.parametrize(
@@ -202,6 +369,37 @@ def test_attention_that_is_written_out_is_causal(hide: Any) -> None:
     for tensor, dim in found.keys.items():
         assert graph.tensors[tensor].fixed[dim] == TOKENS
         assert dim != found.dims[tensor]
+
+
+def with_sinks(x: torch.Tensor, *, end: int = -1, before: bool = False) -> torch.Tensor:
+    """Attention with a score beside those of the keys."""
+    scores = masked(x @ x.mT)
+    sinks = torch.ones(1, 1, 1).expand(len(x), x.shape[1], 1)
+    scores = torch.cat([sinks, scores] if before else [scores, sinks], -1)
+    return (scores - scores.amax(-1, keepdim=True)).softmax(-1)[..., :end] @ x
+
+
+def test_scores_beside_those_of_keys_are_causal() -> None:
+    ids = torch.randint(0, WORDS, (2, TOKENS))
+    found = sequence_ops(sw.capture(Row(with_sinks), ids))
+    assert found.obstacles == ()
+    assert set(found.more_keys.values()) == {1}
+    scaled = Row(lambda x: masked(x @ x.mT).softmax(-1) @ x * masked(x @ x.mT).logsumexp(-1, keepdim=True).sigmoid())
+    assert sequence_ops(sw.capture(scaled, ids)).obstacles == ()
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        lambda x: with_sinks(torch.cat([x, x[:, :1]], 1))[:, :TOKENS],
+        lambda x: with_sinks(x, before=True),
+        lambda x: (x @ x.mT).logsumexp(-1, keepdim=True) * x,
+        lambda x: torch.cat([masked(x @ x.mT), x @ x.mT], 1).softmax(-1)[:, :TOKENS] @ x,
+    ],
+    ids=["more tokens", "in front", "all scores", "beside scores of all keys"],
+)
+def test_scores_beside_others_are_named(operation: Any) -> None:
+    assert sequence_ops(sw.capture(Row(operation), torch.randint(0, WORDS, (2, TOKENS)))).obstacles
 
 
 def test_inputs_without_a_sequence() -> None:

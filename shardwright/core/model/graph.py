@@ -127,7 +127,8 @@ class Op:
     ``labels`` gives, for every input and then every output, one label per dim: dims of one op that carry the same
     label are split together; -1 stands alone and is never split. A label that only inputs carry is contracted.
     Dims of a slice or concat that share a label but not a size are a whole and its parts; ``offsets`` says where each
-    part (each output of a slice, each input of a concat) starts.
+    part (each output of a slice, each input of a concat) starts. Of a pad by a constant it gives the entries in front
+    of every dim; of a convolution over one dim the padding, the entries that a window spans, and the stride.
     """
 
     kind: OpKind

@@ -5,7 +5,7 @@ input, then of every output, and the special roles of some labels.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 
 from shardwright.core.errors import CaptureError
@@ -245,6 +245,17 @@ def strided(before: Shape, dim: int, start: int, step: int, after: Shape) -> Lab
     if start == 0 and before[dim] == step * after[dim]:
         return Labelled((labels, labels))
     return same_sizes(before, after, changed=(dim,))
+
+
+def padded(labelled: Labelled, in_front: Sequence[int]) -> Labelled:
+    """The labels of a pad by a constant, with the entries in front of every dim, where none is cut off there."""
+    return labelled if min(in_front, default=0) < 0 else replace(labelled, offsets=tuple(in_front))
+
+
+def windowed(labelled: Labelled, padding: int, span: int, stride: int) -> Labelled:
+    """The labels of a convolution over one dim, with the padding at both its ends, the entries from the first to the
+    last that a window reads, and the entries from one window to the next."""
+    return replace(labelled, offsets=(padding, span, stride))
 
 
 def windows(before: Shape, after: Shape, window: Sequence[int], *, adjoining: bool) -> Labelled:

@@ -20,9 +20,9 @@ def graph_of_slice(graph: Graph, ops: SequenceOps, length: int, context: int) ->
     first = next(iter(ops.dims.items()))
     tokens = graph.tensors[first[0]].fixed[first[1]]
     for tensor, dim in (*ops.constants.items(), *ops.dims.items()):
-        tensors[tensor] = _resized(tensors[tensor], dim, length)
+        tensors[tensor] = _resized(tensors[tensor], dim, length, tokens)
     for tensor, dim in (*ops.key_constants.items(), *ops.keys.items()):
-        tensors[tensor] = _resized(tensors[tensor], dim, context + length)
+        tensors[tensor] = _resized(tensors[tensor], dim, context + length + ops.more_keys.get(tensor, 0), tokens)
     found: list[Op] = []
     made: dict[tuple[int, tuple[int, ...]], int] = {}
 
@@ -32,7 +32,7 @@ def graph_of_slice(graph: Graph, ops: SequenceOps, length: int, context: int) ->
         if key not in made:
             new = graph.tensors[tensor]
             for dim, size in zip(dims, sizes, strict=True):
-                new = _resized(new, dim, size)
+                new = _resized(new, dim, size, tokens)
             tensors.append(replace(new, role="activation", name=""))
             made[key] = len(tensors) - 1
         return made[key]
@@ -63,11 +63,14 @@ def graph_of_slice(graph: Graph, ops: SequenceOps, length: int, context: int) ->
 
 def carried_bytes(graph: Graph, ops: SequenceOps, units: Mapping[int, range], batch: int, width: int) -> dict[int, int]:
     """The bytes of the keys and values of a whole sequence in each unit: what their gradients take, which add up until
-    the first slice's backward."""
+    the first slice's backward; and those of the last entries that convolutions and sums hand on."""
     found: dict[int, int] = {}
     for unit, inside in units.items():
         carried = {t for op in inside for t in ops.carried.get(op, ())}
-        found[unit] = sum(graph.tensors[t].elements(batch) * width for t in carried)
+        tails = [ops.tails[op] for op in inside if op in ops.tails]
+        sizes = [graph.tensors[t].elements(batch) for t in carried]
+        sizes += [_resized(graph.tensors[t], ops.dims[t], entries, 1).elements(batch) for t, entries in tails]
+        found[unit] = sum(sizes) * width
     return found
 
 
@@ -99,11 +102,12 @@ def _memory_of(keeps: tuple[int, ...], kept: int, forward: int) -> OpMemory:
     return OpMemory(keeps, wide=wide, narrow=narrow)
 
 
-def _resized(tensor: Tensor, dim: int, size: int) -> Tensor:
-    """A tensor of another length: the entries of a dim that is the sequence, or of samples with their tokens."""
+def _resized(tensor: Tensor, dim: int, size: int, tokens: int) -> Tensor:
+    """A tensor of another length than ``tokens``: the entries of a dim that is the sequence, or of samples with the
+    rows of their tokens."""
     fixed, per_sample = list(tensor.fixed), list(tensor.per_sample)
     if per_sample[dim]:
-        per_sample[dim] = size
+        per_sample[dim] = per_sample[dim] * size // tokens
     elif fixed[dim] != 1:
         fixed[dim] = size
     return replace(tensor, fixed=tuple(fixed), per_sample=tuple(per_sample))

@@ -15,7 +15,8 @@ BOTH_WAYS = "attends in both directions: expected is_causal=True, or a mask that
 SELECTS = frozenset({"where", "_where", "masked_fill", "select_n"})
 """The ops that put a number in the place of scores, by a mask."""
 SAME = frozenset({"to", "_to_copy", "clone", "contiguous", "convert_element_type", "copy", "stop_gradient", "detach"})
-HIGHEST = frozenset({"amax", "max", "reduce_max", "argmax"})
+HIGHEST = frozenset({"amax", "max", "reduce_max", "argmax", "logsumexp"})
+"""What low scores do not change."""
 SOFTMAX = frozenset({"softmax", "_softmax", "_safe_softmax"})
 SUMS = frozenset({"sum", "reduce_sum"})
 
@@ -46,6 +47,8 @@ class Scores:
     Attributes:
         dims: tensor → its dim of keys.
         constants, hides: as in `SequenceOps`.
+        more: tensor → the entries behind those of the keys, such as a score of every head that no key belongs to
+            (attention sinks).
     """
 
     def __init__(self, graph: Graph, queries: Mapping[int, int]) -> None:
@@ -53,6 +56,7 @@ class Scores:
         self.dims: dict[int, int] = {}
         self.constants: dict[int, int] = {}
         self.hides: dict[int, int] = {}
+        self.more: dict[int, int] = {}
         self._low: set[int] = set()
         """Scores that are low for later keys."""
         self._zero: set[int] = set()
@@ -84,6 +88,8 @@ class Scores:
             return Told(query, carried=tuple(others))
         if set(others.values()) - {query} or op.role(query) != "map":
             return Told(why=TOGETHER)
+        if op.kind in ("concat", "slice") and op.role(key) == "map":
+            return self._with_more(op, query, key)
         if op.role(key) == "map":
             return Told(query, key)
         if op.base_name in SOFTMAX:
@@ -97,6 +103,8 @@ class Scores:
         if told.key < 0 or told.why:
             return ""
         length = next((self._length(t, self.dims[t]) for t in op.inputs if t in self.dims), None)
+        more = next((self.more.get(t, 0) for t in op.inputs if t in self.dims), 0)
+        made_more = {t: n for t, n in self.more.items() if t in op.outputs}
         masks = []
         for tensor, labels in zip(op.inputs, op.input_labels, strict=True):
             if tensor in self.queries or told.key not in labels:
@@ -104,7 +112,9 @@ class Scores:
             dim = labels.index(told.key)
             if self._length(tensor, dim) == (1, 0):
                 continue
-            if labels.count(told.key) > 1 or self.constants.setdefault(tensor, dim) != dim:
+            if op.kind == "concat":
+                continue  # told apart in `_with_more`
+            if more or labels.count(told.key) > 1 or self.constants.setdefault(tensor, dim) != dim:
                 return "takes a constant along two dims of it"
             if told.label in labels:
                 masks.append(tensor)
@@ -115,12 +125,35 @@ class Scores:
             if labels.count(told.key) != 1:
                 return TOGETHER
             self.dims[tensor] = labels.index(told.key)
-            if length is not None and self._length(tensor, self.dims[tensor]) != length:
+            held = self._length(tensor, self.dims[tensor])
+            if op.kind not in ("concat", "slice") and more:
+                self.more[tensor] = more
+            added = 0 if length is None else made_more.get(tensor, self.more.get(tensor, 0)) - more
+            if length is not None and held != (length[0] + added, length[1]):
                 return "takes a part of the sequence, or adds to it"
         if op.kind == "softmax" and op.role(told.key) == "map":
             return TOGETHER  # by another dim than that of keys
         self._note_hidden(number, op, masks)
         return ""
+
+    def _with_more(self, op: Op, query: int, key: int) -> Told:
+        """Entries that are put behind those of the keys, or taken away again; or a part of another dim."""
+        at = next(place for place, tensor in enumerate(op.inputs) if tensor in self.dims)
+        scores, labels = op.inputs[at], op.input_labels[at]
+        dim, before = labels.index(key), self.more.get(op.inputs[at], 0)
+        length = self._length(scores, dim)
+        lengths = [self._length(t, made.index(key)) for t, made in zip(op.outputs, op.output_labels, strict=True)]
+        if all(held == length for held in lengths):
+            return Told(query, key)
+        others = [t for place, t in enumerate(op.inputs) if place != at]
+        more = lengths[0][0] - length[0]
+        is_behind = len(lengths) == 1 and length[1] == lengths[0][1] == 0 and op.offsets[at if len(others) else 0] == 0
+        is_one = not before and more == len(others) and not any(t in self.queries for t in others)
+        if not is_behind or at or not (is_one if op.kind == "concat" else before and more == -before):
+            return Told(why="takes a part of the sequence, or adds to it")
+        if op.kind == "concat":
+            self.more[op.outputs[0]] = more
+        return Told(query, key)
 
     def _note_hidden(self, number: int, op: Op, masks: list[int]) -> None:
         """Note whether what an op makes of later keys is low, or 0."""
@@ -128,7 +161,12 @@ class Scores:
         low, zero = ([t in held for t in op.inputs] for held in (self._low, self._zero))
         if name in SOFTMAX or name in ("exp", "exp2"):
             self._zero.update(made if any(low) else ())
-        elif op.kind in ("view", "copy") or name in SAME:
+        elif op.kind == "concat":  # beside other scores, or what is no score
+            both = [(here, none) for here, none, t in zip(low, zero, op.inputs, strict=True) if t in self.dims]
+            is_all = len(both) == len(op.inputs) or made[0] in self.more
+            self._low.update(made if is_all and all(here for here, _ in both) else ())
+            self._zero.update(made if is_all and all(none for _, none in both) else ())
+        elif op.kind in ("view", "copy", "slice") or name in SAME:
             self._low.update(made if any(low) else ())
             self._zero.update(made if any(zero) else ())
         elif op.kind == "dropout":  # which makes zeros of low scores

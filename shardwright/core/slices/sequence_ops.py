@@ -11,9 +11,14 @@ whatever ops it took, and each slice takes its part. What needs all tokens can s
 the last unit (a loss, a pooled output); elsewhere the model cannot run in slices (TeraPipe, section 3.1).
 
 Attention that is written out is a product of tokens with tokens, whose results are scores of queries by keys, a mask
-that hides later keys, and what softmax makes of them (`core.slices.scores`).
+that hides later keys, and what softmax makes of them (`core.slices.scores`). Shifts, convolutions that are padded in
+front, and cumulative sums are causal and need a few of the entries before a slice (`core.slices.windows`). Mixtures of
+experts, which put tokens in another order and back, are local (`core.slices.routed_rows`).
+
+What nothing reads in the end, such as the states that a cache would keep, may need what it will: slices leave it out.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -21,13 +26,16 @@ from typing import Literal
 from shardwright.core.errors import CaptureError
 from shardwright.core.model.fold import fold
 from shardwright.core.model.graph import Graph, Op
+from shardwright.core.slices.routed_rows import RESHAPES, Routed, RoutedRows
 from shardwright.core.slices.scores import BOTH_WAYS, TOGETHER, Scores, Told
+from shardwright.core.slices.windows import Windows
 
-Need = Literal["constant", "local", "causal", "all"]
-"""What an op needs: nothing that slices make, what its own slice makes, what those before made too, or all of it."""
+Need = Literal["constant", "local", "causal", "all", "unused"]
+"""What an op needs: nothing that slices make, what its own slice makes, what those before made too, or all of it; or it
+needs all of it for what nothing reads, and does not run."""
 TOKEN_TYPES = ("int32", "int64", "uint32")
-CUMULATIVE = ("cumsum", "cumprod", "logcumsumexp", "cummax", "cummin")
-"""Ops whose result for a token follows from the result for the one before."""
+CUMULATIVE = ("cumsum", "cumprod", "logcumsumexp")
+"""Ops whose result for a token follows from its own entry and the result for the one before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,21 +52,27 @@ class SequenceOps:
 
     Attributes:
         dims: tensor → its sequence dim, for those that slices make.
-        flat: those of them whose dim is batch and sequence in one, a sample's tokens next to each other.
+        flat: those of them whose dim is batch and sequence in one, a sample's tokens next to each other → the rows of
+            each token.
         constants: tensor → the dim along which ops take of it what belongs to their slice, of those that are there
             whole before the first slice (positions, rotary tables, labels).
         needs: of every op.
-        carried: causal op → the tensors of which it needs what earlier slices made.
+        carried: causal op → the tensors of which it needs all that earlier slices made: keys and values.
         masks: attention → its mask of [.., queries, keys], which has to hide later keys from each query.
         obstacles: why the model cannot run in slices; empty where it can.
         keys: tensor → its dim of keys, for the scores of attention that is written out, and what follows from them: a
             slice has those of all slices up to it.
         key_constants: constant → the dim along which ops take of it what belongs to these keys.
+        more_keys: tensor of scores → the entries behind those of the keys.
         hides: op → the mask by which it hides later keys in scores.
+        tails: causal op that needs no more than the last entries of the slices before → of which tensor, and how many.
+        cuts: the ops that cut what a pad or a convolution made longer to as many entries as there are tokens.
+        routed: mixtures of experts.
+        apart: tensors that cannot be put together from slices.
     """
 
     dims: Mapping[int, int]
-    flat: frozenset[int]
+    flat: Mapping[int, int]
     constants: Mapping[int, int]
     needs: tuple[Need, ...]
     carried: Mapping[int, tuple[int, ...]]
@@ -66,7 +80,12 @@ class SequenceOps:
     obstacles: tuple[Obstacle, ...]
     keys: Mapping[int, int] = field(default_factory=dict)
     key_constants: Mapping[int, int] = field(default_factory=dict)
+    more_keys: Mapping[int, int] = field(default_factory=dict)
     hides: Mapping[int, int] = field(default_factory=dict)
+    tails: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    cuts: frozenset[int] = frozenset()
+    routed: Routed = field(default_factory=Routed)
+    apart: frozenset[int] = frozenset()
 
 
 def sequence_inputs(graph: Graph) -> dict[int, int]:
@@ -106,10 +125,12 @@ def sequence_ops(graph: Graph, inputs: Mapping[int, int] | None = None) -> Seque
     for number, op in enumerate(graph.ops):
         reading.read(number, op)
     last = fold(graph).units[-1].first_op
-    obstacles = tuple(Obstacle(op, why) for op, why in reading.mixing.items() if op < last)
+    obstacles = tuple(
+        Obstacle(op, why) for op, why in reading.mixing.items() if op < last or op in reading.beyond_the_end
+    )
     return SequenceOps(
         reading.dims,
-        frozenset(reading.flat),
+        reading.flat,
         reading.constants,
         tuple(reading.needs),
         reading.carried,
@@ -117,7 +138,12 @@ def sequence_ops(graph: Graph, inputs: Mapping[int, int] | None = None) -> Seque
         obstacles,
         reading.scores.dims,
         reading.scores.constants,
+        reading.scores.more,
         reading.scores.hides,
+        reading.tails,
+        frozenset(reading.windows.cuts),
+        reading.rows.found,
+        reading.apart,
     )
 
 
@@ -129,7 +155,7 @@ class _Reading:
         self.dims: dict[int, int] = {}
         self.given = inputs
         """The sequence dims of tensors that follow from the inputs alone."""
-        self.flat: set[int] = set()
+        self.flat: dict[int, int] = {}
         self.constants: dict[int, int] = {}
         self.needs: list[Need] = []
         self.carried: dict[int, tuple[int, ...]] = {}
@@ -137,6 +163,14 @@ class _Reading:
         self.scores = Scores(graph, self.dims)
         self.mixing: dict[int, str] = {}
         """Op → why it needs all tokens, for the first ones on each way."""
+        self.beyond_the_end: set[int] = set()
+        """Ops that need all of what means something in its slice alone, which no last unit helps."""
+        first = next(iter(inputs))
+        self.tokens = graph.tensors[first].fixed[inputs[first]]
+        self.rows = RoutedRows(graph, self.dims, self.flat, self.tokens)
+        self.windows = Windows(graph, self.dims, self.flat, self.tokens)
+        self.tails: dict[int, tuple[int, int]] = {}
+        self._read_in_the_end = _read_in_the_end(graph)
         self._whole: set[int] = set()
         """Tensors that are there only once all slices have run."""
         self._of_parameters = {parameter.tensor for parameter in graph.parameters}
@@ -145,21 +179,36 @@ class _Reading:
     def read(self, number: int, op: Op) -> None:
         """Sort one op, whose operands are known."""
         if self._whole.intersection(op.inputs):
-            self.needs.append("all")
-            self._whole.update(op.outputs)
+            if self._need_all(number, op) and number in self.beyond_the_end:
+                self.mixing[number] = f"{op.name}{self._where(op)} needs what means something in one slice alone"
             return
-        if not any(tensor in self.dims for tensor in op.inputs) and not self._begins(op):
+        is_apart = bool(self.apart.intersection(op.inputs))
+        if not is_apart and not any(tensor in self.dims for tensor in op.inputs) and not self._begins(op):
             self.needs.append("constant")
             return
-        if op.kind in ("view", "copy") and self._regrouped(op):
+        if op.base_name in RESHAPES and self._regrouped(op):
             self.needs.append("local")
             return
-        told = self._told(op)
-        found = told.why or self._follow(op, told.label) or self.scores.follow(number, op, told, self.constants)
-        if found:
-            self.needs.append("all")
-            self.mixing[number] = f"{op.name}{self._where(op)} {found}"
-            self._whole.update(op.outputs)
+        why = None
+        if not self.scores.dims.keys() & set(op.inputs):
+            why = self.rows.read(number, op)
+            if why is None:
+                why = self.windows.read(number, op)
+        if why is None:
+            told = self._told(op)
+            why = told.why or self._follow(op, told.label) or self.scores.follow(number, op, told, self.constants)
+            self.rows.follow(op)
+        else:
+            told = Told()
+        while self.rows.made_with_slices:
+            self.needs[self.rows.made_with_slices.pop()] = "local"
+        if why:
+            if self._need_all(number, op):
+                self.mixing[number] = f"{op.name}{self._where(op)} {why}"
+        elif number in self.windows.tails or told.carried == op.outputs:
+            self.needs.append("causal")
+            entries = self.windows.tails.get(number, 1)
+            self.tails[number] = (told.carried or op.inputs)[0], entries
         elif told.carried:
             self.needs.append("causal")
             self.carried[number] = told.carried
@@ -167,6 +216,20 @@ class _Reading:
                 self.masks[number] = op.inputs[3]
         else:
             self.needs.append("local")
+
+    @property
+    def apart(self) -> frozenset[int]:
+        """The tensors that mean something in their slice alone."""
+        return self.rows.apart | self.windows.apart
+
+    def _need_all(self, number: int, op: Op) -> bool:
+        """Note an op that needs all tokens; False where nothing reads what it makes."""
+        self._whole.update(op.outputs)
+        is_read = bool(self._read_in_the_end.intersection(op.outputs))
+        self.needs.append("all" if is_read else "unused")
+        if is_read and self.apart.intersection(op.inputs):
+            self.beyond_the_end.add(number)
+        return is_read
 
     def _begins(self, op: Op) -> bool:
         """Whether parameters meet tokens here, so that slices begin; else notes what follows of what is there whole."""
@@ -200,12 +263,12 @@ class _Reading:
             return self.scores.told(op)
         labels = {labels[self.dims[t]] for t, labels in zip(op.inputs, op.input_labels, strict=False) if t in self.dims}
         if len(labels) > 1:
-            return Told(why=TOGETHER) if self.flat.intersection(op.inputs) else self.scores.made(op)
+            return Told(why=TOGETHER) if self._is_flat(op) else self.scores.made(op)
         (label,) = labels
         role = op.role(label)
         if role == "map":
             return Told(label)
-        if op.base_name in CUMULATIVE and label >= 0 and not self.flat.intersection(op.inputs):
+        if op.base_name in CUMULATIVE and label >= 0 and len(op.outputs) == 1 and not self._is_flat(op):
             return Told(label, carried=op.outputs)
         said = {
             "sum": "adds up over the sequence",
@@ -254,7 +317,7 @@ class _Reading:
                 dim = labels.index(label)
                 if self._length(tensor, dim) == (1, 0):
                     continue
-                if self.graph.tensors[tensor].per_sample[dim] and not self.flat.intersection(op.inputs):
+                if self.graph.tensors[tensor].per_sample[dim] and not self._is_flat(op):
                     return "takes what was made for all tokens of the batch at once"
                 if labels.count(label) > 1 or self.constants.setdefault(tensor, dim) != dim:
                     return "takes a constant along two dims of it"
@@ -266,9 +329,13 @@ class _Reading:
             if length is not None and self._length(tensor, made[tensor]) != length:
                 return "takes a part of the sequence, or adds to it"
         self.dims.update(made)
-        if self.flat.intersection(op.inputs):
-            self.flat.update(made)
+        rows = next((self.flat[tensor] for tensor in op.inputs if tensor in self.flat), 0)
+        if rows:
+            self.flat.update(dict.fromkeys(made, rows))
         return ""
+
+    def _is_flat(self, op: Op) -> bool:
+        return bool(self.flat.keys() & set(op.inputs))
 
     def _length(self, tensor: int, dim: int) -> tuple[int, int]:
         """The entries of a dim: (fixed, for each sample)."""
@@ -276,26 +343,49 @@ class _Reading:
         return held.fixed[dim], held.per_sample[dim]
 
     def _regrouped(self, op: Op) -> bool:
-        """Whether an op makes one dim of batch and sequence, or two of one; notes what it makes."""
+        """Whether an op makes one dim of batch and sequence, with or without dims behind it, or several of one; notes
+        what it makes."""
         if len(op.inputs) != 1 or len(op.outputs) != 1 or op.inputs[0] in self.scores.dims:
             return False
         (given,), (made,) = op.inputs, op.outputs
-        one, other = self.graph.tensors[given], self.graph.tensors[made]
-        whole, parts = (one, other) if given in self.flat else (other, one)
-        length = parts.fixed[1] if len(parts.fixed) > 1 else 0
-        rest = (
-            zip(whole.fixed[1:], whole.per_sample[1:], strict=True),
-            zip(parts.fixed[2:], parts.per_sample[2:], strict=True),
-        )
-        is_regrouped = (
-            self.dims[given] == (0 if given in self.flat else 1)
-            and len(parts.fixed) == len(whole.fixed) + 1
-            and (parts.fixed[0], parts.per_sample[:2]) == (0, (1, 0))
-            and (whole.fixed[0], whole.per_sample[0]) == (0, length)
-            and [*rest[0]] == [*rest[1]]
-        )
-        if is_regrouped:
-            self.dims[made] = 1 if given in self.flat else 0
-            if given not in self.flat:
-                self.flat.add(made)
-        return is_regrouped
+        if given not in self.dims or given in self.windows.apart | self.rows.numbers:
+            return False
+        form = self._form(given, self.dims[given], self.flat.get(given, 0))
+        if form is None:
+            return False
+        rank = len(self.graph.tensors[made].fixed)
+        places = [dim for dim in range(rank) if self.graph.tensors[made].per_sample[dim]]
+        if len(places) != 1:
+            return False
+        (at,) = places
+        rows, rest = divmod(self.graph.tensors[made].per_sample[at], self.tokens)
+        if not rest and self._form(made, at, rows) == form:
+            if given in self.rows.order and rows != self.flat[given]:
+                return False
+            self.dims[made], self.flat[made] = at, rows
+        elif given in self.flat and given not in self.rows.order and self._form(made, at + 1, 0) == form:
+            self.dims[made] = at + 1
+        else:
+            return False
+        self.rows.follow(op)
+        return True
+
+    def _form(self, tensor: int, dim: int, rows: int) -> tuple[int, int] | None:
+        """The entries before a tensor's batch and for each of its tokens, where the dim is that of tokens behind the
+        batch, or, with so many rows for each token, of both in one; None where it is neither."""
+        held = self.graph.tensors[tensor]
+        sizes = list(zip(held.fixed, held.per_sample, strict=True))
+        first = dim if rows else dim - 1
+        wanted = [(0, rows * self.tokens)] if rows else [(0, 1), (self.tokens, 0)]
+        if first < 0 or sizes[first : dim + 1] != wanted or sum(slope for _, slope in sizes) != wanted[0][1]:
+            return None
+        return math.prod(held.fixed[:first]), max(1, rows) * math.prod(held.fixed[dim + 1 :])
+
+
+def _read_in_the_end(graph: Graph) -> set[int]:
+    """The tensors of which something follows that the graph returns."""
+    found = set(graph.outputs)
+    for op in reversed(graph.ops):
+        if found.intersection(op.outputs):
+            found.update(op.inputs)
+    return found

@@ -69,20 +69,23 @@ def keep_together(graph: Graph, ops: SequenceOps, groups: Iterable[Sequence[int]
     when = {need: "sliced" if need in ("local", "causal") else need for need in needs}
     group_of = {op: group for group in groups if len({when[needs[op]] for op in group}) > 1 for op in group}
     behind: set[int] = set()
+    early: list[int] = []
     for number, op in enumerate(graph.ops):
+        if needs[number] == "unused":
+            continue
         if number in group_of or (needs[number] != "constant" and behind.intersection(op.inputs)):
             needs[number] = "all"
         if needs[number] == "all":
             behind.update(op.outputs)
+            if ops.needs[number] != "all" and ops.apart.intersection(op.inputs):
+                early.append(number)
     last = fold(graph).units[-1].first_op
-    early = next(
-        (number for number, need in enumerate(needs) if need == "all" != ops.needs[number] and number < last), None
-    )
+    early += [number for number, need in enumerate(needs) if need == "all" != ops.needs[number] and number < last]
     obstacles = ops.obstacles
-    if early is not None:
-        op = graph.ops[early]
+    if early:
+        op = graph.ops[early[0]]
         where = graph.calls[op.call].path or graph.model_name
-        obstacles = (*obstacles, Obstacle(early, f"{op.name} in {where} runs as one with what needs all tokens"))
+        obstacles = (*obstacles, Obstacle(early[0], f"{op.name} in {where} runs as one with what needs all tokens"))
     return replace(ops, needs=tuple(needs), obstacles=obstacles)
 
 
@@ -93,8 +96,8 @@ def require_sliceable(graph: Graph, ops: SequenceOps) -> None:
     reasons = [obstacle.reason for obstacle in ops.obstacles]
     reasons += [
         f"{op.name} in {graph.calls[op.call].path or 'the model'} carries more from slice to slice than keys and values"
-        for op, need in zip(graph.ops, ops.needs, strict=True)
-        if need == "causal" and op.kind not in ("attention", "contraction")
+        for number, (op, need) in enumerate(zip(graph.ops, ops.needs, strict=True))
+        if need == "causal" and number not in ops.tails and op.kind not in ("attention", "contraction")
     ]
     if reasons:
         more = f"; and {len(reasons) - 3} more" if len(reasons) > 3 else ""

@@ -113,6 +113,7 @@ JUDGED: Judged = {
         [
             lambda: claims.sliced_zoo({"a": {"sliced": True, "causal": False}}, 0.5),
             lambda: claims.sliced_zoo({"a": {"sliced": False, "causal": True}}, 0.5),
+            lambda: claims.sliced_zoo({"a": {"sliced": True, "causal": True, "ran": "differs: a loss"}}, 0.5),
             lambda: claims.sliced_zoo({}, 0.5),
         ],
     ),

@@ -11,6 +11,8 @@ from transformers import (
     BertForMaskedLM,
     GPT2Config,
     GPT2LMHeadModel,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MixtralConfig,
@@ -75,6 +77,17 @@ def build(name: str, dropout: float = 0.0, layers: int = 4) -> nn.Module:
                 bos_token_id=0, eos_token_id=0, pad_token_id=0, attention_dropout=dropout,
             )
         )  # fmt: skip
+    if name == "sinks":  # a score of every head beside those of the keys
+        return GptOssForCausalLM(
+            GptOssConfig(
+                vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=layers, num_attention_heads=2, head_dim=16,
+                num_key_value_heads=1, intermediate_size=32, num_local_experts=4, num_experts_per_tok=2,
+                sliding_window=6, max_position_embeddings=32, bos_token_id=0, eos_token_id=0, pad_token_id=0,
+                attention_dropout=dropout,
+            )
+        )  # fmt: skip
+    if name == "windows":
+        return Windows(layers, dropout)
     raise ValueError(name)
 
 
@@ -88,6 +101,45 @@ def batch(name: str, step: int, samples: int = 8, length: int = 12) -> dict[str,
         mask[:, -2:] = torch.randint(0, 2, (samples, 2), generator=generator)
         found["attention_mask"] = mask
     return found
+
+
+class WindowBlock(nn.Module):
+    """Everything by which a token needs a few before it: convolutions padded in front and cut behind, a shift, sums."""
+
+    def __init__(self, width: int, dropout: float) -> None:
+        super().__init__()
+        self.norm, self.wide = nn.LayerNorm(width), nn.Linear(width, 2 * width)
+        self.cut = nn.Conv1d(2 * width, width, 3, padding=4, dilation=2)
+        self.padded = nn.Conv1d(width, width, 4, groups=width, bias=False)
+        self.shift, self.dropout = nn.ZeroPad2d((0, 0, 1, -1)), nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        length = x.shape[1]
+        h = self.wide(self.norm(x)).transpose(1, 2)
+        h = nn.functional.silu(self.cut(h))[..., :length]
+        h = self.dropout(self.padded(nn.functional.pad(h, (3, 0)))).transpose(1, 2)
+        h = h + torch.tanh(self.shift(h)) * nn.functional.pad(h, (0, 0, 2, 0))[:, :-2]
+        counted = torch.arange(1, length + 1)[:, None]
+        return x + h + torch.tanh(h).cumsum(1) / counted + torch.logcumsumexp(h, 1)
+
+
+class Windows(nn.Module):
+    """A language model without attention."""
+
+    def __init__(self, layers: int, dropout: float, width: int = 16) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, width)
+        self.blocks = nn.ModuleList(WindowBlock(width, dropout) for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCABULARY)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> "Output":
+        x = self.embedding(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.norm(x))
+        return Output(
+            loss=nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()), logits=logits
+        )
 
 
 class Doubled(torch.autograd.Function):

@@ -281,14 +281,17 @@ def _entry_by_entry(kind: OpKind) -> "Rule":
     return lambda params, before, after: (kind, labels.elementwise(before, after))
 
 
-def _kept_dims(before: list[Shape], out: Shape) -> Labelled:
-    """The labels of the first operand's dims that keep their size. Nothing is known of the others."""
-    kept, made = labels.same_sizes(before[0], out).labels
+def _kept_dims(before: list[Shape], out: Shape, *, changed: Sequence[int] = ()) -> Labelled:
+    """The labels of the first operand's dims that keep their size, apart from the ``changed`` ones. Nothing is known of
+    the others."""
+    kept, made = labels.same_sizes(before[0], out, changed=changed).labels
     return Labelled((kept, *labels.opaque(before[1:], []).labels, made))
 
 
 def _pad(params: dict[str, Any], before: list[Shape], after: list[Shape]) -> Translation:
-    return "copy", _kept_dims(before, after[0])
+    """The labels of a pad. A dim that is padded at one end and cut at the other keeps its size, and moves."""
+    changed = [dim for dim, ends in enumerate(params["padding_config"]) if any(ends)]
+    return "copy", _kept_dims(before, after[0], changed=changed)
 
 
 def _reverse(params: dict[str, Any], before: list[Shape], after: list[Shape]) -> Translation:

@@ -14,6 +14,7 @@ from shardwright.backends.torch.program.program import Leaf, Program
 from shardwright.backends.torch.program.randomness import Streams
 from shardwright.backends.torch.slices.expanded_step import SlicedCall, expand
 from shardwright.backends.torch.slices.lowering import Builder
+from shardwright.backends.torch.slices.routing_checks import require_routing
 from shardwright.backends.torch.slices.traces import Part, Traces, alike, require_same_numbers
 from shardwright.backends.torch.tensor_parallel.by_module_calls import autocast_of
 from shardwright.backends.torch.tensor_parallel.engine import Draws, TensorParallel, UnitCall
@@ -144,6 +145,13 @@ class TokenSlices:
                 raise NotReplayableError(f"at {length} tokens, {reason}") from reason
         sites = [[op for op in site.ops if op is not None] for site in whole.sites]
         ops = keep_together(whole.graph, sequence_ops(whole.graph, dims), sites)
+        require_routing(whole, ops)
+        unused = {
+            t for op, need in zip(whole.graph.ops, ops.needs, strict=True) if need == "unused" for t in op.outputs
+        }
+        for buffer, now in whole.written.items():
+            if now in unused:
+                raise NotReplayableError(f"{whole.graph.tensors[buffer].name} is written to by what needs all tokens")
         for length, traced in sliced.items():
             require_same_numbers(whole, traced, ops, length)
         return Traces(lengths, whole, sliced, ops, sample.batch)

@@ -87,11 +87,13 @@ class _Expansion:
         parts = [self.leaf_of.get(one) for one in slices]
         if piece.slice is not None or piece.carried is not None or None in parts:
             raise NotReplayableError("a slice reads what no part of the model makes")
+        if piece.tensor in traces.ops.apart:
+            raise NotReplayableError("an op needs what means something in one slice alone, such as an order of tokens")
         if piece.tensor in traces.ops.keys:
             raise NotReplayableError("an op needs the scores of an attention of all tokens")
         index = self.first + len(self.steps)
-        is_flat = piece.tensor in traces.ops.flat
-        function = partial(slice_ops.joined, traces.ops.dims[piece.tensor], traces.lengths, is_flat)
+        rows = traces.ops.flat.get(piece.tensor, 0)
+        function = partial(slice_ops.joined, traces.ops.dims[piece.tensor], traces.lengths, rows)
         shape = traces.whole.graph.tensors[piece.tensor].shape(traces.batch)
         output = self._new(piece, self.places[slices[0]], shape, index)
         given = tuple(leaf for leaf in parts if leaf is not None)
@@ -106,7 +108,8 @@ class _Expansion:
             graph = traces.of_slice(part.slice).graph
         shape = list(graph.tensors[piece.tensor].shape(traces.batch))
         if piece.carried is not None:
-            shape[traces.ops.dims[piece.tensor]] = traces.start(part.slice + 1)
+            _, entries = traces.ops.tails.get(piece.carried, (piece.tensor, traces.start(part.slice + 1)))
+            shape[traces.ops.dims[piece.tensor]] = entries
         return self._new(piece, place, tuple(shape), index)
 
     def _new(self, piece: Piece, place: Placement, shape: tuple[int, ...], index: int) -> int:

@@ -84,6 +84,7 @@ class Builder:
         entering = self._entering(number, parts.sliced, which)
         if which:
             reaching = [(op, t) for op in parts.sliced for t in dict.fromkeys(ops.carried.get(op, ()))]
+            reaching += [(op, ops.tails[op][0]) for op in parts.sliced if op in ops.tails]
             entering += [Piece(tensor, which - 1, carried=op) for op, tensor in reaching]
         inputs = {piece: lowering.source.input() for piece in entering}
         held = self._held(lowering, parts.sliced)
@@ -97,7 +98,8 @@ class Builder:
         for tensor, var in uncut.items():
             dim = ops.constants.get(tensor, ops.dims.get(tensor))
             if dim is not None:
-                lowering.at[tensor] = lowering.source.call(slice_ops.part_of, var, dim, at)
+                rows = traces.rows(tensor, dim)
+                lowering.at[tensor] = lowering.source.call(slice_ops.part_of, var, dim, at, rows)
             if tensor in ops.key_constants:
                 keys = ops.key_constants[tensor]
                 lowering.at[tensor] = lowering.source.call(slice_ops.keys_of, lowering.at[tensor], keys, at)

@@ -2,8 +2,10 @@
 that of the whole sequence."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+import torch
 
 from shardwright.backends.torch.slices import slice_ops
 from shardwright.backends.torch.slices.slice_ops import SlicePlace
@@ -19,6 +21,20 @@ RESHAPES = frozenset({"view", "reshape", "_unsafe_view", "flatten", "unflatten",
 """The ops whose sizes are told by their results."""
 FILLED_WITH = {"where": "other", "masked_fill": "value"}
 """The ops that put a number in the place of hidden scores, and the argument that says which."""
+
+
+def _lower(call: Call) -> None:
+    if not local_ops.lower(call):
+        call.lowering.whole_ops.append(call.site.name)
+        local_ops.run_whole(call)
+
+
+def _without_padding(site: Site) -> Site:
+    """The call of a convolution without the padding that it has."""
+    keywords = tuple((name, [0] if name == "padding" else value) for name, value in site.keywords)
+    place = [argument.name for argument in site.function._schema.arguments].index("padding")
+    arguments = tuple([0] if position == place else value for position, value in enumerate(site.arguments))
+    return replace(site, arguments=arguments, keywords=keywords)
 
 
 @dataclass(slots=True)
@@ -43,6 +59,13 @@ class Reach:
     def __call__(self, call: Call) -> bool:
         """Lower a call by a rule of slices; False where it has none, and runs as it would in a whole sequence."""
         op = next(o for o in call.site.ops if o is not None)
+        if op in self.traces.ops.tails:
+            return self._behind_tail(call, op)
+        if op in self.traces.ops.cuts:
+            dim = self.traces.ops.dims[call.pieces[0][0].inputs[0]]
+            given = call.inputs(0)[0]
+            call.give(0, 0, self.lowering.source.call(slice_ops.first_of, given, dim, self._place.length))
+            return True
         own = {tensor: self.lowering.at[tensor] for tensor in self.traces.ops.carried.get(op, ())}
         if own and call.site.name == "scaled_dot_product_attention":
             return self._attention(call, op, own)
@@ -87,14 +110,47 @@ class Reach:
                 piece = Piece(tensor, self.which, carried=op)
                 self.carried.append((piece, lowering.at[tensor], lowering.place[tensor]))
 
+    def _behind_tail(self, call: Call, op: int) -> bool:
+        """A shift, a convolution or a cumulative sum, behind the last entries of the slices before."""
+        lowering, traces, source = self.lowering, self.traces, self.lowering.source
+        tensor, entries = traces.ops.tails[op]
+        dim, name, at = traces.ops.dims[tensor], call.site.name, self._place
+        before = self.earlier[Piece(tensor, self.which - 1, carried=op)] if self.which else None
+        if name in slice_ops.CUMULATIVE:
+            _lower(call)
+            own = lowering.at[tensor]
+            if before is not None:
+                own = source.call(slice_ops.behind_sum, before, own, name)
+            lowering.at[tensor] = own if call.site.grad else source.call(torch.Tensor.detach, own)
+            self._hand_on(op, tensor, lowering.at[tensor], dim, entries)
+            return True
+        own = lowering.at[tensor]
+        lowering.at[tensor] = source.call(slice_ops.behind, before, own, dim, entries)
+        self._hand_on(op, tensor, lowering.at[tensor], dim, entries)
+        if name in ("pad", "constant_pad_nd"):
+            if call.argument("value", None) not in (None, 0):
+                raise NotReplayableError("a sequence is padded in front by another number than 0")
+            made, given = traces.whole.graph.ops[op].outputs[0], call.inputs(0)[0]
+            is_longer = traces.whole.graph.tensors[made].fixed[dim] > traces.tokens
+            size = at.length + (entries if is_longer else 0)
+            call.give(0, 0, source.call(slice_ops.first_of, given, dim, size))
+        else:
+            _lower(Call(lowering, _without_padding(call.site), call.pieces))
+        lowering.at[tensor] = own
+        return True
+
+    def _hand_on(self, op: int, tensor: int, var: Var, dim: int, entries: int) -> None:
+        """Hand the last entries on to the slice that comes next."""
+        if self.which < len(self.traces.lengths) - 1:
+            last = self.lowering.source.call(slice_ops.last_of, var, dim, entries)
+            self.carried.append((Piece(tensor, self.which, carried=op), last, self.lowering.place[tensor]))
+
     def _product(self, call: Call, op: int, own: Mapping[int, Var]) -> bool:
         """A product of queries with keys, or of what is made of their scores with values."""
         if self.traces.whole.graph.ops[op].kind != "contraction":
             raise NotReplayableError(f"{call.site.name} has no form behind the keys of earlier slices")
         self._grow(op, own)
-        if not local_ops.lower(call):
-            self.lowering.whole_ops.append(call.site.name)
-            local_ops.run_whole(call)
+        _lower(call)
         self.lowering.at.update(own)
         return True
 
@@ -125,7 +181,7 @@ class Reach:
                 factor = call.slots()[factor.index]
             if not isinstance(factor, Slot):
                 source.call(slice_ops.require_mild, factor, where, is_kept=True)
-        if call.pieces[0][0].kind == "softmax":
+        if call.pieces[0][0].kind == "softmax" or call.site.name == "logsumexp":
             keys = ops.keys[call.pieces[0][0].inputs[0]]
             source.call(slice_ops.require_seen, call.inputs(0)[0], keys, where, is_kept=True)
 
@@ -163,7 +219,8 @@ class Reach:
         lowering.seeded(site)
         made = lowering.source.call(
             slice_ops.dropout, call.inputs(0)[0], probability, self._shape(tensor), site.order, traces.ops.dims[tensor],
-            traces.ops.keys.get(tensor), self._place, call.split_of(0, 0), lowering.axis, is_kept=True,
+            traces.ops.keys.get(tensor), self._place, call.split_of(0, 0), lowering.axis,
+            traces.rows(tensor, traces.ops.dims[tensor]), is_kept=True,
         )  # fmt: skip
         call.give(0, 0, made)
         return True

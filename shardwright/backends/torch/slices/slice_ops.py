@@ -1,6 +1,6 @@
 """The ops of slices on tensors: parts of what is there whole, attention behind a context, dropout over the whole."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,12 +29,13 @@ class SlicePlace:
         return self.start + self.length
 
 
-def part_of(whole: torch.Tensor, dim: int, at: SlicePlace) -> torch.Tensor:
-    """The entries of a slice along a dim of all tokens, or of all samples' tokens one after the other."""
-    if whole.shape[dim] == at.tokens:
+def part_of(whole: torch.Tensor, dim: int, at: SlicePlace, rows: int = 0) -> torch.Tensor:
+    """The entries of a slice along a dim of all tokens, or of so many rows for each token of all samples, one after the
+    other."""
+    if not rows:
         return whole.narrow(dim, at.start, at.length)
-    by_sample: torch.Tensor = whole.unflatten(dim, (-1, at.tokens)).narrow(dim + 1, at.start, at.length)
-    return by_sample.flatten(dim, dim + 1)
+    by_sample: torch.Tensor = whole.unflatten(dim, (-1, at.tokens * rows))
+    return by_sample.narrow(dim + 1, at.start * rows, at.length * rows).flatten(dim, dim + 1)
 
 
 def keys_of(whole: torch.Tensor, dim: int, at: SlicePlace) -> torch.Tensor:
@@ -42,11 +43,12 @@ def keys_of(whole: torch.Tensor, dim: int, at: SlicePlace) -> torch.Tensor:
     return whole.narrow(dim, 0, at.end)
 
 
-def joined(dim: int, lengths: Sequence[int], is_flat: bool, *parts: torch.Tensor) -> torch.Tensor:
-    """The slices of a tensor put together along a dim; ``is_flat``: the dim is of samples and their tokens."""
-    if not is_flat:
+def joined(dim: int, lengths: Sequence[int], rows: int, *parts: torch.Tensor) -> torch.Tensor:
+    """The slices of a tensor put together along a dim; ``rows``: where the dim is of samples and their tokens, the rows
+    of each token, else 0."""
+    if not rows:
         return torch.cat(parts, dim)
-    by_sample = [part.unflatten(dim, (-1, length)) for part, length in zip(parts, lengths, strict=True)]
+    by_sample = [part.unflatten(dim, (-1, length * rows)) for part, length in zip(parts, lengths, strict=True)]
     return torch.cat(by_sample, dim + 1).flatten(dim, dim + 1)
 
 
@@ -83,6 +85,39 @@ class _SoFar(torch.autograd.Function):
         before = gradient.narrow(ctx.dim, 0, at.start) if ctx.has_before and ctx.needs_input_grad[0] else None
         own = gradient.narrow(ctx.dim, at.start, at.length) if ctx.needs_input_grad[1] else None
         return before, own, None, None
+
+
+CUMULATIVE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "cumsum": torch.add, "cumprod": torch.mul, "logcumsumexp": torch.logaddexp,
+}  # fmt: skip
+"""What makes of a cumulative result up to a slice, and of a slice's own, that of both."""
+
+
+def behind_sum(before: torch.Tensor, own: torch.Tensor, name: str) -> torch.Tensor:
+    """The results of a cumulative op in a slice behind the last result of the slices before it."""
+    return CUMULATIVE[name](before, own)
+
+
+def behind(before: torch.Tensor | None, own: torch.Tensor, dim: int, entries: int) -> torch.Tensor:
+    """A slice behind the last entries of those before it, or behind so many zeros where it is the first.
+
+    Args:
+        before: [.., entries, ..].
+        own: [.., length, ..]; the result is [.., entries + length, ..].
+    """
+    if before is None:
+        before = own.new_zeros([*own.shape[:dim], entries, *own.shape[dim + 1 :]])
+    return torch.cat([before, own], dim)
+
+
+def first_of(given: torch.Tensor, dim: int, entries: int) -> torch.Tensor:
+    """The first entries along a dim."""
+    return given.narrow(dim, 0, entries)
+
+
+def last_of(given: torch.Tensor, dim: int, entries: int) -> torch.Tensor:
+    """The last entries along a dim, as a tensor that holds no others in memory."""
+    return given.narrow(dim, given.shape[dim] - entries, entries).clone(memory_format=torch.contiguous_format)
 
 
 def _memory_of(before: torch.Tensor, shape: Sequence[int]) -> torch.Tensor | None:
@@ -167,11 +202,12 @@ def dropout(
     at: SlicePlace,
     split: Split | None,
     axis: Axis,
+    rows: int = 0,
 ) -> torch.Tensor:
     """Dropout of a slice of a tensor of ``shape``, in whose memory the dims come in ``order``, or of a shard of it: the
-    numbers are those of the whole tensor. ``keys``: the dim of keys, where it has one."""
+    numbers are those of the whole tensor. ``keys``: the dim of keys, where it has one. ``rows``: as in `part_of`."""
     ones = torch.empty_permuted(list(shape), list(order), dtype=given.dtype, device=given.device).fill_(1.0)
-    mask = part_of(_own(torch.dropout(ones, probability, True), split, axis), dim, at)
+    mask = part_of(_own(torch.dropout(ones, probability, True), split, axis), dim, at, rows)
     mask = mask if keys is None else keys_of(mask, keys, at)
     return given * mask.clone(memory_format=torch.contiguous_format)
 

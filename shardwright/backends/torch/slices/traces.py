@@ -71,9 +71,13 @@ class Traces:
         tensors = list(traced.graph.tensors)
         for tensor, dim in self.ops.keys.items():
             fixed = list(tensors[tensor].fixed)
-            fixed[dim] = end
+            fixed[dim] = end + self.ops.more_keys.get(tensor, 0)
             tensors[tensor] = replace(tensors[tensor], fixed=tuple(fixed))
         return replace(traced, graph=replace(traced.graph, tensors=tuple(tensors)))
+
+    def rows(self, tensor: int, dim: int) -> int:
+        """The rows of each token, where a dim is of samples and their tokens; else 0."""
+        return self.whole.graph.tensors[tensor].per_sample[dim] // self.tokens
 
     def start(self, number: int) -> int:
         """The tokens before a slice."""
@@ -101,7 +105,7 @@ def alike(whole: Traced, other: Traced, length: int) -> Traced:
     return replace(other, constants=whole.constants)
 
 
-SIZED = frozenset({"view", "copy"})
+SIZED = frozenset({"view", "copy", "create"})
 """The kinds of ops whose arguments are sizes of what they are given."""
 
 
@@ -111,6 +115,8 @@ def require_same_numbers(whole: Traced, other: Traced, ops: SequenceOps, length:
     for one, two in zip(whole.sites, other.sites, strict=True):
         present = [op for op in one.ops if op is not None]
         if not any(ops.needs[op] == "local" for op in present):  # attention has the numbers of the whole sequence
+            continue
+        if ops.routed.places.issuperset(present) or ops.cuts.issuperset(present):
             continue
         may_differ = all(whole.graph.ops[op].kind in SIZED for op in present)
         given = (one.arguments, one.keywords), (two.arguments, two.keywords)

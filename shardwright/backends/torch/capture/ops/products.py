@@ -107,6 +107,11 @@ def _convolve(call: OpCall, *, transposed: bool) -> None:
     if unbatched:
         first, second, third = labelled.labels
         labelled = Labelled((first[1:], second, third[1:]), labelled.special)
+    padding = call.get("padding")
+    if len(kernel.shape) == 3 and not (transposed or unbatched or isinstance(padding, str)):
+        first_of = [value[0] if isinstance(value, (list, tuple)) else value
+                    for value in (padding, call["dilation"], call["stride"])]  # fmt: skip
+        labelled = labels.windowed(labelled, first_of[0], 1 + first_of[1] * (kernel.shape[2] - 1), first_of[2])
     channel = 0 if unbatched else 1
     all_dims = tuple(range(len(call.out.shape)))
     _multiply(call, source, kernel, labelled, bias, Labelled((all_dims, (channel,), all_dims)))

@@ -132,8 +132,14 @@ def stack(call: OpCall) -> None:
 @rule("copy", "pad", "constant_pad_nd", "reflection_pad1d", "reflection_pad2d", "reflection_pad3d",
       "replication_pad1d", "replication_pad2d", "replication_pad3d")  # fmt: skip
 def pad(call: OpCall) -> None:
-    source = call.inputs[0]
-    call.add("copy", [source], [call.out], labels.same_sizes(source.shape, call.out.shape))
+    source, given = call.inputs[0], call.get("pad", call.get("padding"))
+    ends = list(zip(given[-2::-2], given[-1::-2], strict=True))  # of the last dims, in order
+    ends = [(0, 0)] * (len(source.shape) - len(ends)) + ends
+    changed = [dim for dim, end in enumerate(ends) if any(end)]  # a shift moves entries, and keeps the size
+    labelled = labels.same_sizes(source.shape, call.out.shape, changed=changed)
+    if call.name == "constant_pad_nd" or (call.name == "pad" and call.get("mode", "constant") == "constant"):
+        labelled = labels.padded(labelled, [front for front, _ in ends])
+    call.add("copy", [source], [call.out], labelled)
 
 
 @rule("copy", "roll", "flip", "rot90")

@@ -1,0 +1,132 @@
+"""Ops whose result for a token reads some tokens before it: shifts, and convolutions that are padded in front.
+
+A convolution is causal where its padding in front is as long as what its window reads before a token, in one of two
+forms: the sequence is padded by itself in front, or the convolution pads both ends and what lies behind the sequence is
+cut off. A slice is handed the last tokens of the slices before it in the place of the padding.
+"""
+
+from dataclasses import dataclass
+
+from shardwright.core.model.graph import Graph, Op
+
+AHEAD = "reads later tokens (expected padding of all that its window is longer than one, in front alone)"
+
+TURNS = frozenset({"transpose", "permute", "swapaxes", "swapdims", "movedim", "moveaxis", "mT", "t", "contiguous"})
+"""The ops that leave all entries as they are and take no sizes."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Longer:
+    """A tensor longer than its sequence: by entries in front, or behind."""
+
+    front: int = 0
+    behind: int = 0
+
+
+class Windows:
+    """The rules of these ops.
+
+    Args:
+        dims: tensor → its sequence dim.
+        flat: tensor whose dim is batch and sequence in one.
+
+    Attributes:
+        tails: op → the entries of earlier tokens that it is handed.
+        cuts: the ops that leave as many entries as there are tokens.
+    """
+
+    def __init__(self, graph: Graph, dims: dict[int, int], flat: dict[int, int], tokens: int) -> None:
+        self.graph, self.dims, self.flat, self.tokens = graph, dims, flat, tokens
+        self.tails: dict[int, int] = {}
+        self.cuts: set[int] = set()
+        self._longer: dict[int, _Longer] = {}
+
+    @property
+    def apart(self) -> frozenset[int]:
+        """The tensors that are longer than their sequence."""
+        return frozenset(self._longer)
+
+    def read(self, number: int, op: Op) -> str | None:
+        """Note what an op does with windows: '' where it is known, a reason where it cannot run in slices, and None
+        where it is left to the op's labels."""
+        given = [tensor for tensor in op.inputs if tensor in self.dims]
+        if not given or given[0] != op.inputs[0]:
+            return "needs windows of the sequence" if self._longer.keys() & set(given) else None
+        longer = self._longer.get(given[0])
+        is_window = len(given) == 1 and given[0] not in self.flat and bool(op.offsets)
+        if is_window and op.base_name in ("pad", "constant_pad_nd") and longer is None:
+            return self._pad(number, op)
+        if is_window and op.base_name in ("conv1d", "convolution", "_convolution"):
+            return self._convolve(number, op, longer or _Longer())
+        if longer is None:
+            return None
+        if is_window and op.base_name in ("slice", "narrow"):
+            return self._cut(number, op, longer)
+        if len(given) == 1 and (op.base_name in TURNS or (op.kind == "elementwise" and longer.behind)):
+            return self._on_each(op, longer)
+        return "needs windows of the sequence"
+
+    def _pad(self, number: int, op: Op) -> str | None:
+        (given,), (made,) = op.inputs, op.outputs
+        dim = self.dims[given]
+        before, after = self.graph.tensors[given], self.graph.tensors[made]
+        others = [d for d in range(len(before.fixed)) if d != dim]
+        front = op.offsets[dim]
+        more = after.fixed[dim] - before.fixed[dim]
+        if not front and not more:
+            return None
+        if [before.fixed[d] for d in others] != [after.fixed[d] for d in others]:
+            return "pads more than the sequence"
+        if front and more in (0, front):
+            self.tails[number] = front
+            self.dims[made] = dim
+            if more:
+                self._longer[made] = _Longer(front=front)
+            return ""
+        return "pads the sequence behind its end, or cuts into it"
+
+    def _convolve(self, number: int, op: Op, longer: _Longer) -> str:
+        padding, span, stride = op.offsets
+        (made,) = op.outputs
+        given = self.graph.tensors[op.inputs[0]]
+        dim = len(given.fixed) - 1
+        more = self.graph.tensors[made].fixed[dim] - self.tokens
+        if self.dims[op.inputs[0]] != dim or len(given.fixed) != 3:
+            return "convolves over more than the sequence"
+        if stride != 1:
+            return "convolves in steps of more than one token"
+        if longer.behind or longer.front + padding != span - 1 or (longer.front and padding) or more != padding:
+            return AHEAD
+        self.dims[made] = dim
+        if padding:
+            self.tails[number] = padding
+            self._longer[made] = _Longer(behind=padding)
+        return ""
+
+    def _cut(self, number: int, op: Op, longer: _Longer) -> str:
+        (given,), made = op.inputs, op.outputs
+        dim = self.dims[given]
+        if len(made) != 1 or op.offsets[0] or self.graph.tensors[made[0]].fixed[dim] != self.tokens:
+            return AHEAD
+        if self._sizes(given, dim) != self._sizes(made[0], dim):
+            return AHEAD
+        self.dims[made[0]] = dim
+        self.cuts.add(number)
+        return ""
+
+    def _on_each(self, op: Op, longer: _Longer) -> str:
+        """An op on each entry, such as the bias of a convolution."""
+        label = op.input_labels[0][self.dims[op.inputs[0]]]
+        if label < 0 or any(label in labels for labels in op.input_labels[1:]):
+            return "needs windows of the sequence"
+        for tensor, labels in zip(op.outputs, op.output_labels, strict=True):
+            if labels.count(label) != 1:
+                return "needs windows of the sequence"
+            self.dims[tensor] = labels.index(label)
+            self._longer[tensor] = longer
+        return ""
+
+    def _sizes(self, tensor: int, dim: int) -> list[tuple[int, int]]:
+        """The sizes of the other dims."""
+        held = self.graph.tensors[tensor]
+        return [s for d, s in enumerate(zip(held.fixed, held.per_sample, strict=True)) if d != dim]
