@@ -56,6 +56,8 @@ class WorkCounter(ValueFlow):
             (*op.inputs, *op.outputs)[place] for op in graph.ops if op.memory is not None for place in op.memory.unmade
         )
         """The values that have no memory: those between ops that stand for one call."""
+        self._given = frozenset(tensor for tensor in graph.inputs if graph.tensors[tensor].role == "activation")
+        """The activations that no op makes."""
         kept_from: dict[int, int] = {}
         for index, op in enumerate(graph.ops):
             for root in self.kept.by(op):
@@ -92,7 +94,12 @@ class WorkCounter(ValueFlow):
         """The work of one microbatch of ``batch`` samples, on one rank when laid out as ``layouts`` says (the layouts
         of this unit; None: on one rank alone). ``gathered_stays``: what is gathered for an op and read by its backward
         is kept as it was gathered, and not gathered again."""
-        count = UnitCount(self, unit, batch, precision, Pieces(unit, layouts, self.kept.roots), gathered_stays)
+        pieces = Pieces(unit, layouts, self.kept.roots)
+        for index in range(unit.first_op, unit.end_op) if layouts is not None and self._given else ():
+            for place, tensor in enumerate(self.graph.ops[index].inputs):
+                if tensor in self._given:
+                    pieces.note_given(tensor, index, place)
+        count = UnitCount(self, unit, batch, precision, pieces, gathered_stays)
         for index in range(unit.first_op, unit.end_op):
             count.add_traffic(index)
             count.add_saved(index)
