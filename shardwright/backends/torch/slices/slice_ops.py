@@ -75,7 +75,7 @@ class _SoFar(torch.autograd.Function):
                 whole.narrow(dim, 0, at.start).copy_(before)
         whole.narrow(dim, at.start, at.length).copy_(own)
         # A tensor of its own, not a view: what is written behind it later is no change of what was saved of it.
-        return _over(whole, [*own.shape[:dim], at.end, *own.shape[dim + 1 :]])
+        return _over(whole, [*own.shape[:dim], at.end, *own.shape[dim + 1 :]], whole.stride())
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
@@ -94,13 +94,16 @@ def _memory_of(before: torch.Tensor, shape: Sequence[int]) -> torch.Tensor | Non
         step *= size
     storage = before.untyped_storage()
     is_there = storage.nbytes() == step * before.element_size() and not before.storage_offset()
-    return _over(before, shape) if is_there and list(before.stride()) == strides else None
+    # The stride of a dim of one entry says nothing, and a view may have another one.
+    lies = zip(before.shape, before.stride(), strides, strict=True)
+    is_there = is_there and all(one == other for size, one, other in lies if size > 1)
+    return _over(before, shape, strides) if is_there else None
 
 
-def _over(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+def _over(tensor: torch.Tensor, shape: Sequence[int], strides: Sequence[int]) -> torch.Tensor:
     """A tensor of another shape over the same memory, which autograd takes for another."""
     found: torch.Tensor = tensor.new_empty(0)
-    return found.set_(tensor.untyped_storage(), tensor.storage_offset(), list(shape), tensor.stride())
+    return found.set_(tensor.untyped_storage(), tensor.storage_offset(), list(shape), list(strides))
 
 
 def attention(
