@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from shardwright.core.plan.decision import Decision
-from shardwright.core.schedule.actions import B, W
+from shardwright.core.schedule.actions import Action, B, F, W
 from shardwright.core.schedule.messages_by_action import messages_by_action
 from shardwright.core.search.sliced_stages import SlicedStages
 from shardwright.core.search.sliced_walk import Moment, peaks, walk
@@ -68,14 +68,28 @@ class SlicedMemory:
         held = {stage: self.ends[stage] for stage in first}
         of = self.stages.of_rank(table, held, first)
         crossing = [0, *(int(table.boundary_bytes[start] * longest) for start, _ in self.ends[1:])]
-        nothing = [0] * len(order)
-        sent = self._counts[rank].sizes(crossing) if self._counts else nothing
-        beginning = self._counts[rank].beginning_sizes(crossing) if self._counts else nothing
+        sent = beginning = [0] * len(order)
+        if self._counts:
+            arriving, coming = self._constants(rank, order)
+            sent = [size + more for size, more in zip(self._counts[rank].sizes(crossing), coming, strict=True)]
+            both = zip(self._counts[rank].beginning_sizes(crossing), arriving, coming, strict=True)
+            beginning = [size + max(more) for size, *more in both]
         return walk(order, of, sent, beginning)
+
+    def _constants(self, rank: int, order: Sequence[Action]) -> tuple[list[int], list[int]]:
+        """The bytes of messages without a gradient that come in for each action of a rank, and of those for the next
+        one, whose receives are posted by then. They come with the first slice, and are among what it holds from then
+        on."""
+        sizes = [*(self.ranked.tables[rank].constant_bytes or (0,) * self.ranked.units), 0]
+        needed = [
+            max((sizes[self.ends[p.stage][0]] for p in a.flat if p.kind is F and p.stage and not p.slice), default=0)
+            for a in order
+        ]
+        return needed, [*needed[1:], 0]
 
     def _staying(self, rank: int) -> int:
         """The bytes that stay on a rank all through the passes beside those: what no graph shows, and messages without
-        a gradient."""
+        a gradient that it has sent and does not keep itself."""
         table, placement = self.ranked.tables[rank], self.decision.stage_ranks
         if self.decision.pp == 1 or not table.constant_bytes:
             return UNCOUNTED_BYTES
@@ -83,4 +97,4 @@ class SlicedMemory:
             [*table.constant_bytes, 0],
             [e for e, on in zip(self.ends, placement, strict=True) if on == rank],
         )
-        return UNCOUNTED_BYTES + max(constant[a] * (a > 0) + constant[b] for a, b in held)
+        return UNCOUNTED_BYTES + max(max(0, constant[b] - self.stages.kept_before(table, (a, b))) for a, b in held)

@@ -76,6 +76,12 @@ class SlicedStages:
         tables = [self._table(whole, number) for number in range(len(self.slices))]
         return {stage: tuple(self._slices(whole, tables, held, first, stage)) for stage in held}
 
+    def kept_before(self, whole: UnitTable, ends: Ends) -> int:
+        """The bytes of what is made before all slices and stays on a stage to a backward."""
+        units = self.units[ends[0] : ends[1]]
+        found = self.before.held(units, whole.modes[ends[0] : ends[1]], units)
+        return found.kept + found.handed_on
+
     # -- the units of a slice -------------------------------------------------------------------------------------
 
     def _table(self, whole: UnitTable, number: int) -> UnitTable:
@@ -148,15 +154,17 @@ class SlicedStages:
         for number, table in enumerate(tables):
             own, share, halves = working_of(table), self.slices[number].share, halves_of(table)
             coming = gradients[number + 1] if number < last else np.zeros(b - a)
-            # Gradients of what is read behind lie in one memory; a slice that is reached has a copy of its part. What a
-            # backward is given stays to its end. The part of the slice is among what its last unit holds.
-            rest: NDArray[np.float64] = np.full(b - a, read * (1.0 if number == last else 1 + share))
+            # Gradients of what is read behind lie in one memory; of several samples a slice that is reached has a copy
+            # of its part. What a backward is given stays to its end. The part of the slice is among what its last unit
+            # holds.
+            copied = share if number < last and self.batch > 1 else 0.0
+            rest: NDArray[np.float64] = np.full(b - a, read * (1 + copied))
             rest[-1] -= read * share
             kept, mask = int(table.range_kept[a, b]), self.keys.mask_bytes(number)
             masked = {mode for unit, mode in zip(units, table.modes[a:b], strict=True) if self.keys.has_mask(unit)}
             passing = mask if masked == {"full"} else 0
             plain = backward_passes(table, (a, b))
-            passes = plain + coming.sum() + _made_by(gradients[number]) + rest
+            passes = plain + coming.sum() + _made_behind(gradients[number]) + rest
             forward = own.forward_bytes(a, b)
             forward = int(own.range_working[a, b]) if forward is None else forward
             staying = int(read * share) if read and table.modes[b - 1] == "none" and self._is_kept_by_slices else 0
@@ -214,6 +222,7 @@ class SlicedStages:
         )
 
 
-def _made_by(sizes: NDArray[np.float64]) -> NDArray[np.float64]:
-    """For each unit the sum of its own size and those of the units behind it, whose backward comes first."""
-    return np.cumsum(sizes[::-1])[::-1]
+def _made_behind(sizes: NDArray[np.float64]) -> NDArray[np.float64]:
+    """For each unit the sum of the sizes of the units behind it, whose backward comes first. Its own is among what its
+    backward holds."""
+    return np.cumsum(sizes[::-1])[::-1] - sizes

@@ -84,8 +84,9 @@ def walk(
     held = _Held(of, order)
     every = sum(slices[0].made for slices in of.values())
     for action, sent, there in zip(order, messages, beginning, strict=True):
-        begins = held.live + held.given + held.under_way + there
-        most, early = begins + held.gradients, begins + every
+        apart = held.live + held.given + held.under_way + there
+        begins = most = apart + held.gradients
+        early = apart + every
         activations = beside_most = 0
         for part in action.flat:
             if part.stage not in of:
@@ -97,7 +98,7 @@ def walk(
             early = max(early, held.live + held.given + every + later + sent)
             held.end(part)
         yield Moment(
-            begins + held.gradients, activations, beside_most, most, early,
+            begins, activations, beside_most, most, early,
             held.live + held.given + held.gradients + held.under_way,
         )  # fmt: skip
 
