@@ -174,6 +174,7 @@ class SlicedStages:
                 live, at_behind = kept + kept_behind, kept + kept_behind + behind.backward + coming.sum()
                 forward = max(forward - behind.kept, behind.forward - read)
             given = int(coming.sum()) + (read if number < last else 0)
+            split, left = passes + halves.left_behind(a, b), int(halves.weight_grad_passes(a, b)[-1])
             handed_on = sum(
                 self.keys.left_for_the_next(number, unit, mode)
                 for unit, mode in zip(units, table.modes[a:b], strict=True)
@@ -190,9 +191,10 @@ class SlicedStages:
                 first_backward=max(0, int(max((passes + made).max(), at_behind)) - live - given) + passing,
                 made=int(made[0]),
                 mask=mask if masked - {"full"} else 0,
-                left=max(0, -int(halves.range_freed[a, b] - halves.range_between[a, b])),
-                input_grad=int(halves.range_input_grad_working[a, b]) if halves.is_known else 0,
-                weight_grad=int(halves.weight_grad_working(a, b)) if halves.is_known else 0,
+                left=left,
+                input_grad=max(0, int(max(split.max(), at_behind)) - live - given) + passing,
+                weight_grad=halves.weight_grad_working(a, b),
+                first_weight_grad=max(0, int((halves.weight_grad_passes(a, b) + made).max()) - left),
             )
             if self.request.shares_sums or self.request.divides_gradients:
                 more = int(passes.max() - plain.max()) - given - (live - kept) + passing
@@ -215,8 +217,9 @@ class SlicedStages:
             backward=backward,
             first_backward=max(one.backward, passes.first - shard - kept + more),
             made=shard,
-            input_grad=max(one.input_grad, int(halves.max()) - kept),
+            input_grad=max(one.input_grad, int(halves.max()) - kept + more),
             weight_grad=max(one.weight_grad, passes.weighing),
+            first_weight_grad=max(one.weight_grad, passes.weighing),
             tail=max(0, passes.tail - kept + more),
             under_way=passes.under_way,
         )

@@ -36,12 +36,13 @@ class SliceMemory:
     mask: int = 0
     """The mask of later keys that its attentions keep, which microbatches share."""
     left: int = 0
-    """What the input gradient of a split backward leaves to its weight gradient beside what was kept, as where it has
-    computed units again."""
+    """What the input gradient of a split backward leaves to its weight gradient: factors of gradients of weights."""
     input_grad: int = 0
-    """Held by such an input gradient beside activations."""
+    """Held by such an input gradient beside activations and what it was handed."""
     weight_grad: int = 0
-    """The same of its weight gradient."""
+    """Held by its weight gradient beside what was left to it."""
+    first_weight_grad: int = 0
+    """The same with the gradients of parameters that it makes, where it is the stage's first."""
     leaving: int = 0
     """Held beside activations by the stage's last backward, in which sums of gradients leave for other replicas."""
     tail: int | None = None
@@ -140,20 +141,18 @@ class _Held:
             self.live += one.kept + one.handed_on + one.waiting + (0 if self._masked.get(number) else one.mask)
             self._masked[number] = self._masked.get(number, 0) + bool(one.mask)
             return one.forward + self.under_way, one.forward + self.under_way
-        later = one.backward
+        is_first = part.kind in (B, W) and part.stage not in self._began
         if part.kind is not W:
             self.live -= one.joined
-            later = max(one.backward, one.input_grad) if part.kind is I and one.left else one.backward
-        elif one.left:
-            later = max(one.weight_grad, one.backward - one.left)
-        beside = later
-        if part.kind in (B, W) and part.stage not in self._began:
-            beside = one.first_backward
-            if part.kind is W and one.left:
-                beside = max(one.weight_grad + one.made, beside - one.left)
-        elif part.kind is B and one.tail is not None:  # its first bucket leaves when the one under way has arrived
-            return (both := max(one.tail + self.under_way, later)), both
-        if part is self._last[part.stage]:
+        if part.kind is B:
+            beside, later = one.first_backward if is_first else one.backward, one.backward
+            if one.tail is not None and not is_first:  # its first bucket leaves when the one under way has arrived
+                return (both := max(one.tail + self.under_way, later)), both
+        elif part.kind is I:
+            beside = later = one.input_grad
+        else:
+            beside, later = one.first_weight_grad if is_first else one.weight_grad, one.weight_grad
+        if part is self._last.get(part.stage):
             beside, later = max(beside, one.leaving), max(later, one.leaving)
         return beside + self.under_way, later + self.under_way
 
@@ -166,14 +165,15 @@ class _Held:
                 self.live += one.joined - sum(each.waiting for each in slices)
             self.under_way = 0  # what a forward ran beside has arrived
             return
-        self.live += one.left if part.kind is I else 0
-        if part.kind in (B, W):
+        if part.kind is W:
+            self.live -= one.left
+        else:
             self.live -= one.kept + (slices[number - 1].handed_on if number else 0)
-            self.live -= one.left if part.kind is W else 0
+            self.live += one.left if part.kind is I else 0
             self._masked[number] = self._masked.get(number, 0) - bool(one.mask)
             self.live -= 0 if self._masked[number] else one.mask
+            self.given += one.gradients - (slices[number + 1].gradients if number + 1 < len(slices) else 0)
+        if part.kind in (B, W):
             self.gradients += one.made if part.stage not in self._began else 0
             self._began.add(part.stage)
             self.under_way = one.under_way
-        if part.kind is not W:
-            self.given += one.gradients - (slices[number + 1].gradients if number + 1 < len(slices) else 0)

@@ -28,12 +28,14 @@ def test_slices_keep_hand_on_and_wait() -> None:
     assert begun == 10 + 16 + 100 + 900
 
 
-def test_what_an_input_gradient_computes_again_stays_for_its_weight_gradient() -> None:
+def test_an_input_gradient_gives_up_what_is_kept_and_leaves_factors() -> None:
+    """What it has computed again among them; the first weight gradient makes gradients beside what is left to it."""
     only = SliceMemory(
         kept=10, handed_on=0, waiting=0, joined=0, gradients=0, forward=4, backward=6, first_backward=9, made=100,
-        left=50, input_grad=60, weight_grad=2,
+        left=50, input_grad=60, weight_grad=2, first_weight_grad=90,
     )  # fmt: skip
     order = [Action.parse(text) for text in ("0F0s0", "0F1s0", "0I0s0", "0I1s0", "0W0s0", "0W1s0")]
-    live, _, most, _ = peaks(walk(order, {0: (only,)}, [0] * 6, [0] * 6))
-    assert live == 10 + 10 + 50 + 50
-    assert most == 10 + 10 + 50 + 50 + 100 + 2
+    moments = [*walk(order, {0: (only,)}, [0] * 6, [0] * 6)]
+    assert [one.ends for one in moments] == [10, 20, 60, 100, 150, 100]
+    assert [one.most for one in moments] == [14, 24, 80, 120, 190, 152]
+    assert moments[-1].activations == 50

@@ -10,6 +10,7 @@ from torch.utils.weak import TensorWeakRef
 
 from shardwright.backends.torch.machine.tensor_axis import Axis
 from shardwright.backends.torch.machine.tensor_shards import piece_of
+from shardwright.backends.torch.memory.weight_gradients import may_be_put_off
 from shardwright.backends.torch.tensor_parallel.random_ops import attention_that_keeps
 from shardwright.core.errors import CaptureError
 from shardwright.core.layout.placements import Split
@@ -82,6 +83,8 @@ class _SoFar(torch.autograd.Function):
         at = ctx.at
         before = gradient.narrow(ctx.dim, 0, at.start) if ctx.has_before and ctx.needs_input_grad[0] else None
         own = gradient.narrow(ctx.dim, at.start, at.length) if ctx.needs_input_grad[1] else None
+        if own is not None and may_be_put_off():
+            own = own.clone()  # a weight gradient may be made of it later, when the rest is gone
         return before, own, None, None
 
 
