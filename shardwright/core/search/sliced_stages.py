@@ -215,7 +215,7 @@ class SlicedStages:
         return replace(
             one,
             backward=backward,
-            first_backward=max(one.backward, passes.first - shard - kept + more),
+            first_backward=max(one.backward, passes.first - kept + more),
             made=shard,
             input_grad=max(one.input_grad, int(halves.max()) - kept + more),
             weight_grad=max(one.weight_grad, passes.weighing),
