@@ -197,30 +197,39 @@ class SlicedStages:
                 first_weight_grad=max(0, int((halves.weight_grad_passes(a, b) + made).max()) - left),
             )
             if self.request.shares_sums or self.request.divides_gradients:
-                more = int(passes.max() - plain.max()) - given - (live - kept) + passing
-                one = self._shared_out(one, table, (a, b), more)
+                waiting = np.zeros(len(self.units))
+                waiting[a:b] = passes - plain
+                one = self._shared_out(one, table, (a, b), waiting, live + given - passing)
             found.append(one)
         return found
 
-    def _shared_out(self, one: SliceMemory, table: UnitTable, ends: Ends, more: int) -> SliceMemory:
+    def _shared_out(
+        self, one: SliceMemory, table: UnitTable, ends: Ends, waiting: NDArray[np.float64], held: int
+    ) -> SliceMemory:
         """A slice whose sums of gradients, and perhaps gradients and parameters, replicas divide among themselves.
-        ``more``: what its backward holds beside that of whole sequences."""
-        request, passes, kept = self.request, stage_passes(table, ends, self.request), int(table.range_kept[ends])
-        backward = max(one.backward, passes.backward - kept + more)
-        one = replace(one, forward=max(one.forward, passes.forward - kept))
+
+        Args:
+            waiting: what the backward of each unit holds beside that of a whole sequence.
+            held: what its backward finds, which counts by itself.
+        """
+        request, forward = self.request, stage_passes(table, ends, self.request).forward
+        own = table.waiting_bytes or (0,) * len(self.units)
+        with_these = tuple(size + int(more) for size, more in zip(own, waiting, strict=True))
+        passes = stage_passes(replace(table, waiting_bytes=with_these), ends, request)
+        backward, tail = max(one.backward, passes.backward - held), max(0, passes.tail - held)
+        one = replace(one, forward=max(one.forward, forward - int(table.range_kept[ends])))
         if not request.divides_gradients:
-            return replace(one, leaving=max(backward, passes.tail - kept + more))
-        shard = 0 if request.on_host else -(-one.made // request.ways)
+            return replace(one, leaving=max(backward, tail))
         halves = passes.by_unit + halves_of(table).left_behind(*ends)
         return replace(
             one,
             backward=backward,
-            first_backward=max(one.backward, passes.first - kept + more),
-            made=shard,
-            input_grad=max(one.input_grad, int(halves.max()) - kept + more),
+            first_backward=max(one.backward, passes.first - held),
+            made=0 if request.on_host else -(-one.made // request.ways),
+            input_grad=max(one.input_grad, int(halves.max()) - held),
             weight_grad=max(one.weight_grad, passes.weighing),
             first_weight_grad=max(one.weight_grad, passes.weighing),
-            tail=max(0, passes.tail - kept + more),
+            tail=tail,
             under_way=passes.under_way,
         )
 
