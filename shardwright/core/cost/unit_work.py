@@ -6,7 +6,7 @@ the gradients.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import cached_property
 
 from shardwright.core.cost.op_kinds import ALONE_KINDS, FREE_KINDS, PRECISION_BYTES
@@ -47,10 +47,10 @@ def forward_flops(graph: Graph, batch: int) -> int:
 
 
 class WorkCounter(ValueFlow):
-    """A counter of the work of one graph's units."""
+    """A counter of the work of one graph's units. The memory of values ``apart`` is counted elsewhere."""
 
-    def __init__(self, graph: Graph) -> None:
-        super().__init__(graph)
+    def __init__(self, graph: Graph, apart: Collection[int] = ()) -> None:
+        super().__init__(graph, apart)
         self._calls: dict[tuple[int, int], tuple[ParameterCall, ...]] = {}
         self.unmade = frozenset(
             (*op.inputs, *op.outputs)[place] for op in graph.ops if op.memory is not None for place in op.memory.unmade
@@ -62,7 +62,7 @@ class WorkCounter(ValueFlow):
         for index, op in enumerate(graph.ops):
             for root in self.kept.by(op):
                 kept_from.setdefault(root, index)
-        self.live = LiveBytes(graph, self._alias, self._needs_gradient, self._parameters, self._users, kept_from)
+        self.live = LiveBytes(graph, self._alias, self._needs_gradient, self._parameters, self._users, kept_from, apart)
 
     def calls(self, unit: Unit) -> tuple[ParameterCall, ...]:
         """The calls of a unit that use parameters."""

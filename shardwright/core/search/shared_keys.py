@@ -58,17 +58,17 @@ class SharedKeys:
     def kept_more(self, number: int, unit: Unit) -> int:
         """The bytes that a slice keeps of a unit's keys and values beside what was counted: the first has memory for
         the whole sequence in the place of its own, and the others nothing that is not there."""
-        if len(self.slices) == 1:
+        if number or len(self.slices) == 1:
             return 0
-        kept = self._kept(number, unit)
-        counted = sum({root: self._size(number, read) for read, root, is_theirs in kept.values() if is_theirs}.values())
-        return (0 if number else self._whole_bytes(unit, kept)) - counted
+        kept = self._kept(unit)
+        theirs = {root: self._size(0, read) for read, root, is_theirs in kept.values() if is_theirs}
+        return self._whole_bytes(unit, kept) - sum(theirs.values())
 
     def left_for_the_next(self, number: int, unit: Unit, mode: Mode) -> int:
         """The bytes of the memory for keys and values that the first slice takes and its own attentions do not keep."""
         if number or len(self.slices) == 1:
             return 0
-        kept = self._kept(number, unit) if mode == "none" else {}
+        kept = self._kept(unit) if mode == "none" else {}
         every = range(len(self._reads(len(self.slices) - 1, unit)))
         return self._whole_bytes(unit, every) - self._whole_bytes(unit, kept)
 
@@ -108,10 +108,10 @@ class SharedKeys:
         last = len(self.slices) - 1
         return sum(self._size(last, read) for place, read in enumerate(self._reads(last, unit)) if place in places)
 
-    def _kept(self, number: int, unit: Unit) -> dict[int, tuple[_Read, int, bool]]:
-        """The keys and values that a unit's attentions keep in a slice, by their places among all that it reads: what
-        they read, the memory that is kept, and whether for nothing else."""
-        graph, counter = self.slices[number].graph, self.slices[number].counter
+    def _kept(self, unit: Unit) -> dict[int, tuple[_Read, int, bool]]:
+        """The keys and values that a unit's attentions keep in the first slice, by their places among all that it
+        reads: what they read, the memory that is kept, and whether for nothing else."""
+        graph, counter = self.slices[0].graph, self.slices[0].counter
         roots, theirs, others = counter.kept.roots, set[int](), set[int]()
         for op in range(unit.first_op, unit.end_op):
             if op not in self.ops.carried:
@@ -126,7 +126,7 @@ class SharedKeys:
             first = roots.get(inputs[0], inputs[0])
             others.update(root for root in kept if root not in keys or root == first)
         found = {}
-        for place, read in enumerate(self._reads(number, unit)):
+        for place, read in enumerate(self._reads(0, unit)):
             root = roots.get(read.tensor, read.tensor)
             if root in theirs:
                 found[place] = read, root, root not in others

@@ -59,8 +59,8 @@ class Behind:
 class _Skipping(WorkCounter):
     """A counter of attention by kernels that pass over what is hidden, where each token sees those before it."""
 
-    def __init__(self, graph: Graph, causal: Collection[int]) -> None:
-        super().__init__(graph)
+    def __init__(self, graph: Graph, causal: Collection[int], apart: Collection[int] = ()) -> None:
+        super().__init__(graph, apart)
         self._causal = {id(graph.ops[number]) for number in causal}
 
     def product(self, op: Op, batch: int, ways: Mapping[int, int], size_bytes: int) -> Product:
@@ -89,21 +89,29 @@ class SliceCounts:
         behind = [op for op, need in enumerate(self.ops.needs) if need == "all" and op >= last.first_op]
         self._tail = min(behind, default=last.end_op)
         """The first op of the last unit that runs behind the last slice."""
-        self._counters: OrderedDict[Slice | None, WorkCounter] = OrderedDict()
+        self._counters: OrderedDict[tuple[Slice | None, bool], WorkCounter] = OrderedDict()
         self._known: dict[object, UnitCost] = {}
 
     def unit(
-        self, number: int, of: Slice | None, tp: int, microbatch: int, place: Place, *, with_tail: bool
+        self,
+        number: int,
+        of: Slice | None,
+        tp: int,
+        microbatch: int,
+        place: Place,
+        *,
+        with_tail: bool,
+        alone: bool = False,
     ) -> UnitCost:
         """The cost of a unit in a slice, or in whole sequences (None). ``with_tail``: with what needs all tokens, which
-        runs behind the last slice."""
+        runs behind the last slice. ``alone``: as in `counter`."""
         unit = self.tables.folded.units[number]
         is_cut = number == len(self.tables.folded.units) - 1 and not with_tail
-        key = self.tables.variants(tp)[number], is_cut, of, tp, microbatch, place
+        key = self.tables.variants(tp)[number], is_cut, of, tp, microbatch, place, alone
         if key not in self._known:
             if is_cut:
                 unit = replace(unit, end_op=max(unit.first_op, self._tail))
-            self._known[key] = self.tables.counted(unit, tp, microbatch, place, counter=self.counter(of))
+            self._known[key] = self.tables.counted(unit, tp, microbatch, place, counter=self.counter(of, alone=alone))
         return self._known[key]
 
     def behind(self, tp: int, microbatch: int, place: Place) -> UnitCost | None:
@@ -127,20 +135,29 @@ class SliceCounts:
 
         return found
 
-    def counter(self, of: Slice | None) -> WorkCounter:
+    def counter(self, of: Slice | None, *, alone: bool = False) -> WorkCounter:
         """The counter of the ops of a slice, or of whole sequences; without the footprints of units, which slices have
-        not."""
-        if of not in self._counters:
+        not. ``alone``: it keeps neither keys and values of earlier slices nor what is made before all slices, which
+        slices share."""
+        if (of, alone) not in self._counters:
             if of is None:
                 graph = replace(self.tables.graph, unit_memory=None, in_16_bits=None)
             else:
                 graph = graph_of_slice(self.tables.graph, self.ops, *of)
             begins = of is None or of[1] == 0  # a slice behind others has a mask, and passes over nothing
-            self._counters[of] = _Skipping(graph, self._skipped if begins else ())
+            apart = self._shared(graph) if alone else ()
+            self._counters[of, alone] = _Skipping(graph, self._skipped if begins else (), apart)
             while len(self._counters) > REMEMBERED:
                 self._counters.popitem(last=False)
-        self._counters.move_to_end(of)
-        return self._counters[of]
+        self._counters.move_to_end((of, alone))
+        return self._counters[of, alone]
+
+    def _shared(self, graph: Graph) -> frozenset[int]:
+        """The memory that a slice shares with others."""
+        roots = self.counter(None).kept.roots
+        made = {t for op, need in zip(graph.ops, self.ops.needs, strict=True) if need == "constant" for t in op.outputs}
+        earlier = {t for t in graph.inputs if graph.tensors[t].role == "activation"}
+        return frozenset(roots.get(t, t) for t in made | earlier)
 
     @cached_property
     def _skipped(self) -> tuple[int, ...]:

@@ -112,11 +112,11 @@ class SlicedStages:
         """The cost of a unit with what belongs to the slice alone. Keys and values of earlier slices are no part of
         what recomputed units are given: they are counted as handed on. Neither is what was made before all slices."""
         handed, more = self.keys.handed(number, unit), self.keys.kept_more(number, unit)
-        kept, entering = self.before.counted(number, unit)
+        entering = self.before.entering(number, unit)
         return replace(
             cost,
-            saved_bytes=max(0, cost.saved_bytes + more - kept),
-            saved_selective_bytes=max(0, cost.saved_selective_bytes + more - kept),
+            saved_bytes=max(0, cost.saved_bytes + more),
+            saved_selective_bytes=max(0, cost.saved_selective_bytes + more),
             entering_bytes=max(0, cost.entering_bytes - handed - entering),
             by_op=replace(cost.by_op, beside_bytes=max(0, cost.by_op.beside_bytes - handed - entering)),
         )

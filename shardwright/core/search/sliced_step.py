@@ -210,10 +210,10 @@ class SlicedStep:
         for length in decision.slice_lengths:
             of = length, start
             units = tuple(
-                counts.unit(number, of, *asked, self._places[rank], with_tail=False)
+                counts.unit(number, of, *asked, self._places[rank], with_tail=False, alone=True)
                 for number, rank in enumerate(ranks)
             )
-            slices.append(SliceWork(counts.counter(of), length / self.tokens, units))
+            slices.append(SliceWork(counts.counter(of, alone=True), length / self.tokens, units))
             start += length
         cost = counts.behind(*asked, self._places[-1])
         behind = Behind()

@@ -73,21 +73,15 @@ class ValuesBefore:
             gradients=sum(sizes[root] for root in flowing),
         )  # fmt: skip
 
-    def counted(self, number: int, unit: Unit) -> tuple[int, int]:
-        """The bytes of them that were counted of a unit in a slice: as kept, and as entering it."""
-        of = self.slices[number].counter
-        kept: dict[int, int] = {}
-        entering: dict[int, int] = {}
+    def entering(self, number: int, unit: Unit) -> int:
+        """The bytes of them that were counted as entering a unit in a slice."""
+        of, found = self.slices[number].counter, dict[int, int]()
         for op, place, tensor in self._reads(unit):
             given = of.graph.ops[op].inputs[place]
-            root = of.kept.roots.get(given, given)
-            size = of.size_bytes(root, self.batch, self.precision) // self.ways(op, place)
-            if root in of.kept.by(of.graph.ops[op]):
-                kept[root] = size
-            maker = self.counter.graph.producer[tensor]
-            if of.needs_gradient(given) and maker < unit.first_op:
-                entering[of.memory_of(given)] = size
-        return sum(kept.values()), sum(entering.values())
+            if of.needs_gradient(given) and self.counter.graph.producer[tensor] < unit.first_op:
+                size = of.size_bytes(given, self.batch, self.precision)
+                found[of.memory_of(given)] = size // self.ways(op, place)
+        return sum(found.values())
 
     @cached_property
     def memories(self) -> frozenset[int]:
