@@ -2,6 +2,7 @@
 
     python benchmarks/sliced_memory.py [--write benchmarks/results/token_slices.md]
     python benchmarks/sliced_memory.py --parts predicted
+    python benchmarks/sliced_memory.py --parts "hugging face" --ranks 2
 
 *Predicted*: a causal transformer of 32 layers, width 4,096, sequences of 32,768 tokens, on one node of eight A100 of
 80 GB, eight stages, microbatches of one sequence, 1F1B: whole sequences, whole under full recompute, and slices. The
@@ -10,6 +11,9 @@ shown with them.
 
 *Tracked*: the same model of 8 layers, width 128, 512 tokens, on two and four local ranks, by torch's own MemTracker:
 all live storages at the peak of a step with its optimizer, gradients made anew, and what was predicted of it.
+
+*Hugging Face*: GPT-2 and Llama of 4 layers, width 128, 256 tokens, the same way: schedules, recompute, slices of
+unequal lengths, replicas with divided state, the tensor axis.
 """
 
 import argparse
@@ -18,12 +22,12 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import claims
-from sliced_models import Sizes, torch_model
+from sliced_models import Sizes, hugging_face, torch_model
 from step_launch import Launcher
 
 import shardwright as sw
@@ -40,6 +44,53 @@ FORMS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("16 slices, recomputed", {"slice_lengths": 16, "recompute": "full"}),
 )
 RANKS, SAMPLES = (2, 4), 4
+PARTS = ("predicted", "tracked", "hugging face")
+TINY = Sizes(tokens=256, width=128, heads=4, layers=4, words=256)
+FOUR = (64, 64, 64, 64)
+
+
+class Case(NamedTuple):
+    """A model of Hugging Face under a plan, on as many ranks as the degrees multiply to."""
+
+    model: str
+    pp: int
+    dp: int
+    tp: int
+    schedule: str
+    lengths: tuple[int, ...] = FOUR
+    recompute: str = "none"
+    shard: int = 0
+
+    @property
+    def name(self) -> str:
+        degrees = f"pp {self.pp}, dp {self.dp}, tp {self.tp}"
+        said = f"{self.model}, {degrees}, {self.schedule}, {'+'.join(map(str, self.lengths))}"
+        said += f", {self.recompute}" if self.recompute != "none" else ""
+        return f"{said}, shard {self.shard}" if self.shard else said
+
+
+GPT2, LLAMA, ONE_KEY = "gpt2", "llama", "llama, one key head"
+CASES = (
+    Case(GPT2, 2, 1, 1, "1f1b"),
+    Case(GPT2, 2, 1, 1, "gpipe"),
+    Case(GPT2, 2, 1, 1, "zb-h1"),
+    Case(GPT2, 2, 1, 1, "1f1b", recompute="full"),
+    Case(LLAMA, 2, 1, 1, "1f1b"),
+    Case(LLAMA, 2, 1, 1, "1f1b", (256,)),
+    Case(LLAMA, 2, 1, 1, "1f1b", (160, 96)),
+    Case(LLAMA, 2, 1, 1, "1f1b", (110, 86, 60)),
+    Case(LLAMA, 2, 1, 1, "1f1b", (80, 64, 48, 40, 24)),
+    Case(LLAMA, 2, 1, 1, "1f1b", recompute="selective"),
+    Case(LLAMA, 2, 1, 1, "zb-h1", recompute="full"),
+    Case(ONE_KEY, 2, 1, 1, "1f1b"),
+    Case(ONE_KEY, 2, 1, 1, "1f1b", recompute="full"),
+    Case(LLAMA, 1, 1, 2, "gpipe"),
+    *(Case(GPT2, 1, 2, 1, "gpipe", shard=shard) for shard in range(4)),
+    Case(GPT2, 4, 1, 1, "1f1b"),
+    Case(LLAMA, 4, 1, 1, "1f1b", recompute="full"),
+    Case(LLAMA, 2, 1, 2, "1f1b"),
+    *(Case(LLAMA, 2, 2, 1, "1f1b", shard=shard) for shard in range(4)),
+)
 
 
 def graph_of(sizes: Sizes) -> sw.Graph:
@@ -83,21 +134,31 @@ def predicted() -> tuple[list[str], float]:
     return lines, fullest["16 slices"] / fullest["whole"]
 
 
-def tracked_peaks(_framework: str, file: str) -> list[int]:
-    """What every rank of a plan holds at its peak."""
+def tracked_peaks(_framework: str, file: str, kind: str | None = None) -> list[int]:
+    """What every rank of a plan holds at its peak. ``kind``: of a model of Hugging Face."""
     import step_run
     import torch
 
     from shardwright.backends import registry
 
     torch.set_num_threads(1)
-    plan = sw.Plan.load(file)
-    running: Any = registry.load("torch").compile(plan, torch_model(SMALL))
-    tokens = torch.randint(0, SMALL.words, (plan.decision.batch, SMALL.tokens))
-    batch = {"tokens": tokens, "wanted": tokens}
+    plan, sizes = sw.Plan.load(file), SMALL if kind is None else TINY
+    model = torch_model(sizes) if kind is None else hugging_face(kind, sizes)
+    running: Any = registry.load("torch").compile(plan, model)
+    tokens = torch.randint(0, sizes.words, (plan.decision.batch // plan.decision.dp, sizes.tokens))
+    batch = {"tokens": tokens, "wanted": tokens} if kind is None else {"input_ids": tokens, "labels": tokens}
     for _ in range(2):
         running.step(batch)
     return step_run.torch_peak_bytes(running, plan, batch)
+
+
+def line_of(name: str, peaks: Sequence[int], said: Sequence[int]) -> tuple[str, list[float]]:
+    """A line of a table of what ranks held, and predicted over tracked bytes."""
+    ratios = [p / m for p, m in zip(said, peaks, strict=True)]
+    cells = [" ".join(f"{size / 2**20:.2f}" for size in sizes) for sizes in (peaks, said)]
+    line = f"| {name} | {' | '.join(cells)} | {' '.join(f'{ratio:.3f}' for ratio in ratios)} |"
+    print(line, flush=True)
+    return line, ratios
 
 
 def measured(every: Sequence[int]) -> tuple[list[str], dict[str, Sequence[float]]]:
@@ -112,17 +173,45 @@ def measured(every: Sequence[int]) -> tuple[list[str], dict[str, Sequence[float]
                 name, file = f"pp {ranks}, {form}", str(Path(folder) / "plan.json")
                 plan = planned(graph, cluster, SMALL, ranks, SAMPLES, precision="fp32", **pins)
                 plan.save(file)
-                peaks, said = launcher.run(ranks, tracked_peaks, file), plan.predicted.peak_memory_bytes
-                ratios[name] = [p / m for p, m in zip(said, peaks, strict=True)]
-                cells = [" ".join(f"{size / 2**20:.2f}" for size in sizes) for sizes in (peaks, said)]
-                lines.append(f"| {name} | {' | '.join(cells)} | {' '.join(f'{r:.3f}' for r in ratios[name])} |")
-                print(lines[-1], flush=True)
+                peaks = launcher.run(ranks, tracked_peaks, file)
+                line, ratios[name] = line_of(name, peaks, plan.predicted.peak_memory_bytes)
+                lines.append(line)
+    return lines, ratios
+
+
+def of_hugging_face(every: Sequence[int]) -> tuple[list[str], dict[str, Sequence[float]]]:
+    import torch
+
+    lines = ["| 256 tokens | tracked, MiB, by rank | predicted | predicted / tracked |", "|---|---|---|---|"]
+    ratios: dict[str, Sequence[float]] = {}
+    graphs: dict[str, sw.Graph] = {}
+    tokens = torch.zeros(1, TINY.tokens, dtype=torch.long)
+    with tempfile.TemporaryDirectory() as folder:
+        launcher, file = Launcher("torch", 1.0, Path(folder)), str(Path(folder) / "plan.json")
+        for case in CASES:
+            ranks = case.pp * case.dp * case.tp
+            if ranks not in every:
+                continue
+            if case.model not in graphs:
+                with torch.device("meta"):
+                    model = hugging_face(case.model, TINY)
+                graphs[case.model] = sw.capture(model, {"input_ids": tokens, "labels": tokens})
+            pins: dict[str, Any] = {"slices": 1} if len(case.lengths) == 1 else {"slice_lengths": [*case.lengths]}
+            plan = sw.plan(
+                graphs[case.model], sw.Cluster("cpu", devices_per_node=ranks), batch=SAMPLES * case.dp, microbatch=1,
+                pp=case.pp, dp=case.dp, tp=case.tp, schedule=case.schedule, recompute=case.recompute, shard=case.shard,
+                headroom=0.0, precision="fp32", **pins,
+            )  # fmt: skip
+            plan.save(file)
+            peaks = launcher.run(ranks, tracked_peaks, file, case.model)
+            line, ratios[case.name] = line_of(case.name, peaks, plan.predicted.peak_memory_bytes)
+            lines.append(line)
     return lines, ratios
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", choices=("predicted", "tracked"), default=["predicted", "tracked"])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=[*PARTS])
     parser.add_argument("--ranks", type=int, nargs="+", choices=RANKS, default=RANKS, help="that are tracked")
     parser.add_argument("--write", type=Path, help="append the tables to this file")
     options = parser.parse_args()
@@ -130,9 +219,11 @@ def main() -> None:
     lowered, ratios = float("nan"), dict[str, Sequence[float]]()
     if "predicted" in options.parts:
         lines, lowered = predicted()
-    if "tracked" in options.parts:
-        more, ratios = measured(options.ranks)
-        lines += ["", *more]
+    for part, measure in (("tracked", measured), ("hugging face", of_hugging_face)):
+        if part in options.parts:
+            more, found = measure(options.ranks)
+            ratios |= found
+            lines += ["", *more]
     if options.write is not None:
         with options.write.open("a") as file:
             file.write("\n".join(lines) + "\n")

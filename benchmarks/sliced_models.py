@@ -1,4 +1,5 @@
-"""The causal transformer of `sliced_steps.py` and `sliced_memory.py`, in PyTorch and in Flax, with its loss."""
+"""The causal transformer of `sliced_steps.py` and `sliced_memory.py`, in PyTorch and in Flax, with its loss; and small
+models of Hugging Face."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -51,6 +52,36 @@ def torch_model(sizes: Sizes) -> Any:
             return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), wanted.flatten())
 
     return Model()
+
+
+def hugging_face(kind: str, sizes: Sizes) -> Any:
+    """A model of Transformers of (input_ids, labels): "gpt2", "llama", or "llama, one key head", whose queries share
+    keys and values."""
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    if kind == "gpt2":
+        config = GPT2Config(
+            n_layer=sizes.layers, n_embd=sizes.width, n_head=sizes.heads, vocab_size=sizes.words,
+            n_positions=sizes.tokens, bos_token_id=0, eos_token_id=0, use_cache=False,
+            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        )  # fmt: skip
+        return GPT2LMHeadModel(config)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            num_hidden_layers=sizes.layers,
+            hidden_size=sizes.width,
+            num_attention_heads=sizes.heads,
+            num_key_value_heads=1 if kind.endswith("one key head") else sizes.heads,
+            intermediate_size=2 * sizes.width,
+            vocab_size=sizes.words,
+            max_position_embeddings=sizes.tokens,
+            bos_token_id=0,
+            eos_token_id=0,
+            use_cache=False,
+        )
+    )
 
 
 def jax_model(sizes: Sizes) -> tuple[Any, Any]:

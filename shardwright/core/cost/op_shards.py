@@ -34,8 +34,15 @@ class Pieces:
         return 1 if self._layouts is None else self._layouts.ways(self._layouts.operand(op, position))
 
     def entering_ways(self, tensor: int) -> int:
-        """The number of shards of a value that comes from earlier units."""
-        return 1 if self._layouts is None else self._enters.get(tensor, 1)
+        """The number of shards of a value that comes from earlier units, or from earlier ops of this one where its
+        last ops are counted by themselves."""
+        return 1 if self._layouts is None else self._enters.get(tensor, self.memory_ways(tensor))
+
+    def note_given(self, tensor: int, op: int, position: int) -> None:
+        """Note an operand that no op makes and the layouts do not name, such as the keys of earlier slices: it lies as
+        it is read."""
+        if self._layouts is not None and tensor not in self._lies:
+            self._lies[tensor] = self.ways(op, position)
 
     def _along(self, op: int) -> Iterator[tuple[str, int, Signature]]:
         """The name and size of every axis, and the signature of an op along it."""

@@ -51,10 +51,12 @@ def _parts(graph: Graph, alias: dict[int, int]) -> dict[int, int]:
 
 
 class Kept:
-    """The tensors that each op keeps for its backward."""
+    """The tensors that each op keeps for its backward, but those ``apart``, which are there anyway."""
 
-    def __init__(self, graph: Graph, alias: dict[int, int], needs_gradient: Collection[int]) -> None:
-        self.graph = graph
+    def __init__(
+        self, graph: Graph, alias: dict[int, int], needs_gradient: Collection[int], apart: Collection[int] = ()
+    ) -> None:
+        self.graph, self._apart = graph, apart
         self.roots = alias | _parts(graph, alias)
         """Tensor → the tensor whose memory is kept for it: the whole, for views and parts."""
         self._needs_gradient = needs_gradient
@@ -110,7 +112,8 @@ class Kept:
         """The memory of some tensors, as far as it is that of activations."""
         roots = dict.fromkeys(self.roots.get(t, t) for t in wanted)
         # The batch is there anyway, all of a step.
-        return [t for t in roots if t not in self._parameters and self.graph.tensors[t].role == "activation"]
+        held = (t for t in roots if t not in self._parameters and self.graph.tensors[t].role == "activation")
+        return [t for t in held if t not in self._apart]
 
     def seen(self, op: Op, precision: str) -> OpBytes | None:
         """The bytes of an op that is trained through, where the framework says them. Those of an attention are those

@@ -6,7 +6,7 @@ the gradients.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import cached_property
 
 from shardwright.core.cost.op_kinds import ALONE_KINDS, FREE_KINDS, PRECISION_BYTES
@@ -47,20 +47,22 @@ def forward_flops(graph: Graph, batch: int) -> int:
 
 
 class WorkCounter(ValueFlow):
-    """A counter of the work of one graph's units."""
+    """A counter of the work of one graph's units. The memory of values ``apart`` is counted elsewhere."""
 
-    def __init__(self, graph: Graph) -> None:
-        super().__init__(graph)
+    def __init__(self, graph: Graph, apart: Collection[int] = ()) -> None:
+        super().__init__(graph, apart)
         self._calls: dict[tuple[int, int], tuple[ParameterCall, ...]] = {}
         self.unmade = frozenset(
             (*op.inputs, *op.outputs)[place] for op in graph.ops if op.memory is not None for place in op.memory.unmade
         )
         """The values that have no memory: those between ops that stand for one call."""
+        self._given = frozenset(tensor for tensor in graph.inputs if graph.tensors[tensor].role == "activation")
+        """The activations that no op makes."""
         kept_from: dict[int, int] = {}
         for index, op in enumerate(graph.ops):
             for root in self.kept.by(op):
                 kept_from.setdefault(root, index)
-        self.live = LiveBytes(graph, self._alias, self._needs_gradient, self._parameters, self._users, kept_from)
+        self.live = LiveBytes(graph, self._alias, self._needs_gradient, self._parameters, self._users, kept_from, apart)
 
     def calls(self, unit: Unit) -> tuple[ParameterCall, ...]:
         """The calls of a unit that use parameters."""
@@ -92,7 +94,12 @@ class WorkCounter(ValueFlow):
         """The work of one microbatch of ``batch`` samples, on one rank when laid out as ``layouts`` says (the layouts
         of this unit; None: on one rank alone). ``gathered_stays``: what is gathered for an op and read by its backward
         is kept as it was gathered, and not gathered again."""
-        count = UnitCount(self, unit, batch, precision, Pieces(unit, layouts, self.kept.roots), gathered_stays)
+        pieces = Pieces(unit, layouts, self.kept.roots)
+        for index in range(unit.first_op, unit.end_op) if layouts is not None and self._given else ():
+            for place, tensor in enumerate(self.graph.ops[index].inputs):
+                if tensor in self._given:
+                    pieces.note_given(tensor, index, place)
+        count = UnitCount(self, unit, batch, precision, pieces, gathered_stays)
         for index in range(unit.first_op, unit.end_op):
             count.add_traffic(index)
             count.add_saved(index)

@@ -25,7 +25,7 @@ class SharedValue:
 class ValueFlow:
     """The values of one graph: aliases and users of tensors, and what the backward passes of units read of them."""
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, apart: Collection[int] = ()) -> None:
         self.graph = graph
         self._alias = aliases(graph)
         self._parameters = {p.tensor: p.trainable for p in graph.parameters}
@@ -34,7 +34,7 @@ class ValueFlow:
             for tensor in op.inputs:
                 self._users.setdefault(tensor, []).append(index)
         self._needs_gradient = self._gradient_flow()
-        self.kept = Kept(graph, self._alias, self._needs_gradient)
+        self.kept = Kept(graph, self._alias, self._needs_gradient, apart)
 
     def _gradient_flow(self) -> set[int]:
         """The tensors through which a gradient reaches a trainable parameter, or an activation that enters the

@@ -49,6 +49,7 @@ class LiveBytes:
         parameters: their gradients are made, added to what is there, and gone.
         users: tensor → the ops that read it.
         kept_from: memory → the first op whose backward reads it.
+        apart: memory that is counted elsewhere where an op before a unit made it.
     """
 
     def __init__(
@@ -59,8 +60,9 @@ class LiveBytes:
         parameters: Collection[int],
         users: Mapping[int, Sequence[int]],
         kept_from: Mapping[int, int],
+        apart: Collection[int] = (),
     ) -> None:
-        self.graph, self._alias, self._kept_from = graph, alias, kept_from
+        self.graph, self._alias, self._kept_from, self._apart = graph, alias, kept_from, apart
         self._needs_gradient, self._parameters, self._users = needs_gradient, parameters, users
 
     def beside_kept(
@@ -207,7 +209,9 @@ class LiveBytes:
     def _enters(self, root: int, ops: range) -> bool:
         """Whether a value is an activation that an op before these makes, and that no backward of such an op reads."""
         maker = self.graph.producer.get(root)
-        return maker is not None and maker < ops.start and self._kept_from.get(root, ops.start) >= ops.start
+        if maker is None or maker >= ops.start or root in self._apart:
+            return False
+        return self._kept_from.get(root, ops.start) >= ops.start
 
     def _root(self, tensor: int) -> int:
         return self._alias.get(tensor, tensor)

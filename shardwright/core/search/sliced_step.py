@@ -20,8 +20,9 @@ from shardwright.core.schedule.peak_memory import bytes_of, peak_below_sum_of_sl
 from shardwright.core.search.answer import place_of
 from shardwright.core.search.predict import Pipeline, simulated_pipeline
 from shardwright.core.search.scoring import Scored, Scorer
-from shardwright.core.search.slice_counts import Slice, SliceCounts
-from shardwright.core.search.sliced_memory import Behind, SlicedMemory, SliceWork, followed
+from shardwright.core.search.slice_counts import Behind, Slice, SliceCounts, SliceWork
+from shardwright.core.search.sliced_memory import SlicedMemory, followed
+from shardwright.core.search.sliced_stages import SlicedStages
 from shardwright.core.slices.fitted_cost import FittedCost
 from shardwright.core.slices.lengths import best_lengths
 from shardwright.core.tables.memory import MemoryUse, kept_bytes, recomputed_s
@@ -181,7 +182,7 @@ class SlicedStep:
         """The memory of every rank, followed from action to action where that is known of the runtime; else activations
         of the slices under way beside what is held of whole sequences, and the gradients of keys and values, which add
         up until the backward of the first slice."""
-        if self.tables.graph.memory_traits.gathers_units and decision.shard == 0:
+        if self.tables.graph.memory_traits.gathers_units:
             return self._followed(decision)
         schedule = followed(decision).compute_schedule(None)
         carried = self.counts.carried_bytes(decision.microbatch)
@@ -209,20 +210,22 @@ class SlicedStep:
         for length in decision.slice_lengths:
             of = length, start
             units = tuple(
-                counts.unit(number, of, *asked, self._places[rank], with_tail=False)
+                counts.unit(number, of, *asked, self._places[rank], with_tail=False, alone=True)
                 for number, rank in enumerate(ranks)
             )
-            slices.append(SliceWork(counts.graph(of), length / self.tokens, units))
+            slices.append(SliceWork(counts.counter(of, alone=True), length / self.tokens, units))
             start += length
         cost = counts.behind(*asked, self._places[-1])
         behind = Behind()
         if cost is not None:
             behind = Behind(cost.saved_bytes, cost.forward_beside_bytes, cost.passing_bytes, cost.entering_bytes)
-        found = SlicedMemory(
-            decision, self.scored.tables, self.scorer.request_of(self.decision), self.tables.graph, counts.ops, slices,
-            behind, fuses_dropout=self.tables.device.fuses_dropout,
+        request = self.scorer.request_of(self.decision)
+        stages = SlicedStages(
+            counts.counter(None), counts.ops, slices, decision.slice_lengths, behind, self.tables.folded.units,
+            counts.ways(decision.tp), decision.microbatch, request, fuses_dropout=self.tables.device.fuses_dropout,
         )  # fmt: skip
-        return found.memory(self.scored.predicted.memory_by_stage_rank, self.tables.folded.units)
+        found = SlicedMemory(decision, self.scored.tables, request, stages)
+        return found.memory(self.scored.predicted.memory_by_stage_rank)
 
     @property
     def _rank_of_units(self) -> list[int]:

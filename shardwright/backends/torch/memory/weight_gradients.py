@@ -43,7 +43,9 @@ class _Factors:
     __slots__ = ("accumulate", "given", "given_version", "gradient", "gradient_version", "name")
 
     def __init__(self, name: str, given: torch.Tensor, gradient: torch.Tensor, accumulate: Accumulate) -> None:
-        self.name, self.given, self.gradient, self.accumulate = name, given, gradient, accumulate
+        self.name, self.accumulate = name, accumulate
+        # Without the graph that made them, which holds what came into the stage, and its gradients.
+        self.given, self.gradient = given.detach(), gradient.detach()
         self.given_version, self.gradient_version = given._version, gradient._version
 
     def multiply(self) -> None:

@@ -10,6 +10,7 @@ from torch.utils.weak import TensorWeakRef
 
 from shardwright.backends.torch.machine.tensor_axis import Axis
 from shardwright.backends.torch.machine.tensor_shards import piece_of
+from shardwright.backends.torch.memory.weight_gradients import may_be_put_off
 from shardwright.backends.torch.tensor_parallel.random_ops import attention_that_keeps
 from shardwright.core.errors import CaptureError
 from shardwright.core.layout.placements import Split
@@ -77,13 +78,15 @@ class _SoFar(torch.autograd.Function):
                 whole.narrow(dim, 0, at.start).copy_(before)
         whole.narrow(dim, at.start, at.length).copy_(own)
         # A tensor of its own, not a view: what is written behind it later is no change of what was saved of it.
-        return _over(whole, [*own.shape[:dim], at.end, *own.shape[dim + 1 :]])
+        return _over(whole, [*own.shape[:dim], at.end, *own.shape[dim + 1 :]], whole.stride())
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         at = ctx.at
         before = gradient.narrow(ctx.dim, 0, at.start) if ctx.has_before and ctx.needs_input_grad[0] else None
         own = gradient.narrow(ctx.dim, at.start, at.length) if ctx.needs_input_grad[1] else None
+        if own is not None and may_be_put_off():
+            own = own.clone()  # a weight gradient may be made of it later, when the rest is gone
         return before, own, None, None
 
 
@@ -129,13 +132,16 @@ def _memory_of(before: torch.Tensor, shape: Sequence[int]) -> torch.Tensor | Non
         step *= size
     storage = before.untyped_storage()
     is_there = storage.nbytes() == step * before.element_size() and not before.storage_offset()
-    return _over(before, shape) if is_there and list(before.stride()) == strides else None
+    # The stride of a dim of one entry says nothing, and a view may have another one.
+    lies = zip(before.shape, before.stride(), strides, strict=True)
+    is_there = is_there and all(one == other for size, one, other in lies if size > 1)
+    return _over(before, shape, strides) if is_there else None
 
 
-def _over(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+def _over(tensor: torch.Tensor, shape: Sequence[int], strides: Sequence[int]) -> torch.Tensor:
     """A tensor of another shape over the same memory, which autograd takes for another."""
     found: torch.Tensor = tensor.new_empty(0)
-    return found.set_(tensor.untyped_storage(), tensor.storage_offset(), list(shape), tensor.stride())
+    return found.set_(tensor.untyped_storage(), tensor.storage_offset(), list(shape), list(strides))
 
 
 def attention(
