@@ -76,6 +76,28 @@ def test_jobs_train_to_the_weights_of_training_alone() -> None:
     )
 
 
+def test_activations_may_wait_for_their_backward_where_there_is_one_device() -> None:
+    (job,) = planned().jobs[1:]
+    assert len(job.shards) >= 4
+    labels = ("keep", "offload", "recompute", *(shard.activations for shard in job.shards[3:]))
+    shards = tuple(replace(shard, activations=label) for shard, label in zip(job.shards, labels, strict=True))
+    plan = replace(
+        planned(), jobs=(replace(job, shards=shards, microbatch=8),), cluster=sw.Cluster("cpu"), budget_bytes=1 << 20
+    )
+    create = chains.maker(6, 0.3)  # masks are drawn again where a forward runs again
+    given_job = replace(given()["momentum"], model=create(), reduction="mean")
+    found = run_jobs(plan, {"momentum": given_job}, devices=jax.devices()[1:2])
+    everywhere = replace(plan, jobs=(replace(job, microbatch=8),))
+    again = run_jobs(everywhere, {"momentum": replace(given_job, model=create())}, devices=two()[:1])
+    states = [each.jobs["momentum"].state for each in (found, again)]
+    losses = [each.jobs["momentum"].losses for each in (found, again)]
+    assert not found.jobs["momentum"].failure
+    same = Comparison("labels").losses(*losses, moving=1e-3)
+    same.values(*(chains.named(state.params) for state in states if state), relative=1e-5, absolute=1e-6).require()
+    held = found.timeline.memory(0)[1]
+    assert held[-1] == 0
+
+
 def not_finite(model: chains.Chain, batch: dict[str, jax.Array]) -> jax.Array:
     return chains.plain_loss(model, batch) / batch["below"].min()
 
