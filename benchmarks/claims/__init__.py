@@ -23,7 +23,16 @@ from claims.predictions import (
     step_time,
     twins,
 )
-from claims.slices_and_jobs import jobs, large_job, slice_lengths, sliced_memory, sliced_steps, sliced_zoo, token_slices
+from claims.slices_and_jobs import (
+    jobs,
+    jobs_runtime_jax,
+    large_job,
+    slice_lengths,
+    sliced_memory,
+    sliced_steps,
+    sliced_zoo,
+    token_slices,
+)
 from claims.training import (
     bf16_losses,
     data_parallel,
@@ -72,6 +81,7 @@ __all__ = [
     "jax_pipeline",
     "jax_tensor_parallel",
     "jobs",
+    "jobs_runtime_jax",
     "large_job",
     "large_runs",
     "loading",
