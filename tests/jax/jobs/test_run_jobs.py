@@ -17,6 +17,7 @@ from shardwright.core.errors import ClusterError, MissingCapabilityError, PlanEr
 from shardwright.jax import JobTraining, run_jobs
 from tests.comparison import Comparison
 from tests.jax import chains
+from tests.jax import test_pipeline_stacks as stacks
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 STEPS = 3
@@ -157,6 +158,25 @@ def test_what_cannot_be_run_ends_a_job_before_its_first_step() -> None:
     )
     assert "its data have ended" in failure(data=[])
     assert "more than the budget" in failure(replace(one, budget_bytes=20_000))
+
+
+def test_a_stack_of_layers_in_several_shards_is_refused() -> None:
+    graph = sw.capture(stacks.loss_fn, (stacks.params(), stacks.SAMPLE))
+    job = sw.Job(name="stack", model=graph, steps=1, batch=chains.BATCH, precision="fp32", optimizer="momentum")
+    plan = sw.plan_jobs([job], sw.Cluster("cpu", devices_per_node=2))
+    (own,) = plan.jobs
+    (whole,) = own.shards
+    parts = tuple(
+        replace(whole, first_unit=a, end_unit=b, activations="recompute") for a, b in ((0, 3), (3, whole.end_unit))
+    )
+    training = JobTraining(
+        graph=graph, model=stacks.params(), loss=stacks.loss_fn, optimizer=optax.sgd(1e-2), data=chains.batches(1)
+    )
+    found = run_jobs(replace(plan, jobs=(replace(own, shards=parts),)), {"stack": training}, devices=two())
+    assert "parameter layers.b is a stack whose layers lie in several shards" in found.jobs["stack"].failure
+    assert found.jobs["stack"].state is None
+    with pytest.raises(PlanError, match="the job has not begun"):
+        _ = found.jobs["stack"].model
 
 
 def mixing() -> optax.GradientTransformation:
