@@ -26,6 +26,7 @@ from claims.predictions import (
 from claims.slices_and_jobs import (
     jobs,
     jobs_runtime,
+    jobs_runtime_jax,
     large_job,
     slice_lengths,
     sliced_memory,
@@ -82,6 +83,7 @@ __all__ = [
     "jax_tensor_parallel",
     "jobs",
     "jobs_runtime",
+    "jobs_runtime_jax",
     "large_job",
     "large_runs",
     "loading",

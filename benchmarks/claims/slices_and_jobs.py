@@ -56,6 +56,17 @@ def jobs_runtime(times: Mapping[str, float], simulated_s: float, closed_form: fl
     return claims
 
 
+def jobs_runtime_jax(figures: Mapping[str, float]) -> Claims:
+    """Six models on two devices in JAX: all trained; the measured makespan within 10% of the simulated one; no device
+    above its budget."""
+    claims = Claims()
+    claims.at_least("jobs trained to their end", figures["jobs"], 6)
+    claims.at_most("measured makespan, off the simulated by", abs(figures["makespan"] - 1), 0.10)
+    claims.at_most("measured makespan, off that of its own passes by", abs(figures["own passes"] - 1), 0.10)
+    claims.at_most("most held, over the budget", figures["budget"], 1.0)
+    return claims
+
+
 def slice_lengths(rows: Mapping[str, Mapping[str, float | None]]) -> Claims:
     """Of each table: the search's processor time, at most 10 s; the step over that of the best equal lengths, and over
     that of TeraPipe's planner where it was asked, at most 1."""

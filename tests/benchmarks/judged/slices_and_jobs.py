@@ -5,6 +5,7 @@ import claims
 from tests.benchmarks.judged import NAN, Judged
 
 LARGE_JOB = {"parameters": 6.25e9, "hidden": 0.98, "device": 0.97, "host": 0.3, "planning_s": 2.0}
+JOBS_RUNTIME_JAX = {"jobs": 6, "makespan": 1.04, "own passes": 1.01, "budget": 0.9}
 JOBS = {
     "bound": {"lists": 5000, "worst": 1.0, "broken": 0},
     "optimum": {"sharded-lrtf worst": 1.25, "sharded-lrtf mean": 1.03, "fifo least": 1.0, "fifo worst": 1.9},
@@ -33,6 +34,17 @@ JUDGED: Judged = {
             lambda: claims.jobs({"speed": {"a": 61.0}}),
             lambda: claims.jobs({"speed": {"a, MiB": 1025.0}}),
             lambda: claims.jobs({}),
+        ],
+    ),
+    "jobs_runtime_jax": (
+        lambda: claims.jobs_runtime_jax(JOBS_RUNTIME_JAX),
+        [
+            lambda: claims.jobs_runtime_jax(JOBS_RUNTIME_JAX | {"jobs": 5}),
+            lambda: claims.jobs_runtime_jax(JOBS_RUNTIME_JAX | {"makespan": 1.11}),
+            lambda: claims.jobs_runtime_jax(JOBS_RUNTIME_JAX | {"makespan": 0.89}),
+            lambda: claims.jobs_runtime_jax(JOBS_RUNTIME_JAX | {"makespan": NAN}),
+            lambda: claims.jobs_runtime_jax(JOBS_RUNTIME_JAX | {"own passes": 1.11}),
+            lambda: claims.jobs_runtime_jax(JOBS_RUNTIME_JAX | {"budget": 1.01}),
         ],
     ),
     "large_job": (

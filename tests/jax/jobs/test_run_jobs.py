@@ -17,6 +17,7 @@ from shardwright.core.errors import ClusterError, MissingCapabilityError, PlanEr
 from shardwright.jax import JobTraining, run_jobs
 from tests.comparison import Comparison
 from tests.jax import chains
+from tests.jax import test_pipeline_stacks as stacks
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 STEPS = 3
@@ -74,6 +75,28 @@ def test_jobs_train_to_the_weights_of_training_alone() -> None:
     assert sorted(unit.text for row in found.timeline.actions for unit in row) == sorted(
         f"{n}U{k}" for n, job in enumerate(plan.jobs) for k in range(len(job.passes) * STEPS)
     )
+
+
+def test_activations_may_wait_for_their_backward_where_there_is_one_device() -> None:
+    (job,) = planned().jobs[1:]
+    assert len(job.shards) >= 4
+    labels = ("keep", "offload", "recompute", *(shard.activations for shard in job.shards[3:]))
+    shards = tuple(replace(shard, activations=label) for shard, label in zip(job.shards, labels, strict=True))
+    plan = replace(
+        planned(), jobs=(replace(job, shards=shards, microbatch=8),), cluster=sw.Cluster("cpu"), budget_bytes=1 << 20
+    )
+    create = chains.maker(6, 0.3)  # masks are drawn again where a forward runs again
+    given_job = replace(given()["momentum"], model=create(), reduction="mean")
+    found = run_jobs(plan, {"momentum": given_job}, devices=jax.devices()[1:2])
+    everywhere = replace(plan, jobs=(replace(job, microbatch=8),))
+    again = run_jobs(everywhere, {"momentum": replace(given_job, model=create())}, devices=two()[:1])
+    states = [each.jobs["momentum"].state for each in (found, again)]
+    losses = [each.jobs["momentum"].losses for each in (found, again)]
+    assert not found.jobs["momentum"].failure
+    same = Comparison("labels").losses(*losses, moving=1e-3)
+    same.values(*(chains.named(state.params) for state in states if state), relative=1e-5, absolute=1e-6).require()
+    held = found.timeline.memory(0)[1]
+    assert held[-1] == 0
 
 
 def not_finite(model: chains.Chain, batch: dict[str, jax.Array]) -> jax.Array:
@@ -135,6 +158,25 @@ def test_what_cannot_be_run_ends_a_job_before_its_first_step() -> None:
     )
     assert "its data have ended" in failure(data=[])
     assert "more than the budget" in failure(replace(one, budget_bytes=20_000))
+
+
+def test_a_stack_of_layers_in_several_shards_is_refused() -> None:
+    graph = sw.capture(stacks.loss_fn, (stacks.params(), stacks.SAMPLE))
+    job = sw.Job(name="stack", model=graph, steps=1, batch=chains.BATCH, precision="fp32", optimizer="momentum")
+    plan = sw.plan_jobs([job], sw.Cluster("cpu", devices_per_node=2))
+    (own,) = plan.jobs
+    (whole,) = own.shards
+    parts = tuple(
+        replace(whole, first_unit=a, end_unit=b, activations="recompute") for a, b in ((0, 3), (3, whole.end_unit))
+    )
+    training = JobTraining(
+        graph=graph, model=stacks.params(), loss=stacks.loss_fn, optimizer=optax.sgd(1e-2), data=chains.batches(1)
+    )
+    found = run_jobs(replace(plan, jobs=(replace(own, shards=parts),)), {"stack": training}, devices=two())
+    assert "parameter layers.b is a stack whose layers lie in several shards" in found.jobs["stack"].failure
+    assert found.jobs["stack"].state is None
+    with pytest.raises(PlanError, match="the job has not begun"):
+        _ = found.jobs["stack"].model
 
 
 def mixing() -> optax.GradientTransformation:

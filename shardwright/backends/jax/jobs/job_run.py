@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -10,8 +9,9 @@ import numpy as np
 
 from shardwright.backends.jax.jobs.device_memory import DeviceMemory, Host
 from shardwright.backends.jax.jobs.host_state import HostState
+from shardwright.backends.jax.jobs.job_step import JobStep
 from shardwright.backends.jax.jobs.programs import JobPrograms, Program
-from shardwright.backends.jax.pipeline.stage_functions import MARKER, TOTAL, WEIGHT, Key
+from shardwright.backends.jax.pipeline.stage_functions import MARKER, Key
 from shardwright.core.jobs.jobs_plan import PlannedJob
 from shardwright.core.jobs.shard_pass import ShardPass
 
@@ -19,35 +19,12 @@ Arrays = dict[Key, jax.Array]
 M: Key = ("m", 0, 0)
 
 
-@dataclass(slots=True, eq=False)
-class _Step:
-    """A step under way: its batch, and on the host what passes left for others."""
-
-    programs: JobPrograms
-    batch: dict[int, Host]
-    """The leaves of the batch by their values in the program, those with a batch dim split into microbatches."""
-    other: dict[int, Host]
-    """The model's other values as they are now, by their values in the program."""
-    values: dict[tuple[int, int], Host] = field(default_factory=dict)
-    """The values between shards, by number and microbatch."""
-    gradients: dict[tuple[int, int], Host] = field(default_factory=dict)
-    """The gradients of those, summed over the shards that use them."""
-    before: dict[tuple[int, int], Host] = field(default_factory=dict)
-    """What changes with every microbatch, as the forward of a microbatch found it, by value and microbatch."""
-    kept: dict[tuple[int, int], dict[Key, Any]] = field(default_factory=dict)
-    """What forwards left for backwards, by shard and microbatch: on the host, or on the device."""
-    sums: dict[tuple[int, int], Host] = field(default_factory=dict)
-    """`TOTAL` and `WEIGHT` of every microbatch."""
-    scalars: dict[Key, Host] = field(default_factory=dict)
-    """Scalars of several shards, and their parts, for the update."""
-
-
 class JobRun:
     """A job whose model is trained shard by shard from the host's memory."""
 
     def __init__(self, planned: PlannedJob, state: HostState) -> None:
         self.planned, self.state = planned, state
-        self._step: _Step | None = None
+        self._step: JobStep | None = None
         self._runs: Mapping[str, Callable[[int, DeviceMemory], None]] = {
             "forward": self._ahead,
             "fused": self._fused,
@@ -70,7 +47,7 @@ class JobRun:
             for value, leaf, dim in zip(micro.batch, leaves, split.dims, strict=True)
         }
         self.state.gradients.clear()
-        self._step = _Step(programs, batch, dict(zip(micro.state, self.state.other, strict=True)))
+        self._step = JobStep(programs, batch, dict(zip(micro.state, self.state.other, strict=True)))
 
     def run(self, own: ShardPass, memory: DeviceMemory) -> None:
         """Run one pass of the step, with the copies before and behind it."""
@@ -83,28 +60,14 @@ class JobRun:
             self.state.take(self._run_alone(common, self._of_update, memory))
         self.state.other = [step.other[value] for value in step.programs.micro.state]
         self.state.step += 1
-        losses = self._losses()
+        losses = step.losses()
         self._step = None
         return losses
 
     @property
-    def _under_way(self) -> _Step:
+    def _under_way(self) -> JobStep:
         assert self._step is not None, "begin comes first"
         return self._step
-
-    @property
-    def _microbatches(self) -> range:
-        return range(self.planned.batch // self.planned.microbatch)
-
-    def _losses(self) -> tuple[float, ...]:
-        """The losses of the microbatches."""
-        step, of = self._under_way, self._under_way.programs.microbatches
-        found = []
-        for m in self._microbatches:
-            total, counted = step.sums[TOTAL, m], step.sums[WEIGHT, m]
-            divisor = counted if of.reduction is None else of.reduction.divisor(of.samples, counted)  # type: ignore[arg-type]
-            found.append(float(total) / float(divisor))
-        return tuple(found)
 
     # Passes ----------------------------------------------------------------------------------------------------------
 
@@ -113,7 +76,7 @@ class JobRun:
         step, label = self._under_way, self.planned.shards[shard].activations
         own = step.programs.shards[shard]
         held = self._load(memory, own.forward)
-        for m in self._microbatches:
+        for m in self._under_way.microbatches:
             if own.again is not None:
                 changing = [key[1] for key in own.again.reads if key[0] == "state"]
                 step.before.update(((value, m), step.other[value]) for value in changing)
@@ -131,10 +94,10 @@ class JobRun:
         own = step.programs.shards[shard]
         held = self._load(memory, own.forward, own.backward)
         sums = self._begin_sums(shard, memory)
-        for m in self._microbatches:
+        for m in self._under_way.microbatches:
             made = self._forward(own.forward, m, held, memory)
             self._backward(shard, m, held | made, sums, memory)
-        losses = self._losses()
+        losses = self._under_way.losses()
         if not all(map(math.isfinite, losses)):
             raise FloatingPointError(f"a loss is not finite ({', '.join(f'{loss:g}' for loss in losses)})")
         self._end_backward(shard, held, sums, memory)
@@ -145,7 +108,7 @@ class JobRun:
         own = step.programs.shards[shard]
         held = self._load(memory, own.backward, *([] if own.again is None else [own.again]))
         sums = self._begin_sums(shard, memory)
-        for m in self._microbatches:
+        for m in self._under_way.microbatches:
             if own.again is not None:
                 made = self._run(own.again, m, held, memory, before=True)
             else:
@@ -260,7 +223,7 @@ class JobRun:
         step = self._under_way
         updates, homes = step.programs.updates, step.programs.homes
         for value in step.programs.micro.cut.parts[shard].departures:
-            for m in self._microbatches:
+            for m in self._under_way.microbatches:
                 del step.values[value, m]
         by_leaf = {self._leaf(key[1]): array for key, array in sums.items()}
         mine = {leaf: array for leaf, array in by_leaf.items() if homes[leaf] == shard}
@@ -294,15 +257,8 @@ class JobRun:
         if kind == "state":
             return self.state.states[number]
         if kind == "sum":
-            return self._summed(number)
+            return self._under_way.summed(number)
         return self._under_way.scalars[key]
-
-    def _summed(self, which: int) -> Host:
-        """`TOTAL` or `WEIGHT` over all microbatches."""
-        found = np.zeros((), np.float32)
-        for m in self._microbatches:
-            found = found + np.asarray(self._under_way.sums[which, m])
-        return np.asarray(found)
 
     def _run_alone(
         self,
