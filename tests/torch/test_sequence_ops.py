@@ -181,11 +181,21 @@ OPERATIONS: dict[str, tuple[Any, str]] = {
         lambda x: x + convolved(x, 2, padding=1, stride=2).mean(),
         "in steps of more than one token",
     ),
+    "two convolutions with too little padding": (
+        lambda x: x + convolved(convolved(F.pad(x, (0, 0, 2, 0)), 2), 3).mean(1, keepdim=True),
+        "reads later tokens",
+    ),
+    "two convolutions with too much padding": (
+        lambda x: x + convolved(convolved(F.pad(x, (0, 0, 4, 0)), 2), 3).mean(1, keepdim=True),
+        "windows",
+    ),
     "a padded convolution with padding": (
         lambda x: convolved(F.pad(x, (0, 0, 2, 0)), 5, padding=1),
         "reads later tokens",
     ),
     "what is cut off is read": (lambda x: x + convolved(x, 3, padding=2).mean(1, keepdim=True), "windows"),
+    "sums of what is cut off": (lambda x: convolved(x, 3, padding=2).cumsum(1)[:, :TOKENS], "windows"),
+    "sums of zeros in front": (lambda x: convolved(F.pad(x, (0, 0, 2, 0)).cumsum(1), 3), "windows"),
     "a longer one, summed": (lambda x: x + F.pad(x, (0, 0, 2, 0)).cumsum(1)[:, 2:], "windows"),
     "the largest so far": (lambda x: x.cummax(1).values, "needs the sequence whole"),
     "a flip": (lambda x: x.flip(1), "sequence"),
@@ -277,6 +287,7 @@ def test_ops_on_each_token_are_local(operation: Any) -> None:
         (lambda x: torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], 1), 1),
         (lambda x: convolved(torch.cat([x.new_zeros(len(x), 2, 24), x], 1), 3), 2),
         (lambda x: convolved(F.pad(x, (0, 0, 3, 0)), 4), 3),
+        (lambda x: convolved(F.silu(convolved(F.pad(x, (0, 0, 3, 0)), 2)), 3), 3),
         (lambda x: F.silu(convolved(x, 4, padding=3))[:, :TOKENS], 3),
         (lambda x: convolved(x, 3, padding=4, dilation=2)[:, :-4], 4),
     ],
@@ -288,6 +299,7 @@ def test_ops_on_each_token_are_local(operation: Any) -> None:
         "a shift behind zeros",
         "zeros in front",
         "a padded convolution",
+        "two of them",
         "a cut one",
         "a dilated one",
     ],
@@ -368,7 +380,7 @@ class Clamped(nn.Module):
 
 def test_a_model_that_writes_to_its_parameters_is_not_run_op_by_op() -> None:
     """Its ops would read what was written, through which no gradient flows."""
-    with pytest.raises(NotReplayableError, match="it writes to its parameter layer.weight in its forward pass"):
+    with pytest.raises(NotReplayableError, match=r"it writes to its parameter layer\.weight in its forward pass"):
         trace(Clamped(), torch.randn(2, 8))
 
 

@@ -75,7 +75,7 @@ class Windows:
             return None
         if is_window and op.base_name in ("slice", "narrow"):
             return self._cut(number, op, longer)
-        if len(given) == 1 and (op.base_name in TURNS or (op.kind == "elementwise" and longer.behind)):
+        if len(given) == 1 and (op.base_name in TURNS or op.kind == "elementwise") and longer.behind >= 0:
             return self._on_each(op, longer)
         return "needs windows of the sequence"
 
@@ -153,9 +153,12 @@ class Windows:
             return "convolves over more than the sequence"
         if stride != 1:
             return "convolves in steps of more than one token"
-        if longer.behind or longer.front + padding != span - 1 or (longer.front and padding) or more != padding:
+        left = longer.front + padding - (span - 1)
+        if longer.behind or left < 0 or (padding and (longer.front or left)) or more != padding + left:
             return AHEAD
         self.dims[made] = dim
+        if left:  # of the padding, for the next convolution
+            self._longer[made] = _Longer(front=left)
         if padding:
             self.tails[number] = op.inputs[0], padding
             self._longer[made] = _Longer(behind=padding)
@@ -175,7 +178,7 @@ class Windows:
     def _on_each(self, op: Op, longer: _Longer) -> str:
         """An op on each entry, such as the bias of a convolution."""
         label = op.input_labels[0][self.dims[op.inputs[0]]]
-        if label < 0 or any(label in labels for labels in op.input_labels[1:]):
+        if op.role(label) != "map" or any(label in labels for labels in op.input_labels[1:]):
             return "needs windows of the sequence"
         for tensor, labels in zip(op.outputs, op.output_labels, strict=True):
             if labels.count(label) != 1:

@@ -111,7 +111,7 @@ class WindowBlock(nn.Module):
         super().__init__()
         self.norm, self.wide = nn.LayerNorm(width), nn.Linear(width, 2 * width)
         self.cut = nn.Conv1d(2 * width, width, 3, padding=4, dilation=2)
-        self.padded = nn.Conv1d(width, width, 4, groups=width, bias=False)
+        self.padded = nn.Sequential(nn.Conv1d(width, width, 2, groups=width), nn.Conv1d(width, width, 3, bias=False))
         self.shift, self.dropout = nn.ZeroPad2d((0, 0, 1, -1)), nn.Dropout(dropout)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
