@@ -165,6 +165,10 @@ OPERATIONS: dict[str, tuple[Any, str]] = {
     "a shift ahead": (lambda x: F.pad(x, (0, 0, -1, 1)), "sequence"),
     "a shift ahead by a cut": (lambda x: F.pad(x, (0, 0, 0, 1))[:, 1:], "pads the sequence behind its end"),
     "the end of a longer one": (lambda x: F.pad(x, (0, 0, 2, 0))[:, 1:-1], "reads later tokens"),
+    "a shift behind ones": (lambda x: torch.cat([torch.ones_like(x[:, :1]), x[:, :-1]], 1), "sequence"),
+    "a shift ahead of zeros": (lambda x: torch.cat([x[:, 1:], torch.zeros_like(x[:, :1])], 1), "sequence"),
+    "a later part behind zeros": (lambda x: torch.cat([torch.zeros_like(x[:, :1]), x[:, 1:]], 1), "sequence"),
+    "all but the last tokens": (lambda x: x + x[:, :-1].mean(1, keepdim=True), "a part of the sequence"),
     "a pad by reflection": (lambda x: F.pad(x.mT, (2, 0), mode="reflect")[..., :-2].mT, "sequence"),
     "a convolution of both sides": (lambda x: convolved(x, 3, padding=1), "reads later tokens"),
     "a convolution of the same size": (lambda x: convolved(x, 3, padding="same"), "needs the sequence whole"),
@@ -177,11 +181,21 @@ OPERATIONS: dict[str, tuple[Any, str]] = {
         lambda x: x + convolved(x, 2, padding=1, stride=2).mean(),
         "in steps of more than one token",
     ),
+    "two convolutions with too little padding": (
+        lambda x: x + convolved(convolved(F.pad(x, (0, 0, 2, 0)), 2), 3).mean(1, keepdim=True),
+        "reads later tokens",
+    ),
+    "two convolutions with too much padding": (
+        lambda x: x + convolved(convolved(F.pad(x, (0, 0, 4, 0)), 2), 3).mean(1, keepdim=True),
+        "windows",
+    ),
     "a padded convolution with padding": (
         lambda x: convolved(F.pad(x, (0, 0, 2, 0)), 5, padding=1),
         "reads later tokens",
     ),
     "what is cut off is read": (lambda x: x + convolved(x, 3, padding=2).mean(1, keepdim=True), "windows"),
+    "sums of what is cut off": (lambda x: convolved(x, 3, padding=2).cumsum(1)[:, :TOKENS], "windows"),
+    "sums of zeros in front": (lambda x: convolved(F.pad(x, (0, 0, 2, 0)).cumsum(1), 3), "windows"),
     "a longer one, summed": (lambda x: x + F.pad(x, (0, 0, 2, 0)).cumsum(1)[:, 2:], "windows"),
     "the largest so far": (lambda x: x.cummax(1).values, "needs the sequence whole"),
     "a flip": (lambda x: x.flip(1), "sequence"),
@@ -270,11 +284,25 @@ def test_ops_on_each_token_are_local(operation: Any) -> None:
         (lambda x: x.logcumsumexp(1), 1),
         (lambda x: F.pad(x, (0, 0, 1, 0))[:, :-1], 1),
         (lambda x: F.pad(x, (0, 0, 2, -2)), 2),
+        (lambda x: torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], 1), 1),
+        (lambda x: convolved(torch.cat([x.new_zeros(len(x), 2, 24), x], 1), 3), 2),
         (lambda x: convolved(F.pad(x, (0, 0, 3, 0)), 4), 3),
+        (lambda x: convolved(F.silu(convolved(F.pad(x, (0, 0, 3, 0)), 2)), 3), 3),
         (lambda x: F.silu(convolved(x, 4, padding=3))[:, :TOKENS], 3),
         (lambda x: convolved(x, 3, padding=4, dilation=2)[:, :-4], 4),
     ],
-    ids=["sums", "sums of powers", "a shift", "a shift by two", "a padded convolution", "a cut one", "a dilated one"],
+    ids=[
+        "sums",
+        "sums of powers",
+        "a shift",
+        "a shift by two",
+        "a shift behind zeros",
+        "zeros in front",
+        "a padded convolution",
+        "two of them",
+        "a cut one",
+        "a dilated one",
+    ],
 )
 def test_what_reads_a_few_tokens_before_is_causal(operation: Any, tail: int) -> None:
     found = sequence_ops(sw.capture(Row(operation), torch.randint(0, WORDS, (2, TOKENS))))
@@ -336,6 +364,24 @@ def test_experts_are_told_by_what_ops_compute_with(how: str) -> None:
 def test_experts_as_transformers_has_them_are_routed() -> None:
     traced = trace(Row(routed), torch.randint(0, WORDS, (2, TOKENS)))
     require_routing(traced, sequence_ops(traced.graph))
+
+
+class Clamped(nn.Module):
+    """A model that bounds its weight before it uses it, as Gemma 3n does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.layer.weight.data.clamp_(-1, 1)
+        return self.layer(x).sum()
+
+
+def test_a_model_that_writes_to_its_parameters_is_not_run_op_by_op() -> None:
+    """Its ops would read what was written, through which no gradient flows."""
+    with pytest.raises(NotReplayableError, match=r"it writes to its parameter layer\.weight in its forward pass"):
+        trace(Clamped(), torch.randn(2, 8))
 
 
 def test_what_nothing_reads_may_need_all_tokens() -> None:

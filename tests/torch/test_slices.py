@@ -20,7 +20,7 @@ from tests.torch.launch import on_ranks
 
 CASES = ("gpt2:2.1.1:1f1b:5+4+3", "gpt2@0.2:2.1.1:zb-h1:7+5", "llama+padded:2.1.1:1f1b:5+4+3:full",
          "gpt2@0.2:1.1.2:gpipe:5+4+3", "gpt2-eager@0.2:2.1.1:1f1b:5+4+3",
-         "windows@0.2:2.1.1:1f1b:1+2+6+3", "mixtral@0.2:2.1.1:1f1b:5+4+3")  # fmt: skip
+         "windows@0.2:2.1.1:1f1b:2+2+5+3", "mixtral-balanced:2.1.1:1f1b:5+4+3")  # fmt: skip
 MORE = {
     2: (
         "gpt2:2.1.1:gpipe:12", "gpt2:2.1.1:1f1b:6+6", "gpt2:2.1.1:1f1b:3+2+3+2+2", "gpt2:2.1.1:interleaved-1f1b:5+4+3",
@@ -28,7 +28,8 @@ MORE = {
         "llama:1.2.1:gpipe:2+3+3+4", "gpt2:1.2.1:gpipe:5+4+3", "gpt2:1.1.2:gpipe:5+4+3",
         "llama+padded:1.1.2:gpipe:7+5:full", "gpt2-eager:1.1.2:gpipe:5+4+3", "gpt2-eager+padded:2.1.1:1f1b:6+6:full",
         "windows:2.1.1:gpipe:12", "windows:2.1.1:zb-h1:3+2+3+2+2", "windows:1.1.2:gpipe:5+4+3:full",
-        "mixtral:2.1.1:zb-h1:3+2+3+2+2", "mixtral+padded:1.1.2:gpipe:7+5:full", "sinks:2.1.1:1f1b:5+4+3",
+        "mixtral:2.1.1:zb-h1:3+2+3+2+2", "mixtral@0.2:2.1.1:gpipe:5+7", "mixtral+padded:1.1.2:gpipe:7+5:full",
+        "sinks:2.1.1:1f1b:5+4+3",
     ),
     4: ("gpt2:4.1.1:1f1b:5+4+3", "llama:4.1.1:zb-h1:3+2+3+2+2", "gpt2:2.2.1:1f1b:5+4+3", "llama@0.2:2.2.1:1f1b:6+6",
         "gpt2@0.2:2.1.2:zb-h1:5+4+3", "llama:2.1.2:1f1b:5+4+3", "gpt2:1.2.2:gpipe:3+2+3+2+2"),
@@ -48,7 +49,7 @@ def run(folder: Path, ranks: int, *given: str) -> dict[str, dict[str, Any]]:
     out = folder / "out.json"
     options = [text for text in given if text.startswith("--")]
     cases = [text for text in given if not text.startswith("--")]
-    outcome = on_ranks("slices.py", ranks, *options, str(out), *cases, timeout_s=300)
+    outcome = on_ranks("slices.py", ranks, *options, str(out), *cases, timeout_s=400)
     assert outcome.code == 0, outcome.text[-4000:]
     return {result["case"]: result for result in json.loads(out.read_text())}
 

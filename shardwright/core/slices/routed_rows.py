@@ -80,10 +80,10 @@ class RoutedRows:
         self._sorts, self._counts, self._puts, self._places = (set[int]() for _ in range(4))
         self._divisors: dict[int, int] = {}
         self._grouped: dict[int, int] = {}
-        self._users: dict[int, int] = {}
+        self._users: dict[int, list[Op]] = {}
         for op in graph.ops:
             for tensor in set(op.inputs):
-                self._users[tensor] = self._users.get(tensor, 0) + 1
+                self._users.setdefault(tensor, []).append(op)
 
     @property
     def found(self) -> Routed:
@@ -112,6 +112,8 @@ class RoutedRows:
         if op.kind == "sort" and len(op.inputs) == 1 and self._is_row_of_numbers(op.inputs[0]):
             return self._sort(number, op)
         if op.base_name in COUNTS and len(op.inputs) == 1 and not said and self._is_row_of_numbers(op.inputs[0]):
+            if not self._is_for_borders(op.outputs[0]):
+                return "needs how many tokens go to each expert"
             self._counts.add(number)
             self._says[op.outputs[0]] = "count", self._root(op.inputs[0])
             return ""
@@ -289,6 +291,19 @@ class RoutedRows:
             index = self.graph.ops[self.graph.producer[index]].inputs[0]
         return self._divisors.setdefault(self.graph.producer[index], number) == number
 
+    def _is_for_borders(self, counts: int) -> bool:
+        """Whether counts are added up to borders of rows, and nothing else reads them."""
+        users = self._users.get(counts, [])
+        return (
+            bool(users)
+            and counts not in self.graph.outputs
+            and all(
+                op.base_name == "cumsum"
+                or ((op.base_name in SAME or op.base_name in RESHAPES) and self._is_for_borders(op.outputs[0]))
+                for op in users
+            )
+        )
+
     def _is_row_of_numbers(self, tensor: int) -> bool:
         return tensor in self.flat and self.dims.get(tensor) == 0 and len(self.graph.tensors[tensor].fixed) == 1
 
@@ -328,7 +343,7 @@ class RoutedRows:
             maker is not None
             and self.graph.ops[maker].kind == "create"
             and self.graph.ops[maker].base_name in names
-            and self._users.get(tensor) == 1
+            and len(self._users.get(tensor, ())) == 1
             and tensor not in self.graph.outputs
         )
 

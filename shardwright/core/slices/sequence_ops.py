@@ -207,8 +207,7 @@ class _Reading:
                 self.mixing[number] = f"{op.name}{self._where(op)} {why}"
         elif number in self.windows.tails or told.carried == op.outputs:
             self.needs.append("causal")
-            entries = self.windows.tails.get(number, 1)
-            self.tails[number] = (told.carried or op.inputs)[0], entries
+            self.tails[number] = self.windows.tails.get(number) or (op.outputs[0], 1)
         elif told.carried:
             self.needs.append("causal")
             self.carried[number] = told.carried

@@ -16,7 +16,9 @@ from tests.comparison import Comparison
 
 weight_gradients.LARGE = 1  # gradients are added at once, as those of large models are
 STEPS = 20
-FEWER_STEPS = {"albert": 3, "mixtral": 3} | ({} if ALL else {"t5": 5, "llama": 5})
+FEWER_STEPS = {"albert": 3, "mixtral": 3, "mixtral-balanced": 3, "windows": 5, "sinks": 3} | (
+    {} if ALL else {"t5": 5, "llama": 5}
+)
 """Models that are here for their shape: shared layers, experts, an encoder beside a decoder, projections apart."""
 GLOBAL_MICROBATCHES = 4
 

@@ -69,12 +69,13 @@ def build(name: str, dropout: float = 0.0, layers: int = 4) -> nn.Module:
                 attention_probs_dropout_prob=dropout,
             )
         )  # fmt: skip
-    if name == "mixtral":  # routing that depends on values, inside units
+    if name in ("mixtral", "mixtral-balanced"):  # routing that depends on values, inside units
         return MixtralForCausalLM(
             MixtralConfig(
                 vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=layers, num_attention_heads=2,
                 num_key_value_heads=2, intermediate_size=32, num_local_experts=4, max_position_embeddings=32,
                 bos_token_id=0, eos_token_id=0, pad_token_id=0, attention_dropout=dropout,
+                output_router_logits=name == "mixtral-balanced",  # a loss of how many tokens each expert has
             )
         )  # fmt: skip
     if name == "sinks":  # a score of every head beside those of the keys
@@ -83,7 +84,7 @@ def build(name: str, dropout: float = 0.0, layers: int = 4) -> nn.Module:
                 vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=layers, num_attention_heads=2, head_dim=16,
                 num_key_value_heads=1, intermediate_size=32, num_local_experts=4, num_experts_per_tok=2,
                 sliding_window=6, max_position_embeddings=32, bos_token_id=0, eos_token_id=0, pad_token_id=0,
-                attention_dropout=dropout,
+                attention_dropout=dropout, use_cache=False,
             )
         )  # fmt: skip
     if name == "windows":
@@ -110,7 +111,7 @@ class WindowBlock(nn.Module):
         super().__init__()
         self.norm, self.wide = nn.LayerNorm(width), nn.Linear(width, 2 * width)
         self.cut = nn.Conv1d(2 * width, width, 3, padding=4, dilation=2)
-        self.padded = nn.Conv1d(width, width, 4, groups=width, bias=False)
+        self.padded = nn.Sequential(nn.Conv1d(width, width, 2, groups=width), nn.Conv1d(width, width, 3, bias=False))
         self.shift, self.dropout = nn.ZeroPad2d((0, 0, 1, -1)), nn.Dropout(dropout)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -119,6 +120,7 @@ class WindowBlock(nn.Module):
         h = nn.functional.silu(self.cut(h))[..., :length]
         h = self.dropout(self.padded(nn.functional.pad(h, (3, 0)))).transpose(1, 2)
         h = h + torch.tanh(self.shift(h)) * nn.functional.pad(h, (0, 0, 2, 0))[:, :-2]
+        h = h + torch.sigmoid(torch.cat([torch.zeros_like(h[:, :1]), h[:, :-1]], 1))
         counted = torch.arange(1, length + 1)[:, None]
         return x + h + torch.tanh(h).cumsum(1) / counted + torch.logcumsumexp(h, 1)
 

@@ -19,6 +19,8 @@ from shardwright.core.layout.placements import Placement
 RESHAPES = frozenset({"view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze", "expand",
                       "_reshape_alias", "broadcast_to"})  # fmt: skip
 """The ops whose sizes are told by their results."""
+PADS = frozenset({"pad", "constant_pad_nd", "cat", "concat", "concatenate"})
+"""The ops that put zeros in front of a sequence."""
 FILLED_WITH = {"where": "other", "masked_fill": "value"}
 """The ops that put a number in the place of hidden scores, and the argument that says which."""
 
@@ -127,10 +129,10 @@ class Reach:
         own = lowering.at[tensor]
         lowering.at[tensor] = source.call(slice_ops.behind, before, own, dim, entries)
         self._hand_on(op, tensor, lowering.at[tensor], dim, entries)
-        if name in ("pad", "constant_pad_nd"):
-            if call.argument("value", None) not in (None, 0):
+        if name in PADS:
+            if name in ("pad", "constant_pad_nd") and call.argument("value", None) not in (None, 0):
                 raise NotReplayableError("a sequence is padded in front by another number than 0")
-            made, given = traces.whole.graph.ops[op].outputs[0], call.inputs(0)[0]
+            made, given = traces.whole.graph.ops[op].outputs[0], call.inputs(0)[-1]
             is_longer = traces.whole.graph.tensors[made].fixed[dim] > traces.tokens
             size = at.length + (entries if is_longer else 0)
             call.give(0, 0, source.call(slice_ops.first_of, given, dim, size))

@@ -25,8 +25,9 @@ def require_routing(traced: Traced, ops: SequenceOps) -> None:
         _require(traced, op, "other", is_right, f"whole division by {number}, the rows of each token")
     for op in routed.counts:
         if _site(traced, op).name == "histc":
-            low, high = _argument(traced, op, "min"), _argument(traced, op, "max")
-            _require(traced, op, "min", low == 0 < high, "bounds from 0 on")
+            low, high, bins = (_argument(traced, op, name) for name in ("min", "max", "bins"))
+            is_right = low == 0 < high or (low == 0 == high and bins == 1)  # one expert has all tokens
+            _require(traced, op, "min", is_right, "bounds from 0 on")
     for op in routed.puts:
         if _site(traced, op).name not in ("index_add", "index_add_", "index_copy", "index_copy_"):
             indices = _argument(traced, op, "indices")

@@ -95,7 +95,8 @@ def alike(whole: Traced, other: Traced, length: int) -> Traced:
             where = one.calls[a.call].path or name
             raise CaptureError(
                 f"{name} does otherwise at {length} tokens than at the length of its sequence: {b.name} in place of "
-                f"{a.name} in {where}. Slices run the same ops at every length: take other lengths, or leave out slices"
+                f"{a.name} in {where}. Slices run the same ops at every length: take other lengths, leave out a cache "
+                f"of keys and values (use_cache=False), or leave out slices"
             )
     if len(one.ops) != len(two.ops) or len(one.tensors) != len(two.tensors):
         raise CaptureError(

@@ -44,9 +44,9 @@ class Size:
     """A number among the arguments that grows with the batch."""
 
     fixed: int
-    per_sample: int
+    per_sample: int | float
 
-    def at(self, batch: int) -> int:
+    def at(self, batch: int) -> int | float:
         return self.fixed + self.per_sample * batch
 
 
@@ -348,6 +348,9 @@ def _traced(graph: Graph, small: _Run, large: _Run, session: _TracingSession) ->
         places = dict(zip(asked, graph.outputs, strict=True))
         outputs = tuple(places.get(i) for i in range(session.returned))
     written = {number[n]: number[m] for n, m in a.left.items() if n in number and m in number}
+    for held in written:
+        if graph.tensors[held].role == "parameter":  # whose gradient does not flow through what is written
+            raise NotReplayableError(f"it writes to its parameter {graph.tensors[held].name} in its forward pass")
     if len(written) != len(a.left):
         raise NotReplayableError("the model writes to a tensor that the captured graph does not follow")
     return Traced(graph, tuple(sites), tuple(site_of_op), constants, written, outputs)
@@ -400,6 +403,8 @@ def _merged(small: Any, large: Any, draft: _Draft) -> Any:
         return tuple(_merged(x, y, draft) for x, y in zip(small, large, strict=True))
     if isinstance(small, int) and isinstance(large, int) and not isinstance(small, bool):
         return small if small == large else Size(small - 2 * (large - small), large - small)
+    if isinstance(small, float) and isinstance(large, float) and small.is_integer() and 3 * small == 2 * large != 0:
+        return Size(0, large - small)  # a number of tokens, as a float
     if small is large or small == large or (small != small and large != large):
         return small
     raise NotReplayableError(f"an argument of {draft.function} depends on the batch: {small!r} at 2, {large!r} at 3")
