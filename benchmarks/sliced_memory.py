@@ -12,8 +12,8 @@ shown with them.
 *Tracked*: the same model of 8 layers, width 128, 512 tokens, on two and four local ranks, by torch's own MemTracker:
 all live storages at the peak of a step with its optimizer, gradients made anew, and what was predicted of it.
 
-*Hugging Face*: GPT-2 and Llama of two layers a stage, at least 4, width 128, 256 tokens, the same way: schedules, recompute, slices of
-unequal lengths, replicas with divided state, the tensor axis.
+*Hugging Face*: GPT-2 and Llama of two layers a stage, at least 4, width 128, 256 tokens, the same way: schedules,
+recompute, slices of unequal lengths, replicas with divided state, the tensor axis.
 """
 
 import argparse
