@@ -12,8 +12,8 @@ shown with them.
 *Tracked*: the same model of 8 layers, width 128, 512 tokens, on two and four local ranks, by torch's own MemTracker:
 all live storages at the peak of a step with its optimizer, gradients made anew, and what was predicted of it.
 
-*Hugging Face*: GPT-2 and Llama of 4 layers, width 128, 256 tokens, the same way: schedules, recompute, slices of
-unequal lengths, replicas with divided state, the tensor axis.
+*Hugging Face*: GPT-2 and Llama of two layers a stage, at least 4, width 128, 256 tokens, the same way: schedules,
+recompute, slices of unequal lengths, replicas with divided state, the tensor axis.
 """
 
 import argparse
@@ -62,6 +62,10 @@ class Case(NamedTuple):
     shard: int = 0
 
     @property
+    def sizes(self) -> Sizes:
+        return replace(TINY, layers=max(TINY.layers, 2 * self.pp))
+
+    @property
     def name(self) -> str:
         degrees = f"pp {self.pp}, dp {self.dp}, tp {self.tp}"
         said = f"{self.model}, {degrees}, {self.schedule}, {'+'.join(map(str, self.lengths))}"
@@ -80,11 +84,12 @@ CASES = (
     Case(LLAMA, 2, 1, 1, "1f1b", (160, 96)),
     Case(LLAMA, 2, 1, 1, "1f1b", (110, 86, 60)),
     Case(LLAMA, 2, 1, 1, "1f1b", (80, 64, 48, 40, 24)),
-    Case(LLAMA, 2, 1, 1, "1f1b", recompute="selective"),
+    Case(LLAMA, 2, 1, 1, "1f1b", recompute="elementwise"),
     Case(LLAMA, 2, 1, 1, "zb-h1", recompute="full"),
     Case(ONE_KEY, 2, 1, 1, "1f1b"),
     Case(ONE_KEY, 2, 1, 1, "1f1b", recompute="full"),
     Case(LLAMA, 1, 1, 2, "gpipe"),
+    Case(ONE_KEY, 1, 1, 2, "gpipe"),
     *(Case(GPT2, 1, 2, 1, "gpipe", shard=shard) for shard in range(4)),
     Case(GPT2, 4, 1, 1, "1f1b"),
     Case(LLAMA, 4, 1, 1, "1f1b", recompute="full"),
@@ -134,7 +139,7 @@ def predicted() -> tuple[list[str], float]:
     return lines, fullest["16 slices"] / fullest["whole"]
 
 
-def tracked_peaks(_framework: str, file: str, kind: str | None = None) -> list[int]:
+def tracked_peaks(_framework: str, file: str, kind: str | None = None, sizes: Sizes = SMALL) -> list[int]:
     """What every rank of a plan holds at its peak. ``kind``: of a model of Hugging Face."""
     import step_run
     import torch
@@ -142,7 +147,7 @@ def tracked_peaks(_framework: str, file: str, kind: str | None = None) -> list[i
     from shardwright.backends import registry
 
     torch.set_num_threads(1)
-    plan, sizes = sw.Plan.load(file), SMALL if kind is None else TINY
+    plan = sw.Plan.load(file)
     model = torch_model(sizes) if kind is None else hugging_face(kind, sizes)
     running: Any = registry.load("torch").compile(plan, model)
     tokens = torch.randint(0, sizes.words, (plan.decision.batch // plan.decision.dp, sizes.tokens))
@@ -184,7 +189,7 @@ def of_hugging_face(every: Sequence[int]) -> tuple[list[str], dict[str, Sequence
 
     lines = ["| 256 tokens | tracked, MiB, by rank | predicted | predicted / tracked |", "|---|---|---|---|"]
     ratios: dict[str, Sequence[float]] = {}
-    graphs: dict[str, sw.Graph] = {}
+    graphs: dict[tuple[str, Sizes], sw.Graph] = {}
     tokens = torch.zeros(1, TINY.tokens, dtype=torch.long)
     with tempfile.TemporaryDirectory() as folder:
         launcher, file = Launcher("torch", 1.0, Path(folder)), str(Path(folder) / "plan.json")
@@ -192,18 +197,19 @@ def of_hugging_face(every: Sequence[int]) -> tuple[list[str], dict[str, Sequence
             ranks = case.pp * case.dp * case.tp
             if ranks not in every:
                 continue
-            if case.model not in graphs:
+            key = case.model, case.sizes
+            if key not in graphs:
                 with torch.device("meta"):
-                    model = hugging_face(case.model, TINY)
-                graphs[case.model] = sw.capture(model, {"input_ids": tokens, "labels": tokens})
+                    model = hugging_face(*key)
+                graphs[key] = sw.capture(model, {"input_ids": tokens, "labels": tokens})
             pins: dict[str, Any] = {"slices": 1} if len(case.lengths) == 1 else {"slice_lengths": [*case.lengths]}
             plan = sw.plan(
-                graphs[case.model], sw.Cluster("cpu", devices_per_node=ranks), batch=SAMPLES * case.dp, microbatch=1,
+                graphs[key], sw.Cluster("cpu", devices_per_node=ranks), batch=SAMPLES * case.dp, microbatch=1,
                 pp=case.pp, dp=case.dp, tp=case.tp, schedule=case.schedule, recompute=case.recompute, shard=case.shard,
                 headroom=0.0, precision="fp32", **pins,
             )  # fmt: skip
             plan.save(file)
-            peaks = launcher.run(ranks, tracked_peaks, file, case.model)
+            peaks = launcher.run(ranks, tracked_peaks, file, *key)
             line, ratios[case.name] = line_of(case.name, peaks, plan.predicted.peak_memory_bytes)
             lines.append(line)
     return lines, ratios

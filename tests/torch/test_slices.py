@@ -8,11 +8,13 @@ import pytest
 import torch
 
 from shardwright.backends.torch.slices.slice_ops import (
+    SlicePlace,
     require_causal,
     require_hides,
     require_low,
     require_mild,
     require_seen,
+    so_far,
 )
 from shardwright.core.errors import CaptureError
 from tests.comparison import Comparison
@@ -81,6 +83,21 @@ def test_masks_are_looked_at() -> None:
         require_causal(torch.ones(6, 6, dtype=torch.bool), "a layer")
     with pytest.raises(CaptureError, match="pad sequences on the right"):
         require_causal(causal & torch.tensor([False, True, True, True, True, True]), "a layer")
+
+
+@pytest.mark.parametrize(("samples", "heads"), [(1, 1), (1, 3), (2, 1), (2, 3)])
+def test_slices_write_their_keys_into_one_memory(samples: int, heads: int) -> None:
+    """Also where views give dims of one entry another stride; and all of them are there."""
+    own = [torch.randn(samples, heads, length, 4) for length in (5, 1, 3)]
+    first, start, found = 0, 0, None
+    for slice_ in own:
+        before = None if found is None else found.view_as(found)
+        found = so_far(before, slice_, 2, SlicePlace(start, slice_.shape[2], 9))
+        start += slice_.shape[2]
+        first = first or found.untyped_storage().data_ptr()
+        assert found.untyped_storage().data_ptr() == first
+    assert found is not None
+    assert torch.equal(found, torch.cat(own, 2))
 
 
 def test_scores_are_looked_at() -> None:

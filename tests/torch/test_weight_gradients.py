@@ -1,6 +1,8 @@
 """I and W together give what a whole backward gives, and so do gradients that are added at once, for every way in which
 a weight is used."""
 
+import gc
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
@@ -52,6 +54,22 @@ def compare(build: Callable[[], nn.Module], given: torch.Tensor, autocast: bool 
 
 def samples(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(7))
+
+
+def test_what_is_left_to_a_weight_gradient_holds_no_graph() -> None:
+    """Else what came into a stage would stay, with its gradient, as long as its factors do."""
+    layer, given = nn.Linear(WIDTH, WIDTH), samples(3, WIDTH).requires_grad_()
+    with deferrable():
+        made = layer(given * 2)
+    with collecting() as left:
+        made.sum().backward()
+    expected = (2 * given.detach()).sum(0).expand(WIDTH, WIDTH)
+    came_in = weakref.ref(given)
+    del given, made
+    gc.collect()
+    assert came_in() is None
+    left.multiply()
+    Comparison().values(layer.weight.grad, expected, relative=1e-5, absolute=1e-5).require()
 
 
 class Conv1D(nn.Module):

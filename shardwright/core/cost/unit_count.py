@@ -68,7 +68,8 @@ class UnitCount:
         """Bytes of a tensor on one rank, as it lies between ops."""
         if tensor in self.counter.unmade:
             return 0
-        return self.size_bytes(tensor) // self.cut.memory_ways(tensor)
+        size = self.size_bytes(tensor) // self.cut.memory_ways(tensor)
+        return size + int(size * self.counter.handed_back.get(tensor, 0.0))
 
     def held(self, index: int, position: int) -> int:
         """Bytes of an operand of an op on one rank."""

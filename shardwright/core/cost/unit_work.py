@@ -52,6 +52,8 @@ class WorkCounter(ValueFlow):
     def __init__(self, graph: Graph, apart: Collection[int] = ()) -> None:
         super().__init__(graph, apart)
         self._calls: dict[tuple[int, int], tuple[ParameterCall, ...]] = {}
+        self.handed_back: Mapping[int, float] = {}
+        """Value → the share of its gradient that is copied, of those whose gradient is divided with what made them."""
         self.unmade = frozenset(
             (*op.inputs, *op.outputs)[place] for op in graph.ops if op.memory is not None for place in op.memory.unmade
         )

@@ -6,7 +6,7 @@ come back from the slice behind. Attentions to a slice behind the first share a 
 """
 
 from collections.abc import Collection, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
 from shardwright.core.cost.op_kinds import PRECISION_BYTES
 from shardwright.core.cost.saved_activations import WITH_DROPOUT
@@ -17,7 +17,8 @@ from shardwright.core.slices.sequence_ops import SequenceOps
 from shardwright.core.values.recompute_modes import Mode
 
 
-class _Read(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _Read:
     """Keys or values that an attention reads: the tensor, the op and the place among its operands."""
 
     tensor: int
@@ -61,8 +62,9 @@ class SharedKeys:
         if number or len(self.slices) == 1:
             return 0
         kept = self._kept(unit)
-        theirs = {root: self._size(0, read) for read, root, is_theirs in kept.values() if is_theirs}
-        return self._whole_bytes(unit, kept) - sum(theirs.values())
+        theirs = {root: read for read, root, is_theirs in kept.values() if is_theirs}
+        counted = sum(self._size(0, replace(read, tensor=root)) for root, read in theirs.items())
+        return self._whole_bytes(unit, kept) - counted
 
     def left_for_the_next(self, number: int, unit: Unit, mode: Mode) -> int:
         """The bytes of the memory for keys and values that the first slice takes and its own attentions do not keep."""
@@ -73,9 +75,11 @@ class SharedKeys:
         return self._whole_bytes(unit, every) - self._whole_bytes(unit, kept)
 
     def has_mask(self, unit: Unit) -> bool:
-        """Whether attentions of a unit are given a mask of later keys that the model has not."""
+        """Whether attentions of a unit are given a mask of later keys that the model has not, and that stays: what is
+        computed op by op with dropout keeps its scores instead."""
         inside = [op for op in range(unit.first_op, unit.end_op) if op in self.ops.carried and op not in self.ops.masks]
-        return any(self.whole.ops[op].kind == "attention" for op in inside)
+        given = [self.whole.ops[op] for op in inside if self.whole.ops[op].kind == "attention"]
+        return any(self.fuses_dropout or not op.name.endswith(WITH_DROPOUT) for op in given)
 
     def mask_bytes(self, number: int) -> int:
         """The bytes of that mask in a slice; the first has none, as attention knows it without."""
@@ -120,10 +124,10 @@ class SharedKeys:
             inputs = graph.ops[op].inputs
             keys = {roots.get(inputs[place], inputs[place]) for place in self._places(op)}
             kept = set(counter.kept.by(graph.ops[op]))
+            first: int | None = roots.get(inputs[0], inputs[0])
             if graph.ops[op].name.endswith(WITH_DROPOUT) and not self.fuses_dropout:
-                kept = {roots.get(inputs[2], inputs[2])}
+                kept, first = {roots.get(inputs[2], inputs[2])}, None  # and a copy of the query
             theirs.update(keys.intersection(kept))
-            first = roots.get(inputs[0], inputs[0])
             others.update(root for root in kept if root not in keys or root == first)
         found = {}
         for place, read in enumerate(self._reads(0, unit)):

@@ -56,6 +56,11 @@ class Behind:
     """What it reads of what slices make, and so what its gradients take."""
 
 
+def _given(graph: Graph) -> list[int]:
+    """The activations that no op of a graph makes: of a slice, the keys and values up to its end."""
+    return [tensor for tensor in graph.inputs if graph.tensors[tensor].role == "activation"]
+
+
 class _Skipping(WorkCounter):
     """A counter of attention by kernels that pass over what is hidden, where each token sees those before it."""
 
@@ -146,7 +151,9 @@ class SliceCounts:
                 graph = graph_of_slice(self.tables.graph, self.ops, *of)
             begins = of is None or of[1] == 0  # a slice behind others has a mask, and passes over nothing
             apart = self._shared(graph) if alone else ()
-            self._counters[of, alone] = _Skipping(graph, self._skipped if begins else (), apart)
+            self._counters[of, alone] = made = _Skipping(graph, self._skipped if begins else (), apart)
+            if alone and of is not None:  # of the gradients of all keys, the slice before gets those that it knows
+                made.handed_back = dict.fromkeys(_given(graph), of[1] / sum(of))
             while len(self._counters) > REMEMBERED:
                 self._counters.popitem(last=False)
         self._counters.move_to_end((of, alone))
@@ -156,8 +163,7 @@ class SliceCounts:
         """The memory that a slice shares with others."""
         roots = self.counter(None).kept.roots
         made = {t for op, need in zip(graph.ops, self.ops.needs, strict=True) if need == "constant" for t in op.outputs}
-        earlier = {t for t in graph.inputs if graph.tensors[t].role == "activation"}
-        return frozenset(roots.get(t, t) for t in made | earlier)
+        return frozenset(roots.get(t, t) for t in made.union(_given(graph)))
 
     @cached_property
     def _skipped(self) -> tuple[int, ...]:

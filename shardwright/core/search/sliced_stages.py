@@ -79,7 +79,7 @@ class SlicedStages:
     def kept_before(self, whole: UnitTable, ends: Ends) -> int:
         """The bytes of what is made before all slices and stays on a stage to a backward."""
         units = self.units[ends[0] : ends[1]]
-        found = self.before.held(units, whole.modes[ends[0] : ends[1]], units)
+        found = self.before.held(units, whole.modes[ends[0] : ends[1]])
         return found.kept + found.handed_on
 
     # -- the units of a slice -------------------------------------------------------------------------------------
@@ -148,8 +148,7 @@ class SlicedStages:
         ends = np.cumsum([of.share for of in self.slices])
         begins = np.array([0.0, *ends[:-1]]) / ends  # of the keys up to a slice's end, those before it
         gradients = begins[:, None] * np.array([[self.keys.handed(n, unit) for unit in units] for n in range(last + 1)])
-        of_rank = [unit for x, y in held.values() for unit in self.units[x:y]]
-        before = self.before.held(units, whole.modes[a:b], of_rank) if last else HeldBefore()
+        before = self.before.held(units, whole.modes[a:b]) if last else HeldBefore()
         found = []
         for number, table in enumerate(tables):
             own, share, halves = working_of(table), self.slices[number].share, halves_of(table)
@@ -180,7 +179,7 @@ class SlicedStages:
                 for unit, mode in zip(units, table.modes[a:b], strict=True)
             )
             one = SliceMemory(
-                kept=live + staying + before.received + (0 if number else before.kept),
+                kept=live + staying + (0 if number else before.kept),
                 handed_on=handed_on + (0 if number else before.handed_on),
                 waiting=int(read * share) - staying + (0 if number else before.waiting),
                 joined=read if number == last else 0,

@@ -1,11 +1,11 @@
 """What is made before the first slice of a sequence, whole, and read by its slices: positions, rotary tables, masks.
 
-It is there from the first slice's forward on, in one memory of which slices take their parts. How long it stays, those
-that hold it say: a backward that reads it, and a unit that is computed again; a slice that hands a gradient back, which
-is as large as all of it and waits for the first slice's backward; else the forward of the last slice is its end.
+A rank has it from the first slice's forward on, in one memory of which slices take their parts. How long it stays,
+those that hold it say: a backward that reads it, and a unit that is computed again; a slice that hands a gradient back,
+which is as large as all of it and waits for the first slice's backward; else the forward of the last slice is its end.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -26,8 +26,6 @@ class HeldBefore:
     """To that of the second."""
     waiting: int = 0
     """To the forward of the last."""
-    received: int = 0
-    """Of those that other ranks make: every slice has a copy of its own to its backward."""
     gradients: int = 0
     """Their gradients from one slice."""
 
@@ -48,30 +46,22 @@ class ValuesBefore:
         self.counter, self.ops, self.slices, self.ways = counter, ops, slices, ways
         self.batch, self.precision = batch, precision
 
-    def held(self, units: Sequence[Unit], modes: Sequence[Mode], own: Collection[Unit]) -> HeldBefore:
-        """The bytes on a stage of some units, of a rank that has the units ``own``."""
+    def held(self, units: Sequence[Unit], modes: Sequence[Mode]) -> HeldBefore:
+        """The bytes on a stage of some units."""
         stays: dict[int, int] = {}
         sizes: dict[int, int] = {}
         flowing: set[int] = set()
-        received: set[int] = set()
         for unit, mode in zip(units, modes, strict=True):
             for op, place, tensor in self._reads(unit):
-                root, maker = self._root(tensor), self.counter.graph.producer[tensor]
+                root = self._root(tensor)
                 sizes[root] = max(sizes.get(root, 0), self._size(op, place, root))
                 is_kept, flows = mode != "none" or root in self._kept_by(op), self.counter.needs_gradient(tensor)
                 flowing.update([root] if flows else [])
                 stays[root] = max(stays.get(root, 0), 2 if is_kept else 1 if flows else 0)
-                if not any(each.first_op <= maker < each.end_op for each in own):
-                    received.add(root)
-
-        def of(level: int) -> int:
-            return sum(size for root, size in sizes.items() if stays[root] == level and root not in received)
-
-        return HeldBefore(
-            of(2), of(1), of(0),
-            received=sum(sizes[root] for root in received if stays[root]),
-            gradients=sum(sizes[root] for root in flowing),
-        )  # fmt: skip
+        waiting, handed_on, kept = (
+            sum(size for root, size in sizes.items() if stays[root] == level) for level in range(3)
+        )
+        return HeldBefore(kept, handed_on, waiting, sum(sizes[root] for root in flowing))
 
     def entering(self, number: int, unit: Unit) -> int:
         """The bytes of them that were counted as entering a unit in a slice."""

@@ -39,3 +39,17 @@ def test_an_input_gradient_gives_up_what_is_kept_and_leaves_factors() -> None:
     assert [one.ends for one in moments] == [10, 20, 60, 100, 150, 100]
     assert [one.most for one in moments] == [14, 24, 80, 120, 190, 152]
     assert moments[-1].activations == 50
+
+
+def test_gradients_leave_for_other_replicas() -> None:
+    """Where they add up whole, with the last backward; else with every one: the bucket of the one before is there until
+    the first of its own has left, and a forward outlasts it."""
+    sizes = {"handed_on": 0, "waiting": 0, "joined": 0, "gradients": 0, "forward": 4, "kept": 10}
+    whole = SliceMemory(**sizes, backward=6, first_backward=50, made=40, leaving=30)
+    order = [Action.parse(text) for text in ("0F0s0", "0F1s0", "0B0s0", "0F2s0", "0B1s0", "0B2s0")]
+    moments = [*walk(order, {0: (whole,)}, [0] * 6, [0] * 6)]
+    assert [one.most for one in moments] == [14, 24, 70, 64, 66, 80]
+    each = SliceMemory(**sizes, backward=20, first_backward=25, made=5, tail=18, under_way=7)
+    moments = [*walk(order, {0: (each,)}, [0] * 6, [0] * 6)]
+    assert [one.most for one in moments] == [14, 24, 45, 36, 45, 40]
+    assert [one.ends for one in moments] == [10, 20, 22, 25, 22, 12]

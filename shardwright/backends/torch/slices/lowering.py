@@ -74,9 +74,10 @@ class Builder:
     def _before(self, number: int, parts: UnitParts) -> Part | None:
         made = self._made(parts.before)
         leaves = [t for t in made if t in self.wanted or self._readers.get(t, set()) - set(parts.before)]
-        if not leaves:
+        relayed = self._relayed(number)
+        if not (leaves or relayed):
             return None
-        return self._whole(number, parts.before, "before", 0, leaves)
+        return self._whole(number, parts.before, "before", 0, leaves, relayed)
 
     def _slice(self, number: int, parts: UnitParts, which: int) -> Part:
         traces, ops = self.traces, self.traces.ops
@@ -120,10 +121,22 @@ class Builder:
         leaves = [t for t in self._made(parts.behind) if t in self.wanted]
         return self._whole(number, parts.behind, "behind", len(self.traces.lengths) - 1, leaves)
 
-    def _whole(self, number: int, ops: Sequence[int], kind: Kind, which: int, leaves: Sequence[int]) -> Part:
-        """The part of ops that run once, on whole tensors."""
+    def _relayed(self, number: int) -> list[int]:
+        """What slices of a unit read of what another unit makes before them. Their own unit hands it on to all of them,
+        so that a rank is sent it once."""
+        if len(self.traces.lengths) == 1:
+            return []
+        own = set(self._made(self.parts[number].before))
+        made = {t for each in self.parts for t in self._made(each.before)} - own
+        return [t for t in self._read(self.parts[number].sliced) if t in made and self._enters(t)]
+
+    def _whole(
+        self, number: int, ops: Sequence[int], kind: Kind, which: int, leaves: Sequence[int],
+        relayed: Sequence[int] = (),
+    ) -> Part:  # fmt: skip
+        """The part of ops that run once, on whole tensors, and of what it relays to the unit's slices."""
         lowering = self._lowering(number, self.traces.whole, f"unit {number} {kind} slices")
-        entering = self._entering(number, ops)
+        entering = list(dict.fromkeys([*self._entering(number, ops), *map(Piece, relayed)]))
         inputs = {piece: lowering.source.input() for piece in entering}
         held = self._held(lowering, ops)
         for piece, var in inputs.items():
@@ -131,6 +144,9 @@ class Builder:
         self._lower(lowering, ops)
         self._require_causal(lowering, {t: lowering.at[t] for t in leaves})
         given = [leaf for t in leaves for leaf in self._leaving(lowering, number, t, ops)]
+        for t in relayed:
+            own = lowering.source.call(_own, lowering.at[t])
+            given.append((Piece(t, unit=number), own, lowering.place[t]))
         return self._part(lowering, number, which, kind, entering, held, given)
 
     # -- values between parts -------------------------------------------------------------------------------------
@@ -138,8 +154,10 @@ class Builder:
     def _entering(self, number: int, ops: Sequence[int], which: int | None = None) -> list[Piece]:
         """What ops of a unit read and others make: in slices, for those of a slice, where slices make it."""
         sliced = self._in_slices if which is not None else set()
+        relayed = set(self._relayed(number)) if which is not None else set()
+        apart = {t for t in self._read(ops) if t in relayed or self._lies_otherwise_inside(number, t)}
         return [
-            Piece(t, which if t in sliced else None, unit=number if self._lies_otherwise_inside(number, t) else None)
+            Piece(t, which if t in sliced else None, unit=number if t in apart else None)
             for t in self._read(ops)
             if self._enters(t)
         ]
