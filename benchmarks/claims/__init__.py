@@ -25,6 +25,7 @@ from claims.predictions import (
 )
 from claims.slices_and_jobs import (
     jobs,
+    jobs_memory,
     jobs_runtime,
     large_job,
     slice_lengths,
@@ -81,6 +82,7 @@ __all__ = [
     "jax_pipeline",
     "jax_tensor_parallel",
     "jobs",
+    "jobs_memory",
     "jobs_runtime",
     "large_job",
     "large_runs",
