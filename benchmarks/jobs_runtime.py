@@ -26,7 +26,7 @@ from sliced_models import Sizes
 from step_launch import Launcher
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=3)
@@ -60,8 +60,8 @@ def main() -> None:
             file.write("\n".join(lines) + "\n")
     judged = claims.jobs_runtime(times, ran.simulated_s, ran.closed_form)
     print(judged.verdict())
-    sys.exit(judged.exit_code)
+    return judged.exit_code
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

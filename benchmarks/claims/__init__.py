@@ -25,6 +25,7 @@ from claims.predictions import (
 )
 from claims.slices_and_jobs import (
     jobs,
+    jobs_memory,
     jobs_runtime,
     jobs_runtime_jax,
     large_job,
@@ -82,6 +83,7 @@ __all__ = [
     "jax_pipeline",
     "jax_tensor_parallel",
     "jobs",
+    "jobs_memory",
     "jobs_runtime",
     "jobs_runtime_jax",
     "large_job",

@@ -67,6 +67,18 @@ def jobs_runtime_jax(figures: Mapping[str, float]) -> Claims:
     return claims
 
 
+def jobs_memory(rows: Mapping[str, Mapping[str, float]]) -> Claims:
+    """Of each model in shards: the fullest pass within the budget, predicted at most 3% too high, and no pass of more
+    bytes than predicted."""
+    claims = Claims()
+    claims.at_least("models", len(rows), 4)
+    for name, row in rows.items():
+        claims.at_most(f"{name}: fullest pass over the budget", row["budget"], 1.0)
+        claims.at_most(f"{name}: fullest pass, predicted over tracked", row["fullest"], 1.03)
+        claims.at_least(f"{name}: any pass, predicted over tracked", row["least"], 1.0)
+    return claims
+
+
 def slice_lengths(rows: Mapping[str, Mapping[str, float | None]]) -> Claims:
     """Of each table: the search's processor time, at most 10 s; the step over that of the best equal lengths, and over
     that of TeraPipe's planner where it was asked, at most 1."""

@@ -145,7 +145,7 @@ def train_alone(name: str, planned: PlannedJob, given: JobTraining, plain: nn.Mo
     other = copy.deepcopy(plain)
     recording = JobRun(planned, given.graph, other, case.optimizer_of(other.parameters()), case.body, seed=SEED)
     recording.prepare(next(iter(given.data)))  # which modules draw random numbers, as the job finds out too
-    (recorded,) = recording._programs.values()
+    (recorded,) = recording.recordings.known.values()
     streams = Streams([recorded.division.program], dict(plain.named_modules(remove_duplicate=False)), SEED, CPU)
     streams.enabled = streams.active
     losses = []

@@ -74,7 +74,7 @@ def test_a_job_in_shards_trains_as_the_whole_model(case: str) -> None:
     streams = None
     for step in range(STEPS):
         losses = run.step(batch)
-        (recorded,) = run._programs.values()
+        (recorded,) = run.recordings.known.values()
         modules = dict(plain.named_modules(remove_duplicate=False))
         streams = streams or Streams([recorded.division.program], modules, SEED, CPU)
         streams.enabled = streams.active

@@ -6,6 +6,7 @@ from tests.benchmarks.judged import NAN, Judged
 
 LARGE_JOB = {"parameters": 6.25e9, "hidden": 0.98, "device": 0.97, "host": 0.3, "planning_s": 2.0}
 JOBS_RUNTIME_JAX = {"jobs": 6, "makespan": 1.04, "own passes": 1.01, "budget": 0.9}
+MEMORY = {"fullest": 1.02, "least": 1.0, "budget": 0.9}
 JOBS = {
     "bound": {"lists": 5000, "worst": 1.0, "broken": 0},
     "optimum": {"sharded-lrtf worst": 1.25, "sharded-lrtf mean": 1.03, "fifo least": 1.0, "fifo worst": 1.9},
@@ -55,6 +56,16 @@ JUDGED: Judged = {
             lambda: claims.large_job(LARGE_JOB | {"device": 1.01}),
             lambda: claims.large_job(LARGE_JOB | {"host": 1.5}),
             lambda: claims.large_job(LARGE_JOB | {"planning_s": 61.0}),
+        ],
+    ),
+    "jobs_memory": (
+        lambda: claims.jobs_memory(dict.fromkeys("abcd", MEMORY)),
+        [
+            lambda: claims.jobs_memory(dict.fromkeys("abc", MEMORY)),
+            lambda: claims.jobs_memory(dict.fromkeys("abc", MEMORY) | {"d": MEMORY | {"fullest": 1.04}}),
+            lambda: claims.jobs_memory(dict.fromkeys("abc", MEMORY) | {"d": MEMORY | {"least": 0.99}}),
+            lambda: claims.jobs_memory(dict.fromkeys("abc", MEMORY) | {"d": MEMORY | {"least": NAN}}),
+            lambda: claims.jobs_memory(dict.fromkeys("abc", MEMORY) | {"d": MEMORY | {"budget": 1.01}}),
         ],
     ),
     "jobs_runtime": (

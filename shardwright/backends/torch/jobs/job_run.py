@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,34 +13,22 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from shardwright.backends.torch.jobs.host_state import HostState
 from shardwright.backends.torch.jobs.host_tensors import HostTensors, OwnTensors
+from shardwright.backends.torch.jobs.recordings import Recordings
 from shardwright.backends.torch.jobs.saved_by_name import SavedByName
-from shardwright.backends.torch.machine.digests import digest_of
 from shardwright.backends.torch.machine.host_store import store_of
-from shardwright.backends.torch.machine.watchdog import Watchdog
 from shardwright.backends.torch.memory.module_attributes import Attributes
-from shardwright.backends.torch.memory.offload import Offload
-from shardwright.backends.torch.memory.recompute import Recompute
-from shardwright.backends.torch.memory.residency import Residency
-from shardwright.backends.torch.pipeline.stage_replay import Means, Replay
 from shardwright.backends.torch.pipeline.stage_values import Kept, StepValues
-from shardwright.backends.torch.program.program import NumberRef, Program
-from shardwright.backends.torch.program.randomness import Streams, kept_generators
-from shardwright.backends.torch.program.stages import Division, Edge, divide
-from shardwright.backends.torch.program.step_recorder import StepRecorder, record
-from shardwright.backends.torch.state.ownership import Ownership
+from shardwright.backends.torch.program.randomness import kept_generators
+from shardwright.backends.torch.program.stages import Edge
 from shardwright.core.errors import (
     DisagreementError,
-    LossError,
     MissingCapabilityError,
     NonFiniteError,
     PlanError,
-    UnrecordableError,
 )
 from shardwright.core.jobs.jobs_plan import PlannedJob
 from shardwright.core.jobs.shard_pass import ShardPass
-from shardwright.core.model.fold import fold
 from shardwright.core.model.graph import Graph
-from shardwright.core.model.structure import structure_of
 
 Body = Callable[["JobRun", list[torch.Tensor]], Any]
 """The body of a step for one microbatch: it calls the model and gives its loss to ``run.backward``."""
@@ -55,19 +43,6 @@ class _Step:
     kept: dict[tuple[int, int], Kept] = field(default_factory=dict)
     """What forwards left for backwards, by shard and microbatch."""
     attributes: dict[tuple[int, int], Attributes] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class _Recorded:
-    """The body recorded for microbatches of some shapes, cut into shards."""
-
-    division: Division
-    replays: list[Replay]
-    streams: Streams
-    shapes: int
-    """A digest of the shapes."""
-    digest: int
-    """A digest of what shards exchange and hold."""
 
 
 class JobRun:
@@ -103,31 +78,18 @@ class JobRun:
                 f"job {planned.name!r} is planned in {planned.precision}, and jobs in shards compute in fp32 in this "
                 f"version: plan it with precision='fp32'"
             )
-        folded = fold(graph, planned.nesting)
-        if structure_of(folded)[0].digest != planned.model_digest:
-            raise PlanError(f"job {planned.name!r} is planned for another model than {graph.model_name}: plan it again")
-        self.planned, self.model, self.body, self.seed = planned, model, body, seed
+        self.planned, self.model = planned, model
         self.device = device or torch.device("cpu")
         self._store = store_of(self.device)
         self.host = host or OwnTensors(self._store)
-        self.shards = len(planned.shards)
+        self.recordings = Recordings(planned, graph, model, lambda inputs: body(self, inputs), self.device, seed)
         if self.host.is_shared and any(shard.activations != "recompute" for shard in planned.shards[:-1]):
             raise MissingCapabilityError(
                 f"job {planned.name!r} keeps activations between passes, which other processes do not have: plan the "
                 f"jobs for the devices that they run on"
             )
-        shard_of = [n for n, shard in enumerate(planned.shards) for _ in range(shard.first_unit, shard.end_unit)]
-        self._calls = {(c.path, c.occurrence): shard_of[unit.index] for unit in folded.units for c in unit.calls}
-        self._parameter_shards: dict[str, list[int]] = {}
-        for unit in folded.units:
-            for number in unit.parameters:
-                held = self._parameter_shards.setdefault(graph.parameters[number].name, [])
-                held += [shard_of[unit.index]] if shard_of[unit.index] not in held else []
-        self._ownership, self._watchdog = Ownership(model, 0), Watchdog(f"job {planned.name}", 60.0)
         self.state = HostState(model, optimizer, self.device, self.host)
         self._schedulers, self._scheduled = _require_schedulers(planned.name, schedulers), 0
-        self._recorder: StepRecorder | None = None
-        self._programs: dict[Any, _Recorded] = {}
         self._step: _Step | None = None
 
     @property
@@ -142,9 +104,7 @@ class JobRun:
 
     def backward(self, loss: Any, weight: Any = None, reduction: str | None = None) -> None:
         """Called by the body with its loss."""
-        if self._recorder is None:
-            raise PlanError(f"job {self.planned.name!r}: backward is for the body of a step")
-        self._recorder.backward(loss, weight, reduction)
+        self.recordings.backward(loss, weight, reduction)
 
     # A step ----------------------------------------------------------------------------------------------------------
 
@@ -158,7 +118,7 @@ class JobRun:
     def prepare(self, batch: Sequence[torch.Tensor]) -> None:
         """Record the body for batches like this one, ahead of the first. Raises as `begin`."""
         microbatches = self._microbatches(batch)
-        self._record(microbatches[0], len(microbatches))
+        self.recordings.of(microbatches[0], len(microbatches))
 
     def begin(self, batch: Sequence[torch.Tensor]) -> None:
         """Begin a step on a batch, whose tensors have its samples in dim 0.
@@ -187,7 +147,7 @@ class JobRun:
         self._go_on_to(number)
         self.state.begin_step()
         self._step = _Step(number, self._microbatches(batch))
-        self._recorded = self._record(self._step.microbatches[0], len(self._step.microbatches))
+        self._recorded = self.recordings.of(self._step.microbatches[0], len(self._step.microbatches))
         known = f"division:{self._recorded.shapes}"
         if self.host.noted(known, self._recorded.digest) != self._recorded.digest:
             raise DisagreementError(
@@ -233,9 +193,7 @@ class JobRun:
         for kind in ("gradient:", "value:", "back:", "before:", "batch:"):
             self.host.drop_all(kind)
         self._go_on_to(self.steps_run)
-        for own in self._programs.values():
-            own.streams.close()
-        self._programs.clear()
+        self.recordings.close()
 
     @property
     def _under_way(self) -> _Step:
@@ -412,44 +370,6 @@ class JobRun:
         self.state.update(mine)
         self.state.leave(mine, mine)
 
-    # Recording -------------------------------------------------------------------------------------------------------
-
-    def _record(self, inputs: list[torch.Tensor], microbatches: int) -> _Recorded:
-        """The recording of the body for microbatches of these shapes."""
-        key = tuple((tuple(tensor.shape), tensor.dtype) for tensor in inputs)
-        known = self._programs.get(key)
-        if known is not None and known.division.program.python.hold():
-            return known
-        if known is not None:
-            known.streams.close()
-        try:
-            program, _ = record(self.model, self._calls, self.device, self._heard, inputs, self._listen_to)
-        finally:
-            self._recorder = None
-        _require_runnable(self.planned.name, program, microbatches)
-        division = divide(program, self._calls, self._parameter_shards, self.shards)
-        modules = self._ownership.modules
-        streams = Streams([program], modules, self.seed, self.device)
-        nothing: Mapping[Any, Any] = {}
-        means = Means(
-            modules, streams, self.device, Recompute(nothing, modules, streams),
-            Offload(frozenset(), self.device), self._watchdog, Residency(self._ownership, self._watchdog),
-        )  # fmt: skip
-        replays = [Replay(division, shard, means, f"shard {shard}") for shard in range(self.shards)]
-        self._programs[key] = _Recorded(division, replays, streams, digest_of(repr(key)), _digest(division))
-        return self._programs[key]
-
-    def _heard(self, inputs: list[torch.Tensor]) -> Any:
-        return self.body(self, inputs)
-
-    def _listen_to(self, recorder: StepRecorder) -> None:
-        self._recorder = recorder
-
-
-def _digest(division: Division) -> int:
-    held = [(sorted(part.parameters), sorted(part.buffers), part.losses) for part in division.parts]
-    return digest_of(repr(division.edges), repr(held))
-
 
 def _require_schedulers(name: str, schedulers: Sequence[LRScheduler]) -> tuple[LRScheduler, ...]:
     """Raise PlanError for what is no learning-rate schedule that goes on by itself."""
@@ -460,19 +380,3 @@ def _require_schedulers(name: str, schedulers: Sequence[LRScheduler]) -> tuple[L
                 f"torch.optim.lr_scheduler whose step takes nothing"
             )
     return tuple(schedulers)
-
-
-def _require_runnable(name: str, program: Program, microbatches: int) -> None:
-    """Raise UnrecordableError for a program that rests on values, LossError for losses that several microbatches may
-    share in different ways."""
-    numbers = any(isinstance(leaf, NumberRef) for step in program.steps for leaf in step.arguments.leaves)
-    if program.guards or numbers or program.python.effects:
-        raise UnrecordableError(
-            f"job {name!r}: what its step does depends on values that it reads, or on Python values that change: jobs "
-            f"run steps that do the same for every batch"
-        )
-    if microbatches > 1 and any(loss.weight is None and loss.reduction != "mean" for loss in program.losses):
-        raise LossError(
-            f"job {name!r}: a step has {microbatches} microbatches, and whether its loss is a mean over samples is not "
-            f"said: give run.backward(loss, reduction='mean'), or a weight of each microbatch"
-        )
