@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from shardwright.core.layout.placements import Split
 from shardwright.core.layout.signature import Signature
 from shardwright.core.layout.unit_layouts import RealisedUnit
-from shardwright.core.model.fold import Unit
 from shardwright.core.model.graph import Op
 
 
@@ -14,8 +13,8 @@ class Pieces:
     """The number of shards of each operand and of each memory of a unit. ``layouts`` is that of this unit (None:
     nothing is split), and ``alias`` gives the tensor whose memory a view shares."""
 
-    def __init__(self, unit: Unit, layouts: RealisedUnit | None, alias: Mapping[int, int]) -> None:
-        self._unit, self._layouts, self._alias = unit, layouts, alias
+    def __init__(self, layouts: RealisedUnit | None, alias: Mapping[int, int]) -> None:
+        self._layouts, self._alias = layouts, alias
         self._lies: dict[int, int] = {}
         """Memory → the largest number of shards in which it lies before anything reads it."""
         self._read: dict[int, int] = {}
@@ -47,7 +46,7 @@ class Pieces:
     def _along(self, op: int) -> Iterator[tuple[str, int, Signature]]:
         """The name and size of every axis, and the signature of an op along it."""
         if self._layouts is not None:
-            chosen = self._layouts.signatures[op - self._unit.first_op]
+            chosen = self._layouts.signatures[op - self._layouts.first_op]
             yield from ((*axis, signature) for axis, signature in zip(self._layouts.axes, chosen, strict=True))
 
     def share(self, op: int) -> int:

@@ -96,7 +96,7 @@ class WorkCounter(ValueFlow):
         """The work of one microbatch of ``batch`` samples, on one rank when laid out as ``layouts`` says (the layouts
         of this unit; None: on one rank alone). ``gathered_stays``: what is gathered for an op and read by its backward
         is kept as it was gathered, and not gathered again."""
-        pieces = Pieces(unit, layouts, self.kept.roots)
+        pieces = Pieces(layouts, self.kept.roots)
         for index in range(unit.first_op, unit.end_op) if layouts is not None and self._given else ():
             for place, tensor in enumerate(self.graph.ops[index].inputs):
                 if tensor in self._given:
