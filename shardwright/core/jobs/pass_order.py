@@ -3,12 +3,14 @@
 What is decided follows from the order of events alone, so that processes which see the same events decide alike.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from shardwright.core.jobs.jobs_plan import JobsPlan
 from shardwright.core.jobs.policies import queue_of
 from shardwright.core.jobs.units import Unit
-from shardwright.core.schedule.timeline import Span, Timeline
+from shardwright.core.schedule.timeline import MemoryOverTime, Span, Timeline
 
 
 @dataclass(slots=True)
@@ -41,12 +43,13 @@ class PassOrder:
 
     Args:
         seed: of the policy ``random``.
+        failures: why jobs cannot begin, by their number.
 
     Raises:
         ScheduleError: a policy that is no queue.
     """
 
-    def __init__(self, plan: JobsPlan, seed: int = 0) -> None:
+    def __init__(self, plan: JobsPlan, seed: int = 0, failures: Mapping[int, str] = MappingProxyType({})) -> None:
         self.devices = plan.devices
         self._seconds = [
             [each.run_s if plan.copies_beside else each.seconds(beside=False) for each in own.passes]
@@ -58,7 +61,9 @@ class PassOrder:
         ]
         self._queue = queue_of(plan.policy, [0.0] * len(self.jobs), seed)
         for number, job in enumerate(self.jobs):
-            self._queue.put(number, job.left_s)
+            job.failure = failures.get(number, "")
+            if not job.has_ended:
+                self._queue.put(number, job.left_s)
         self.spans = list[Span[Unit]]()
 
     @property
@@ -84,6 +89,11 @@ class PassOrder:
         if not job.has_ended:
             self._queue.put(number, job.left_s)
 
-    def timeline(self) -> Timeline[Unit]:
-        """When the passes ran, by device."""
-        return Timeline.measured(self.spans, self.devices, lane="device")
+    @property
+    def is_running(self) -> bool:
+        """Whether a device runs a pass."""
+        return any(job.device is not None for job in self.jobs)
+
+    def timeline(self, held: Sequence[MemoryOverTime] | None = None) -> Timeline[Unit]:
+        """When the passes ran, by device. ``held``: what each device held meanwhile, as for `Timeline.measured`."""
+        return Timeline.measured(self.spans, self.devices, held=held, lane="device")

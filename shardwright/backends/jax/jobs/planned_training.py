@@ -68,8 +68,6 @@ class PlannedTraining:
     stages: Any
     """The plan of the pipeline whose stages are the job's shards."""
     batches: Iterator[Any]
-    done: int = 0
-    """The passes that have run."""
     losses: list[tuple[float, ...]] = field(default_factory=list)
 
     @classmethod
@@ -99,20 +97,14 @@ class PlannedTraining:
         found.batches = chain([first], found.batches)
         return found
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether all steps are done."""
-        return len(self.losses) == self.planned.steps
-
     def finish_compiling(self) -> None:
         """Wait until all programs of the first step are compiled."""
         for step in self.steps:
             programs: Any = step
             programs.finish(self.devices.devices)
 
-    def advance(self, memory: DeviceMemory) -> None:
-        """Run the next pass on a device."""
-        at = self.done % len(self.planned.passes)
+    def run_pass(self, at: int, memory: DeviceMemory) -> None:
+        """Run a pass of a step, by its number, on a device."""
         if at == 0:
             with TRACING:
                 programs, leaves = self._programs(self._next_batch())
@@ -162,11 +154,6 @@ class PlannedTraining:
             own.name, self.given.optimizer, self.run.state.parts.params, homes, live, micro.divisor, own.clip_norm,
             self.run.waits,
         ).functions()  # fmt: skip
-
-
-def planned_seconds(own: PlannedJob, *, copies_beside: bool) -> list[float]:
-    """The seconds of each pass of a step, as planned."""
-    return [each.run_s if copies_beside else each.seconds(beside=False) for each in own.passes]
 
 
 def require_apart(jobs: Mapping[str, JobTraining]) -> None:

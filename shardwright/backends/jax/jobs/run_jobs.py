@@ -9,25 +9,21 @@ import jax
 
 from shardwright.backends.jax.capture.tree import put_together
 from shardwright.backends.jax.jobs.device_memory import DeviceMemory
-from shardwright.backends.jax.jobs.planned_training import JobTraining, PlannedTraining, planned_seconds, require_apart
+from shardwright.backends.jax.jobs.planned_training import JobTraining, PlannedTraining, require_apart
 from shardwright.backends.jax.jobs.programs import Devices
 from shardwright.backends.jax.machine.mesh import require_devices
 from shardwright.backends.jax.state.train_state import TrainState, parts_of
 from shardwright.core.errors import ClusterError, MissingCapabilityError, PlanError, few
+from shardwright.core.jobs import results
 from shardwright.core.jobs.jobs_plan import JobsPlan
-from shardwright.core.jobs.policies import OPTIMUM, JobQueue, queue_of
-from shardwright.core.jobs.units import Unit
-from shardwright.core.schedule.timeline import Span, Timeline
+from shardwright.core.jobs.pass_order import PassOrder
+from shardwright.core.jobs.policies import OPTIMUM
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class JobResult:
+class JobResult(results.JobResult):
     """What became of one job."""
 
-    losses: tuple[tuple[float, ...], ...]
-    """The loss of every microbatch of every step that has ended."""
-    failure: str
-    """Why it ended before its last step; "" where it did not."""
     state: TrainState | None
     """The state of training behind its last step, with arrays in the host's memory; `TrainStep.place` takes it. None
     where the job failed before its first step."""
@@ -42,83 +38,62 @@ class JobResult:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class JobsResult:
-    """What became of a list of jobs, and when their passes ran."""
+class JobsResult(results.JobsResult):
+    """What became of a list of jobs, and when their passes ran, with what each device held meanwhile."""
 
     jobs: Mapping[str, JobResult]
-    timeline: Timeline[Unit]
-    """The measured times of all passes, with the copies before and behind them, as units of jobs, and what each device
-    held meanwhile."""
     peak_bytes: tuple[int, ...]
     """The most bytes that each device held of jobs: arrays, and what programs took beside them."""
 
 
 @dataclass(slots=True, eq=False)
-class _Job:
-    """A job under way. ``training`` is None where it could not begin."""
-
-    training: PlannedTraining | None
-    seconds: Sequence[float]
-    left_s: float
-    failure: str = ""
-
-
-@dataclass(slots=True, eq=False)
 class _Run:
-    """All jobs under way, whose next passes the threads of the devices take in turn."""
+    """All jobs under way, whose next passes the threads of the devices take in turn. ``trainings``: None of a job that
+    could not begin."""
 
-    jobs: Sequence[_Job]
-    queue: JobQueue
+    trainings: Sequence[PlannedTraining | None]
+    order: PassOrder
     changed: threading.Condition = field(default_factory=threading.Condition)
-    in_flight: int = 0
     is_stopped: bool = False
-    spans: list[Span[Unit]] = field(default_factory=list)
     errors: list[BaseException] = field(default_factory=list)
 
     def drive(self, lane: int, memory: DeviceMemory) -> None:
         """Run passes on a device until none is left."""
         try:
-            while (chosen := self._take()) is not None:
-                self._advance(chosen, lane, memory)
+            while (chosen := self._take(lane)) is not None:
+                self._advance(chosen, memory)
         except BaseException as error:  # it is raised in the thread that waits
             with self.changed:
                 self.errors.append(error)
                 self.is_stopped = True
                 self.changed.notify_all()
 
-    def _take(self) -> int | None:
+    def _take(self, lane: int) -> int | None:
         """The job whose pass is next, once there is one; None where there will be none."""
         with self.changed:
             while not self.is_stopped:
-                chosen = self.queue.take()
+                chosen = self.order.take(lane)
                 if chosen is not None:
-                    self.in_flight += 1
                     return chosen
-                if not self.in_flight:
+                if not self.order.is_running:
                     break
                 self.changed.wait()
             return None
 
-    def _advance(self, chosen: int, lane: int, memory: DeviceMemory) -> None:
+    def _advance(self, chosen: int, memory: DeviceMemory) -> None:
         """Run the next pass of a job. An error is noted, and ends this job alone."""
-        job = self.jobs[chosen]
-        training = job.training
-        assert training is not None, "a job that has not begun is in no queue"
+        training, failure = self.trainings[chosen], ""
+        assert training is not None, "a job that has not begun is never taken"
         memory.job = chosen
-        unit, begin_s = Unit(chosen, training.done), time.perf_counter()
+        begin_s = time.perf_counter()
         try:
-            training.advance(memory)
+            training.run_pass(self.order.jobs[chosen].place[1], memory)
         except Exception as error:  # whatever a user's loss or data raise
-            job.failure = _reason(len(training.losses), error)
+            failure = _reason(len(training.losses), error)
             memory.release(chosen)
         end_s = time.perf_counter()
-        job.left_s -= job.seconds[training.done % len(job.seconds)]
-        training.done += 1
         with self.changed:
-            self.spans.append(Span(lane, unit, begin_s, end_s))
-            self.in_flight -= 1
-            if not (job.failure or training.has_ended):
-                self.queue.put(chosen, job.left_s)
+            self.order.end(chosen, begin_s, end_s, failure)
             self.changed.notify_all()
 
     def stop(self) -> None:
@@ -152,12 +127,10 @@ def run_jobs(
     _require_runnable(plan, jobs)
     on = _devices_of(plan, devices)
     shared = Devices(on)
-    running = [_begun(plan, number, jobs, shared, seed) for number in range(len(plan.jobs))]
-    queue = queue_of(plan.policy, [0.0] * len(running), seed)
-    for number, job in enumerate(running):
-        if not job.failure:
-            queue.put(number, job.left_s)
-    run = _Run(running, queue)
+    begun = [_begun(plan, number, jobs, shared, seed) for number in range(len(plan.jobs))]
+    trainings = [each if isinstance(each, PlannedTraining) else None for each in begun]
+    failures = {number: each for number, each in enumerate(begun) if isinstance(each, str)}
+    run = _Run(trainings, PassOrder(plan, seed, failures))
     memories = [DeviceMemory(device, plan.budget_bytes) for device in on]
     threads = [
         threading.Thread(target=run.drive, args=(lane, memory), name=f"jobs on {memory.device}", daemon=True)
@@ -174,33 +147,35 @@ def run_jobs(
     if run.errors:
         raise run.errors[0]
     held = [memory.use.over_time() for memory in memories]
+    ended = (_result(training, job.failure) for training, job in zip(trainings, run.order.jobs, strict=True))
     return JobsResult(
-        {own.name: _result(job) for own, job in zip(plan.jobs, running, strict=True)},
-        Timeline.measured(run.spans, len(on), held=held, lane="device"),
+        dict(zip((own.name for own in plan.jobs), ended, strict=True)),
+        run.order.timeline(held),
         tuple(memory.peak_bytes for memory in memories),
     )
 
 
-def _begun(plan: JobsPlan, number: int, jobs: Mapping[str, JobTraining], devices: Devices, seed: int) -> _Job:
+def _begun(
+    plan: JobsPlan, number: int, jobs: Mapping[str, JobTraining], devices: Devices, seed: int
+) -> PlannedTraining | str:
     """A job with its programs compiled, or why it cannot begin."""
     own = plan.jobs[number]
-    seconds = planned_seconds(own, copies_beside=plan.copies_beside)
     try:
         training = PlannedTraining.of(plan, own, jobs[own.name], devices, seed)
         training.finish_compiling()
     except Exception as error:  # whatever a user's loss or data raise
-        return _Job(None, seconds, 0.0, _reason(0, error))
-    return _Job(training, seconds, sum(seconds) * own.steps)
+        return _reason(0, error)
+    return training
 
 
 def _reason(step: int, error: Exception) -> str:
     return f"step {step}: {type(error).__name__}: {error}"
 
 
-def _result(job: _Job) -> JobResult:
-    if job.training is None:
-        return JobResult((), job.failure, None)
-    return JobResult(tuple(job.training.losses), job.failure, job.training.run.state.as_train_state())
+def _result(training: PlannedTraining | None, failure: str) -> JobResult:
+    if training is None:
+        return JobResult((), failure, None)
+    return JobResult(tuple(training.losses), failure, training.run.state.as_train_state())
 
 
 def _devices_of(plan: JobsPlan, devices: Sequence[jax.Device] | None) -> list[jax.Device]:
