@@ -110,10 +110,10 @@ def jobs_run_command(
     seed: Annotated[int, typer.Option(help="Of the random numbers of every job.")] = 0,
     json: JsonOption = False,
 ) -> None:
-    """Train a list of jobs of PyTorch, one process for each device of the plan; each job with an output is saved."""
+    """Train a list of jobs on the devices of its plan, in PyTorch a process for each; jobs with an output are saved."""
     rows = read_jobs(jobs)
     chosen = None if plan is None else JobsPlan.load(plan)
-    if chosen is not None and chosen.devices > 1 and (code := launch(chosen.devices)) is not None:
+    if chosen is not None and chosen.devices > 1 and (code := launch(chosen.devices, rows[0])) is not None:
         raise typer.Exit(code)
     with DelayedProgress() as bar:
         given = given_jobs(rows, bar, apart=True)

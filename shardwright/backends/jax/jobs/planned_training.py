@@ -17,6 +17,7 @@ from shardwright.backends.jax.jobs.host_state import HostState
 from shardwright.backends.jax.jobs.job_run import JobRun
 from shardwright.backends.jax.jobs.optimizer_parts import OptimizerParts, UpdateFunctions, require_updates
 from shardwright.backends.jax.jobs.programs import TRACING, Devices, JobPrograms, job_programs
+from shardwright.backends.jax.jobs.saved_job import save_job
 from shardwright.backends.jax.loss.microbatches import LossFunction
 from shardwright.backends.jax.machine.mesh import no_mesh
 from shardwright.backends.jax.pipeline.microbatch import CutMicrobatch
@@ -104,7 +105,7 @@ class PlannedTraining:
             programs.finish(self.devices.devices)
 
     def run_pass(self, at: int, memory: DeviceMemory) -> None:
-        """Run a pass of a step, by its number, on a device."""
+        """Run a pass of a step, by its number, on a device. Behind the last one a job with an output is saved."""
         if at == 0:
             with TRACING:
                 programs, leaves = self._programs(self._next_batch())
@@ -112,6 +113,8 @@ class PlannedTraining:
         self.run.run(self.planned.passes[at], memory)
         if at + 1 == len(self.planned.passes):
             self.losses.append(self.run.finish(memory))
+            if len(self.losses) == self.planned.steps and self.planned.output is not None:
+                save_job(self.planned.output, self.run.state.as_train_state(), self.losses)
 
     def _next_batch(self) -> Any:
         try:

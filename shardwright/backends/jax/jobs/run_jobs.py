@@ -18,6 +18,7 @@ from shardwright.core.jobs import results
 from shardwright.core.jobs.jobs_plan import JobsPlan
 from shardwright.core.jobs.pass_order import PassOrder
 from shardwright.core.jobs.policies import OPTIMUM
+from shardwright.core.jobs.saved_job import require_output
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -111,7 +112,7 @@ def run_jobs(
     Each device has a thread, which takes the pass that the plan's policy says, whenever the device is free. What jobs
     hold of a device is counted, and a pass that would hold more than the plan's budget ends its job. A job that fails,
     whose data end, or whose loss is not finite, ends there, its state as it was behind its last step or, where updates
-    had begun, as it is then; the others go on.
+    had begun, as it is then; the others go on. A job with an output is saved there behind its last step.
 
     Args:
         plan: the plan of the jobs.
@@ -120,9 +121,10 @@ def run_jobs(
         seed: of the random numbers of every job, and of the policy ``random``.
 
     Raises:
-        PlanError: the plan names other jobs, or two of them take batches from one iterator.
+        PlanError: the plan names other jobs, two of them take batches from one iterator, or an output that cannot be
+            written to.
         ClusterError: another number of devices than the plan's, or devices of other processes.
-        MissingCapabilityError: a plan with outputs, or the policy ``optimum``.
+        MissingCapabilityError: the policy ``optimum``.
     """
     _require_runnable(plan, jobs)
     on = _devices_of(plan, devices)
@@ -197,12 +199,10 @@ def _require_runnable(plan: JobsPlan, jobs: Mapping[str, JobTraining]) -> None:
         raise PlanError(f"run_jobs takes a plan of jobs, not a {type(plan).__name__}: give what plan_jobs returned")
     if plan.policy == OPTIMUM:
         raise MissingCapabilityError("policy='optimum' is for simulations: take another, which the file may name")
-    if saved := [own.name for own in plan.jobs if own.output is not None]:
-        raise MissingCapabilityError(
-            f"{few([repr(name) for name in saved])} name an output, and run_jobs saves none: leave it out, and save "
-            f"the state that the result has"
-        )
     names = [own.name for own in plan.jobs]
     if wrong := sorted(set(names) ^ set(jobs)):
         raise PlanError(f"{few([repr(name) for name in wrong])}: expected what each job of the plan trains, {names}")
     require_apart(jobs)
+    for own in plan.jobs:
+        if own.output is not None:
+            require_output(own.name, own.output)

@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from shardwright.backends.torch.jobs.saved_job import require_output
 from shardwright.backends.torch.jobs.shared_run import SharedRun, ranks_of_launch
 from shardwright.backends.torch.jobs.training import JobTraining, RunningJob
 from shardwright.backends.torch.machine.process import choose_device, this_launch
@@ -14,6 +13,7 @@ from shardwright.core.jobs.jobs_plan import JobsPlan
 from shardwright.core.jobs.pass_order import PassOrder
 from shardwright.core.jobs.policies import OPTIMUM
 from shardwright.core.jobs.results import JobsResult
+from shardwright.core.jobs.saved_job import require_output
 
 TIMEOUT_S = 60.0
 """The time in seconds that a process may give no sign of life."""
