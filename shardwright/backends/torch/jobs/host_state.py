@@ -93,6 +93,12 @@ class HostState:
                 parameter = self.parameters[name]
                 parameter.grad = self.host.taken(key, self.device).view(parameter.shape)
 
+    def scale_gradients(self, names: Iterable[str], factor: float) -> None:
+        """Multiply gradients that are on the device."""
+        for name in names:
+            if (gradient := self.parameters[name].grad) is not None:
+                gradient.mul_(factor)
+
     def send_gradients(self, names: Iterable[str]) -> None:
         """Add gradients to their sums on the host."""
         for name in names:

@@ -20,12 +20,7 @@ from shardwright.backends.torch.memory.module_attributes import Attributes
 from shardwright.backends.torch.pipeline.stage_values import Kept, StepValues
 from shardwright.backends.torch.program.randomness import kept_generators
 from shardwright.backends.torch.program.stages import Edge
-from shardwright.core.errors import (
-    DisagreementError,
-    MissingCapabilityError,
-    NonFiniteError,
-    PlanError,
-)
+from shardwright.core.errors import DisagreementError, LossError, MissingCapabilityError, NonFiniteError, PlanError
 from shardwright.core.jobs.jobs_plan import PlannedJob
 from shardwright.core.jobs.shard_pass import ShardPass
 from shardwright.core.model.graph import Graph
@@ -131,6 +126,7 @@ class JobRun:
             self.host.note("tensors", len(batch))
             batch = [self.host.put(f"batch:{n}", tensor) for n, tensor in enumerate(batch)]
         self.host.note("losses", {})
+        self.host.note("weights", [])
         self.host.note("begun", self.steps_run)
         self.host.drop_all("gradient:")
         self._take_up_step(batch)
@@ -326,19 +322,21 @@ class JobRun:
         out = StepValues()
         with torch.enable_grad() if grad else torch.no_grad():
             kept = replay.forward(mb, given, came, depart, out, grad)
-        if not is_again:
-            self._note_losses(replay.part.losses, mb, [float(loss) for _, loss in out.losses])
+        if not is_again and out.losses:
+            weights = [each[mb] for each in out.loss_weights.values()]
+            self._note_losses(replay.part.losses, mb, [float(loss) for _, loss in out.losses], weights)
         return kept
 
-    def _note_losses(self, numbers: Sequence[int], mb: int, losses: Sequence[float]) -> None:
-        """Note the losses of a microbatch that a shard computes. Raises NonFiniteError for one that is not finite."""
-        if not losses:
-            return
-        if not all(map(math.isfinite, losses)):
+    def _note_losses(self, numbers: Sequence[int], mb: int, losses: Sequence[float], weights: Sequence[Any]) -> None:
+        """Note the losses of a microbatch that a shard computes, and their weights. Raises NonFiniteError for one that
+        is not finite, unless its weight is 0, as of a mean over nothing."""
+        given = [None if weight is None else float(weight) for weight in weights]
+        if not all(math.isfinite(loss) or weight == 0.0 for loss, weight in zip(losses, given, strict=True)):
             said = ", ".join(f"{loss:g}" for loss in losses)
             raise NonFiniteError(f"a loss is not finite ({said}, of microbatch {mb})")
         own = {f"{mb}.{number}": loss for number, loss in zip(numbers, losses, strict=True)}
         self.host.note("losses", self.host.noted("losses") | own)
+        self.host.note("weights", self.host.noted("weights") + [weight for weight in given if weight is not None])
 
     # Updates ---------------------------------------------------------------------------------------------------------
 
@@ -350,6 +348,10 @@ class JobRun:
         """What becomes of a shard's gradients behind its backward; returns the parameters that have changed."""
         names = self._recorded.division.parts[shard].parameters
         mine = {name for name in names if self._updates(name) == shard}
+        if weights := self.host.noted("weights"):  # gradients are sums by weight until here
+            if not (total := math.fsum(weights)):
+                raise LossError("the weights of its losses add up to 0: there is nothing to take the mean of")
+            self.state.scale_gradients(mine, 1.0 / total)
         self.state.send_gradients(sorted(names if self.waits else names - mine))
         if self.waits:
             return set()
@@ -361,12 +363,12 @@ class JobRun:
         mine = sorted(n for n in self._recorded.division.parts[shard].parameters if self._updates(n) == shard)
         is_first = shard == max(own.shard for own in self.planned.passes if own.kind == "update")
         if is_first and self.planned.clip_norm is not None:
-            self.host.note("scale", min(1.0, self.planned.clip_norm / (float(self.state.norm()) + 1e-6)))
+            if not math.isfinite(norm := float(self.state.norm())):
+                raise NonFiniteError(f"the norm of the gradients is not finite ({norm:g}), and they are to be clipped")
+            self.host.note("scale", min(1.0, self.planned.clip_norm / (norm + 1e-6)))
         self.state.load(mine)
         self.state.load_gradients(mine)
-        for name in mine:
-            if (gradient := self.state.parameters[name].grad) is not None:
-                gradient.mul_(self.host.noted("scale", 1.0))
+        self.state.scale_gradients(mine, self.host.noted("scale", 1.0))
         self.state.update(mine)
         self.state.leave(mine, mine)
 
