@@ -37,7 +37,7 @@ class HostState:
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, host: HostTensors
     ) -> None:
-        self.device, self.optimizer, self.host = device, optimizer, host
+        self.device, self.optimizer, self.host, self._model = device, optimizer, host, model
         self.parameters, self.buffers = dict(model.named_parameters()), dict(model.named_buffers())
         known = {id(parameter) for parameter in self.parameters.values()}
         if any(id(p) not in known for group in optimizer.param_groups for p in group["params"]):
@@ -122,6 +122,24 @@ class HostState:
                 self._at_home[name].copy_(tensor.detach())
             tensor.data = self._at_home[name]
             tensor.grad = None
+
+    def settle(self, buffers: Iterable[str]) -> None:
+        """Let buffers in whose place modules have put other tensors be what they were, with the new values.
+
+        Raises MissingCapabilityError for one of another shape or dtype."""
+        for name in buffers:
+            path, _, own = name.rpartition(".")
+            held, tensor = self._model.get_submodule(path)._buffers, self.buffers[name]
+            if (now := held.get(own)) is tensor:
+                continue
+            held[own] = tensor
+            if now is None or (now.shape, now.dtype) != (tensor.shape, tensor.dtype):
+                given = "nothing" if now is None else f"{tuple(now.shape)} of {now.dtype}"
+                raise MissingCapabilityError(
+                    f"the forward puts {given} in the place of buffer {name}, which is {tuple(tensor.shape)} of "
+                    f"{tensor.dtype}: buffers of jobs keep their shape and dtype"
+                )
+            tensor.data = now.detach()
 
     def changed_buffers(self, names: Iterable[str]) -> set[str]:
         """The buffers whose values on the device are not those on the host: versions do not tell, as batch norms write
@@ -247,7 +265,7 @@ def _without_parameters(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plain_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Numbers and texts that an optimizer holds beside its states and options; those that PyTorch writes are not meant."""
+    """Numbers and texts that an optimizer holds beside its states and options, but for PyTorch's own."""
     return {k: v for k, v in vars(optimizer).items() if isinstance(v, _PLAIN) and k not in _OF_TORCH}
 
 

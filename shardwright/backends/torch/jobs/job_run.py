@@ -3,7 +3,7 @@
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -226,14 +226,18 @@ class JobRun:
     def _forward(self, shard: int) -> None:
         step, label = self._under_way, self.planned.shards[shard].activations
         for mb in range(len(step.microbatches)):
-            if label != "recompute":
-                with self._saving(shard):
-                    step.kept[shard, mb] = self._replayed(shard, mb, grad=True)
-                continue
             buffers = self._recorded.division.parts[shard].buffers
+            if label != "recompute":
+                saved = self._saved(shard)
+                with saved.saving():
+                    step.kept[shard, mb] = self._replayed(shard, mb, grad=True)
+                self.state.settle(buffers)
+                saved.keep(self.state.changed_buffers(buffers))
+                continue
             found = {name: self.state.buffers[name].clone() for name in buffers}
             with self._attributes_of(shard, mb):
                 self._replayed(shard, mb, grad=False)
+            self.state.settle(buffers)
             for name, before in found.items():
                 if not torch.equal(before, self.state.buffers[name]):
                     self.host.put(f"before:{shard}.{mb}.{name}", before)
@@ -253,31 +257,33 @@ class JobRun:
             )
         self._under_way.attributes[shard, mb] = attributes
 
-    def _saving(self, shard: int) -> AbstractContextManager[None]:
-        names = self._recorded.division.parts[shard].parameters
-        on_host = self.planned.shards[shard].activations == "offload"
-        parameters = {name: self.state.parameters[name] for name in names}
-        return SavedByName(parameters, self._store if on_host else None).saving()
+    def _saved(self, shard: int) -> SavedByName:
+        part, on_host = self._recorded.division.parts[shard], self.planned.shards[shard].activations == "offload"
+        parameters = {name: self.state.parameters[name] for name in part.parameters}
+        buffers = {name: self.state.buffers[name] for name in part.buffers}
+        return SavedByName(parameters, buffers, self._store if on_host else None)
 
     def _backward(self, shard: int, *, is_last: bool) -> None:
         step, division = self._under_way, self._recorded.division
         self.state.load_gradients(n for n in division.parts[shard].parameters if self._updates(n) == shard)
         replay, scale = self._recorded.replays[shard], 1.0 / len(step.microbatches)
         for mb in range(len(step.microbatches)):
-            kept = step.kept.pop((shard, mb), None)
-            if kept is None:
-                kept = self._fused(shard, mb) if is_last else self._again(shard, mb)
-            came = [
-                [self.host.taken(f"back:{e.index}.{mb}.{n}", self.device) for n in range(len(e.gradients))]
-                for e in replay.taken_back
-            ]
-            self._recorded.streams.begin(step.number, mb, recomputing=True)
+            with ExitStack() as until_done:
+                kept = step.kept.pop((shard, mb), None)
+                if kept is None:
+                    kept = self._fused(shard, mb) if is_last else until_done.enter_context(self._again(shard, mb))
+                came = [
+                    [self.host.taken(f"back:{e.index}.{mb}.{n}", self.device) for n in range(len(e.gradients))]
+                    for e in replay.taken_back
+                ]
+                self._recorded.streams.begin(step.number, mb, recomputing=True)
 
-            def depart(edge: Edge, tensors: list[torch.Tensor], mb: int = mb) -> None:
-                for n, tensor in enumerate(tensors):
-                    self.host.put(f"back:{edge.index}.{mb}.{n}", tensor)
+                def depart(edge: Edge, tensors: list[torch.Tensor], mb: int = mb) -> None:
+                    for n, tensor in enumerate(tensors):
+                        self.host.put(f"back:{edge.index}.{mb}.{n}", tensor)
 
-            replay.backward(kept, came, depart, [scale] * len(division.program.losses))
+                replay.backward(kept, came, depart, [scale] * len(division.program.losses))
+            self.state.settle(division.parts[shard].buffers)
 
     def _fused(self, shard: int, mb: int) -> Kept:
         if not self.host.is_shared:
@@ -285,9 +291,10 @@ class JobRun:
         with self._attributes_of(shard, mb):
             return self._replayed(shard, mb, grad=True)
 
-    def _again(self, shard: int, mb: int) -> Kept:
-        """The forward once more, for the backward behind it: with the buffers and attributes that it found at first,
-        and those that are there now left as they are."""
+    @contextmanager
+    def _again(self, shard: int, mb: int) -> Iterator[Kept]:
+        """The forward once more, for the backward in here, which may read buffers too: with the buffers and attributes
+        that it found at first, and those that are there now left as they are."""
         buffers = self._recorded.division.parts[shard].buffers
         keys = {name: f"before:{shard}.{mb}.{name}" for name in sorted(buffers)}
         keys = {name: key for name, key in keys.items() if self.host.has(key)}
@@ -299,9 +306,10 @@ class JobRun:
         for name, key in keys.items():
             self.state.buffers[name].data = self.host.taken(key, self.device)
         try:
-            return self._replayed(shard, mb, grad=True, is_again=True)
+            yield self._replayed(shard, mb, grad=True, is_again=True)
         finally:
             held.restore()
+            self.state.settle(keys)
             for name, tensor in now.items():
                 self.state.buffers[name].data = tensor
 

@@ -138,8 +138,8 @@ def _require_runnable(name: str, program: Program, microbatches: int) -> None:
         )
     if len(program.losses) > 1 and any(loss.weight is not None for loss in program.losses):
         raise LossError(
-            f"job {name!r}: its step gives {len(program.losses)} losses to run.backward, and some have weights: add them "
-            f"up, and give the sum with one weight"
+            f"job {name!r}: its step gives {len(program.losses)} losses to run.backward, and some have weights: "
+            f"add them up, and give the sum with one weight"
         )
     if microbatches > 1 and any(loss.weight is None and loss.reduction != "mean" for loss in program.losses):
         raise LossError(
