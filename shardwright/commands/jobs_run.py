@@ -81,17 +81,24 @@ def _run_in_jax(plan: JobsPlan, given: GivenJobs, seed: int) -> tuple[JobsResult
 
 
 def _require_same_jobs(plan: JobsPlan, given: GivenJobs) -> None:
-    planned = {job.name: (job.steps, job.batch, job.microbatch, job.optimizer, job.clip_norm) for job in plan.jobs}
-    wanted = {
-        job.name: (job.steps, job.batch, job.microbatch or job.batch, job.optimizer, job.clip_norm)
-        for job in given.jobs
+    planned = {
+        job.name: (job.steps, job.batch, job.microbatch, job.optimizer, job.clip_norm, job.output, job.precision)
+        for job in plan.jobs
     }
+    precisions = {job.name: job.precision for job in plan.jobs}
+    wanted = {
+        job.name: (
+            job.steps, job.batch, job.microbatch or job.batch, job.optimizer, job.clip_norm, job.output,
+            job.precision or precisions.get(job.name),
+        )
+        for job in given.jobs
+    }  # fmt: skip
     for name in [*wanted, *planned]:
         if planned.get(name) != wanted.get(name):
             here, there = (of.get(name, "nothing") for of in (wanted, planned))
             raise PlanError(
                 f"job {name!r}: the file says {here} and the plan {there} (steps, batch, microbatch, optimizer, "
-                f"clip_norm): plan the jobs of the file again"
+                f"clip_norm, output, precision): plan the jobs of the file again"
             )
 
 

@@ -120,7 +120,7 @@ def require_apart(jobs: Sequence[tuple[str, str | None]]) -> None:
     for name, output in jobs:
         if output is None:
             continue
-        where = os.path.normpath(output)
+        where = os.path.abspath(output)
         if where in saved:
             raise PlanError(
                 f"jobs {saved[where]!r} and {name!r} are both saved at {output}: one would overwrite the other; give "

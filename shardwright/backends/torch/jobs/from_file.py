@@ -82,10 +82,10 @@ class _Batches:
     """Batches as sequences of tensors. ``keys``: of batches that are mappings, in the order of the sample's."""
 
     def __init__(self, data: Any, keys: list[Any] | None) -> None:
-        self._data, self._keys = data, keys
+        self.source, self._keys = data, keys
 
     def __iter__(self) -> Iterator[Any]:
-        for batch in self._data:
+        for batch in self.source:
             if self._keys is None:
                 yield list(batch) if isinstance(batch, (tuple, list)) else batch
                 continue

@@ -19,6 +19,9 @@ from shardwright.core.errors import MissingCapabilityError, PlanError
 _PLAIN = (bool, int, float, str, type(None))
 """What processes tell each other of an optimizer beside its tensors."""
 
+_OF_TORCH = frozenset({"_opt_called", "_step_count", "_warned_capturable_if_run_uncaptured"})
+"""Attributes by which PyTorch warns."""
+
 
 class HostState:
     """The state of a model and its optimizer, on the host but for what passes use.
@@ -34,13 +37,14 @@ class HostState:
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, host: HostTensors
     ) -> None:
-        self.device, self.optimizer, self.host = device, optimizer, host
+        self.device, self.optimizer, self.host, self._model = device, optimizer, host, model
         self.parameters, self.buffers = dict(model.named_parameters()), dict(model.named_buffers())
         known = {id(parameter) for parameter in self.parameters.values()}
         if any(id(p) not in known for group in optimizer.param_groups for p in group["params"]):
             raise PlanError("the optimizer of a job has parameters that its model lacks: make it of model.parameters()")
         require_separate(optimizer)
         require_no_hooks(optimizer)
+        _require_memory_of_their_own(self.parameters | self.buffers)
         self._at_home: dict[str, torch.Tensor] = {}
         taken_up = host.read()
         found = {f"model:{name}": tensor for name, tensor in (*self.parameters.items(), *self.buffers.items())}
@@ -48,11 +52,13 @@ class HostState:
         for key, tensor in found.items():
             home = host.get(key) if host.has(key) else host.put(key, tensor.detach())
             tensor.data = self._at_home[key.removeprefix("model:")] = home
+            tensor.grad = None  # of what came before the job
         if taken_up:
             self.take_up(taken_up)
         else:
             self._keep_states(self.parameters)
         self._options: list[dict[str, Any]] = []
+        self._attributes: dict[str, Any] = {}
 
     def take_up(self, keys: Iterable[str]) -> None:
         """Take up the optimizer's states and options that another process has put on the host under these keys."""
@@ -67,8 +73,9 @@ class HostState:
                     group |= changed
 
     def begin_step(self) -> None:
-        """Note the optimizer's options, which one step of it counts on from: its parts begin alike."""
+        """Note the optimizer's options and attributes, which one step of it counts on from: its parts begin alike."""
         self._options = [_without_parameters(group) for group in self.optimizer.param_groups]
+        self._attributes = _plain_attributes(self.optimizer)
 
     def keep_apart(self) -> None:
         """Let parameters, buffers and states be where the host's tensors are now."""
@@ -93,6 +100,12 @@ class HostState:
                 parameter = self.parameters[name]
                 parameter.grad = self.host.taken(key, self.device).view(parameter.shape)
 
+    def scale_gradients(self, names: Iterable[str], factor: float) -> None:
+        """Multiply gradients that are on the device."""
+        for name in names:
+            if (gradient := self.parameters[name].grad) is not None:
+                gradient.mul_(factor)
+
     def send_gradients(self, names: Iterable[str]) -> None:
         """Add gradients to their sums on the host."""
         for name in names:
@@ -109,6 +122,24 @@ class HostState:
                 self._at_home[name].copy_(tensor.detach())
             tensor.data = self._at_home[name]
             tensor.grad = None
+
+    def settle(self, buffers: Iterable[str]) -> None:
+        """Let buffers in whose place modules have put other tensors be what they were, with the new values.
+
+        Raises MissingCapabilityError for one of another shape or dtype."""
+        for name in buffers:
+            path, _, own = name.rpartition(".")
+            held, tensor = self._model.get_submodule(path)._buffers, self.buffers[name]
+            if (now := held.get(own)) is tensor:
+                continue
+            held[own] = tensor
+            if now is None or (now.shape, now.dtype) != (tensor.shape, tensor.dtype):
+                given = "nothing" if now is None else f"{tuple(now.shape)} of {now.dtype}"
+                raise MissingCapabilityError(
+                    f"the forward puts {given} in the place of buffer {name}, which is {tuple(tensor.shape)} of "
+                    f"{tensor.dtype}: buffers of jobs keep their shape and dtype"
+                )
+            tensor.data = now.detach()
 
     def changed_buffers(self, names: Iterable[str]) -> set[str]:
         """The buffers whose values on the device are not those on the host: versions do not tell, as batch norms write
@@ -137,7 +168,7 @@ class HostState:
             for state, value in states.items():
                 if isinstance(value, torch.Tensor) and value.dim():
                     states[state] = on_device(value, self.device)
-        attributes = _plain_attributes(self.optimizer)
+        vars(self.optimizer).update(self._attributes)
         try:
             for group, params, options in zip(self.optimizer.param_groups, before, self._options, strict=True):
                 group |= copy.deepcopy(options) | {"params": [p for p in params if id(p) in chosen]}
@@ -148,9 +179,10 @@ class HostState:
                 group["params"] = params
         for name in names:
             self.parameters[name].grad = None
+        self._require_states_of_parameters()
         self._keep_states(names)
         if self.host.is_shared:
-            self._tell_options(attributes)
+            self._tell_options(self._attributes)
 
     def _keep_states(self, names: Iterable[str]) -> None:
         """Put the states of parameters on the host."""
@@ -164,6 +196,14 @@ class HostState:
                 elif self.host.is_shared:
                     self._require_plain(f"the state {state!r} of {name}", value)
                     self.host.note(key, value)
+
+    def _require_states_of_parameters(self) -> None:
+        """Raise MissingCapabilityError for a state that is of no parameter: each shard's update would change it."""
+        if odd := [key for key in self.optimizer.state if not isinstance(key, torch.Tensor)]:
+            raise MissingCapabilityError(
+                f"{type(self.optimizer).__name__} has a state {odd[0]!r} that is of no parameter, and the update of "
+                f"each shard would change it: keep it as an option of the parameter groups"
+            )
 
     def _tell_options(self, attributes: Mapping[str, Any]) -> None:
         """Let other processes know of options that the optimizer's step has changed. Raises MissingCapabilityError for
@@ -193,6 +233,17 @@ class HostState:
             )
 
 
+def _require_memory_of_their_own(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise MissingCapabilityError for tensors that share memory without being one: each would be copied by itself."""
+    owners: dict[int, str] = {}
+    for name, tensor in tensors.items():
+        if tensor.numel() and (other := owners.setdefault(tensor.untyped_storage().data_ptr(), name)) != name:
+            raise MissingCapabilityError(
+                f"{other} and {name} lie in the same memory, and shards copy each by itself: make them one parameter, "
+                f"or clone one of them"
+            )
+
+
 def _require_same(known: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -> None:
     """Raise PlanError where another process has another model."""
     forms = [{key: (tuple(of.shape), of.dtype) for key, of in each.items()} for each in (known, own)]
@@ -214,8 +265,8 @@ def _without_parameters(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plain_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Numbers and texts that an optimizer holds beside its states and options."""
-    return {k: v for k, v in vars(optimizer).items() if isinstance(v, _PLAIN) and not k.startswith("_")}
+    """Numbers and texts that an optimizer holds beside its states and options, but for PyTorch's own."""
+    return {k: v for k, v in vars(optimizer).items() if isinstance(v, _PLAIN) and k not in _OF_TORCH}
 
 
 def _is_same(value: Any, other: Any) -> bool:

@@ -3,7 +3,7 @@
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,12 +20,7 @@ from shardwright.backends.torch.memory.module_attributes import Attributes
 from shardwright.backends.torch.pipeline.stage_values import Kept, StepValues
 from shardwright.backends.torch.program.randomness import kept_generators
 from shardwright.backends.torch.program.stages import Edge
-from shardwright.core.errors import (
-    DisagreementError,
-    MissingCapabilityError,
-    NonFiniteError,
-    PlanError,
-)
+from shardwright.core.errors import DisagreementError, LossError, MissingCapabilityError, NonFiniteError, PlanError
 from shardwright.core.jobs.jobs_plan import PlannedJob
 from shardwright.core.jobs.shard_pass import ShardPass
 from shardwright.core.model.graph import Graph
@@ -131,6 +126,7 @@ class JobRun:
             self.host.note("tensors", len(batch))
             batch = [self.host.put(f"batch:{n}", tensor) for n, tensor in enumerate(batch)]
         self.host.note("losses", {})
+        self.host.note("weights", [])
         self.host.note("begun", self.steps_run)
         self.host.drop_all("gradient:")
         self._take_up_step(batch)
@@ -230,14 +226,18 @@ class JobRun:
     def _forward(self, shard: int) -> None:
         step, label = self._under_way, self.planned.shards[shard].activations
         for mb in range(len(step.microbatches)):
-            if label != "recompute":
-                with self._saving(shard):
-                    step.kept[shard, mb] = self._replayed(shard, mb, grad=True)
-                continue
             buffers = self._recorded.division.parts[shard].buffers
+            if label != "recompute":
+                saved = self._saved(shard)
+                with saved.saving():
+                    step.kept[shard, mb] = self._replayed(shard, mb, grad=True)
+                self.state.settle(buffers)
+                saved.keep(self.state.changed_buffers(buffers))
+                continue
             found = {name: self.state.buffers[name].clone() for name in buffers}
             with self._attributes_of(shard, mb):
                 self._replayed(shard, mb, grad=False)
+            self.state.settle(buffers)
             for name, before in found.items():
                 if not torch.equal(before, self.state.buffers[name]):
                     self.host.put(f"before:{shard}.{mb}.{name}", before)
@@ -257,31 +257,33 @@ class JobRun:
             )
         self._under_way.attributes[shard, mb] = attributes
 
-    def _saving(self, shard: int) -> AbstractContextManager[None]:
-        names = self._recorded.division.parts[shard].parameters
-        on_host = self.planned.shards[shard].activations == "offload"
-        parameters = {name: self.state.parameters[name] for name in names}
-        return SavedByName(parameters, self._store if on_host else None).saving()
+    def _saved(self, shard: int) -> SavedByName:
+        part, on_host = self._recorded.division.parts[shard], self.planned.shards[shard].activations == "offload"
+        parameters = {name: self.state.parameters[name] for name in part.parameters}
+        buffers = {name: self.state.buffers[name] for name in part.buffers}
+        return SavedByName(parameters, buffers, self._store if on_host else None)
 
     def _backward(self, shard: int, *, is_last: bool) -> None:
         step, division = self._under_way, self._recorded.division
         self.state.load_gradients(n for n in division.parts[shard].parameters if self._updates(n) == shard)
         replay, scale = self._recorded.replays[shard], 1.0 / len(step.microbatches)
         for mb in range(len(step.microbatches)):
-            kept = step.kept.pop((shard, mb), None)
-            if kept is None:
-                kept = self._fused(shard, mb) if is_last else self._again(shard, mb)
-            came = [
-                [self.host.taken(f"back:{e.index}.{mb}.{n}", self.device) for n in range(len(e.gradients))]
-                for e in replay.taken_back
-            ]
-            self._recorded.streams.begin(step.number, mb, recomputing=True)
+            with ExitStack() as until_done:
+                kept = step.kept.pop((shard, mb), None)
+                if kept is None:
+                    kept = self._fused(shard, mb) if is_last else until_done.enter_context(self._again(shard, mb))
+                came = [
+                    [self.host.taken(f"back:{e.index}.{mb}.{n}", self.device) for n in range(len(e.gradients))]
+                    for e in replay.taken_back
+                ]
+                self._recorded.streams.begin(step.number, mb, recomputing=True)
 
-            def depart(edge: Edge, tensors: list[torch.Tensor], mb: int = mb) -> None:
-                for n, tensor in enumerate(tensors):
-                    self.host.put(f"back:{edge.index}.{mb}.{n}", tensor)
+                def depart(edge: Edge, tensors: list[torch.Tensor], mb: int = mb) -> None:
+                    for n, tensor in enumerate(tensors):
+                        self.host.put(f"back:{edge.index}.{mb}.{n}", tensor)
 
-            replay.backward(kept, came, depart, [scale] * len(division.program.losses))
+                replay.backward(kept, came, depart, [scale] * len(division.program.losses))
+            self.state.settle(division.parts[shard].buffers)
 
     def _fused(self, shard: int, mb: int) -> Kept:
         if not self.host.is_shared:
@@ -289,9 +291,10 @@ class JobRun:
         with self._attributes_of(shard, mb):
             return self._replayed(shard, mb, grad=True)
 
-    def _again(self, shard: int, mb: int) -> Kept:
-        """The forward once more, for the backward behind it: with the buffers and attributes that it found at first,
-        and those that are there now left as they are."""
+    @contextmanager
+    def _again(self, shard: int, mb: int) -> Iterator[Kept]:
+        """The forward once more, for the backward in here, which may read buffers too: with the buffers and attributes
+        that it found at first, and those that are there now left as they are."""
         buffers = self._recorded.division.parts[shard].buffers
         keys = {name: f"before:{shard}.{mb}.{name}" for name in sorted(buffers)}
         keys = {name: key for name, key in keys.items() if self.host.has(key)}
@@ -303,9 +306,10 @@ class JobRun:
         for name, key in keys.items():
             self.state.buffers[name].data = self.host.taken(key, self.device)
         try:
-            return self._replayed(shard, mb, grad=True, is_again=True)
+            yield self._replayed(shard, mb, grad=True, is_again=True)
         finally:
             held.restore()
+            self.state.settle(keys)
             for name, tensor in now.items():
                 self.state.buffers[name].data = tensor
 
@@ -326,19 +330,21 @@ class JobRun:
         out = StepValues()
         with torch.enable_grad() if grad else torch.no_grad():
             kept = replay.forward(mb, given, came, depart, out, grad)
-        if not is_again:
-            self._note_losses(replay.part.losses, mb, [float(loss) for _, loss in out.losses])
+        if not is_again and out.losses:
+            weights = [each[mb] for each in out.loss_weights.values()]
+            self._note_losses(replay.part.losses, mb, [float(loss) for _, loss in out.losses], weights)
         return kept
 
-    def _note_losses(self, numbers: Sequence[int], mb: int, losses: Sequence[float]) -> None:
-        """Note the losses of a microbatch that a shard computes. Raises NonFiniteError for one that is not finite."""
-        if not losses:
-            return
-        if not all(map(math.isfinite, losses)):
+    def _note_losses(self, numbers: Sequence[int], mb: int, losses: Sequence[float], weights: Sequence[Any]) -> None:
+        """Note the losses of a microbatch that a shard computes, and their weights. Raises NonFiniteError for one that
+        is not finite, unless its weight is 0, as of a mean over nothing."""
+        given = [None if weight is None else float(weight) for weight in weights]
+        if not all(math.isfinite(loss) or weight == 0.0 for loss, weight in zip(losses, given, strict=True)):
             said = ", ".join(f"{loss:g}" for loss in losses)
             raise NonFiniteError(f"a loss is not finite ({said}, of microbatch {mb})")
         own = {f"{mb}.{number}": loss for number, loss in zip(numbers, losses, strict=True)}
         self.host.note("losses", self.host.noted("losses") | own)
+        self.host.note("weights", self.host.noted("weights") + [weight for weight in given if weight is not None])
 
     # Updates ---------------------------------------------------------------------------------------------------------
 
@@ -350,6 +356,10 @@ class JobRun:
         """What becomes of a shard's gradients behind its backward; returns the parameters that have changed."""
         names = self._recorded.division.parts[shard].parameters
         mine = {name for name in names if self._updates(name) == shard}
+        if weights := self.host.noted("weights"):  # gradients are sums by weight until here
+            if not (total := math.fsum(weights)):
+                raise LossError("the weights of its losses add up to 0: there is nothing to take the mean of")
+            self.state.scale_gradients(mine, 1.0 / total)
         self.state.send_gradients(sorted(names if self.waits else names - mine))
         if self.waits:
             return set()
@@ -361,12 +371,12 @@ class JobRun:
         mine = sorted(n for n in self._recorded.division.parts[shard].parameters if self._updates(n) == shard)
         is_first = shard == max(own.shard for own in self.planned.passes if own.kind == "update")
         if is_first and self.planned.clip_norm is not None:
-            self.host.note("scale", min(1.0, self.planned.clip_norm / (float(self.state.norm()) + 1e-6)))
+            if not math.isfinite(norm := float(self.state.norm())):
+                raise NonFiniteError(f"the norm of the gradients is not finite ({norm:g}), and they are to be clipped")
+            self.host.note("scale", min(1.0, self.planned.clip_norm / (norm + 1e-6)))
         self.state.load(mine)
         self.state.load_gradients(mine)
-        for name in mine:
-            if (gradient := self.state.parameters[name].grad) is not None:
-                gradient.mul_(self.host.noted("scale", 1.0))
+        self.state.scale_gradients(mine, self.host.noted("scale", 1.0))
         self.state.update(mine)
         self.state.leave(mine, mine)
 

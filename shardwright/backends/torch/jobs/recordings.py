@@ -13,6 +13,11 @@ from shardwright.backends.torch.memory.offload import Offload
 from shardwright.backends.torch.memory.recompute import Recompute
 from shardwright.backends.torch.memory.residency import Residency
 from shardwright.backends.torch.pipeline.stage_replay import Means, Replay
+from shardwright.backends.torch.program.early_checks import (
+    require_hooks_fire,
+    require_whole_gradients,
+    used_by_several,
+)
 from shardwright.backends.torch.program.program import NumberRef, Program
 from shardwright.backends.torch.program.randomness import Streams
 from shardwright.backends.torch.program.stages import Division, divide
@@ -95,6 +100,8 @@ class Recordings:
         _require_runnable(self._name, program, microbatches)
         division = divide(program, self._calls, self._parameter_shards, self._shards)
         modules = self._ownership.modules
+        require_hooks_fire(modules, {path for path, _ in self._calls})
+        require_whole_gradients(self._model, microbatches, self._shards, 1, used_by_several([division]))
         streams = Streams([program], modules, self._seed, self._device)
         nothing: Mapping[Any, Any] = {}
         means = Means(
@@ -128,6 +135,11 @@ def _require_runnable(name: str, program: Program, microbatches: int) -> None:
         raise UnrecordableError(
             f"job {name!r}: what its step does depends on values that it reads, or on Python values that change: jobs "
             f"run steps that do the same for every batch"
+        )
+    if len(program.losses) > 1 and any(loss.weight is not None for loss in program.losses):
+        raise LossError(
+            f"job {name!r}: its step gives {len(program.losses)} losses to run.backward, and some have weights: "
+            f"add them up, and give the sum with one weight"
         )
     if microbatches > 1 and any(loss.weight is None and loss.reduction != "mean" for loss in program.losses):
         raise LossError(

@@ -1,7 +1,7 @@
 """A list of jobs on the devices of their plan: whose pass runs next is the plan's policy."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -43,8 +43,8 @@ def run_jobs(
         timeout_s: the time that another process may give no sign of life.
 
     Raises:
-        PlanError: the plan names other jobs, two jobs train one model or optimizer, a plan is of another model, or an
-            output cannot be written.
+        PlanError: the plan names other jobs, two jobs train one model or optimizer or read one iterator, a plan is of
+            another model, or an output cannot be written.
         MissingCapabilityError: the policy ``optimum``, or as `JobRun`.
         ClusterError: another number of processes than the plan has devices, or processes on several hosts.
         DisagreementError: the processes have different plans, seeds, models or data.
@@ -138,6 +138,17 @@ def _require_ranks(plan: JobsPlan) -> None:
         )
 
 
+def _held_by(given: JobTraining) -> Iterator[tuple[str, object]]:
+    """What no other job may have, and what to say where one does."""
+    yield "train one model", given.model
+    yield "train one optimizer", given.optimizer
+    for name, tensor in (*given.model.named_parameters(), *given.model.named_buffers()):
+        yield f"hold one tensor, {name}", tensor
+    data = getattr(given.data, "source", given.data)
+    if isinstance(data, Iterator):
+        yield "take batches from one iterator", data
+
+
 def _require_runnable(plan: JobsPlan, jobs: Mapping[str, JobTraining]) -> None:
     """Raise ShardwrightError for a plan that is not run, and for jobs that are not those of the plan."""
     if plan.policy == OPTIMUM:
@@ -145,12 +156,11 @@ def _require_runnable(plan: JobsPlan, jobs: Mapping[str, JobTraining]) -> None:
     names = [own.name for own in plan.jobs]
     if wrong := sorted(set(names) ^ set(jobs)):
         raise PlanError(f"{few([repr(name) for name in wrong])}: expected what each job of the plan trains, {names}")
-    for what in ("model", "optimizer"):
-        owners: dict[int, str] = {}
-        for name, given in jobs.items():
-            other = owners.setdefault(id(getattr(given, what)), name)
-            if other != name:
-                raise PlanError(f"jobs {other!r} and {name!r} train one {what}: give each its own")
+    owners: dict[int, str] = {}
+    for name, given in jobs.items():
+        for what, held in _held_by(given):
+            if (other := owners.setdefault(id(held), name)) != name:
+                raise PlanError(f"jobs {other!r} and {name!r} {what}: give each its own")
     for own in plan.jobs:
         if own.output is not None:
             require_output(own.name, own.output)

@@ -62,7 +62,10 @@ class RunningJob:
         """Read the first batch ahead. Raises DisagreementError where another process has another one."""
         try:
             first = next(self._batches)
-        except Exception:  # comes again in the first step
+        except StopIteration:
+            return
+        except Exception as error:  # comes again in the first step
+            self._batches = _raising(error)
             return
         self._batches = itertools.chain([first], self._batches)
         self._first = first
@@ -137,6 +140,11 @@ class RunningJob:
         """What became of the job."""
         rows = (self.host.noted(f"losses of step {step}") for step in range(self.run.steps_run))
         return JobResult(tuple(tuple(row) for row in rows), failure)
+
+
+def _raising(error: Exception) -> Iterator[Any]:
+    yield from ()
+    raise error
 
 
 def _tensors(batch: Any) -> Sequence[torch.Tensor]:

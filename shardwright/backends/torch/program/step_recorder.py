@@ -171,8 +171,19 @@ class StepRecorder:
                     raise reads_a_value(self.model, self.modules.failed_path, error) from error
                 self._note_host_draws()
             self.reads.close()
+            self._require_buffers(buffers)
             self._note_python_writes()
             return self._finish(result)
+
+    def _require_buffers(self, buffers: Mapping[str, torch.Tensor]) -> None:
+        """Raise CaptureError for a buffer in whose place the body has put another tensor, unless it is in a unit whose
+        module does that again at every replay."""
+        units = {path for path, _ in self.stage_of_call} if self.units_run_again else set()
+        now = dict(self.model.named_buffers(remove_duplicate=False))
+        for name in (name for name, buffer in buffers.items() if now.get(name) is not buffer):
+            path = name.rpartition(".")[0]
+            if not any(path == unit or not unit or path.startswith(f"{unit}.") for unit in units):
+                raise writes_a_buffer(self.model, path, name)
 
     def _note_python_writes(self) -> None:
         """Turn the writes of the run to Python values into effects of the step, and undo them here.
