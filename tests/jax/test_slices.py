@@ -180,20 +180,13 @@ def test_plans_take_attention_as_one_op_and_written_out(name: str) -> None:
         sw.plan(graph, cluster, batch=BATCH, precision="fp32", slice_lengths=[5, 4, 3], **pins)
 
 
-@pytest.mark.parametrize(
-    "attend",
-    [
-        lambda q, k, v, mask: q + jnp.cumsum(q, 1),
-        lambda q, k, v, mask: q + jnp.pad(q, ((0, 0), (1, 0), (0, 0), (0, 0)))[:, :-1],
-    ],
-    ids=["sums", "a shift"],
-)
-def test_plans_refuse_what_the_runtime_does_not_do_in_slices(attend: Any) -> None:
+def test_plans_refuse_what_the_runtime_does_not_do_in_slices() -> None:
     pins = {"pp": 1, "dp": 1, "tp": 1, "microbatch": MICROBATCH, "schedule": "1f1b", "recompute": "none"}
     cluster = sw.Cluster("cpu", devices_per_node=1)
-    said = r"(cumsum|pad) in layers\.0 reads the last tokens before a slice, which the jax runtime of this version"
+    said = r"cumsum in layers\.0 reads the last tokens before a slice, which the jax runtime of this version"
+    graph = graph_of(llama(lambda q, k, v, mask: q + jnp.cumsum(q, 1)))
     with pytest.raises(CaptureError, match=said):
-        sw.plan(graph_of(llama(attend)), cluster, batch=BATCH, precision="fp32", slice_lengths=[5, 4, 3], **pins)
+        sw.plan(graph, cluster, batch=BATCH, precision="fp32", slice_lengths=[5, 4, 3], **pins)
 
 
 @pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.takes_slices and family.trains])
