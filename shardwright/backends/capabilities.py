@@ -57,6 +57,7 @@ JAX = Capabilities(
     offload=True,
     recomputes_in_halves=True,
     hosts_are_alike=True,
+    not_in_slices=("windows", "experts", "sinks"),
 )
 JAX_MEMORY = MemoryTraits(
     ties_have_one_home=True,

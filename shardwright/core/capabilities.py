@@ -52,6 +52,9 @@ class Capabilities:
     leaves."""
     hosts_are_alike: bool = False
     """Whether every host of a run must have as many devices as the others."""
+    not_in_slices: tuple[str, ...] = ()
+    """What the runtime does not do slice by slice of a sequence: ``windows`` (shifts, convolutions, cumulative sums),
+    ``experts`` (rows of tokens in the order of their experts), ``sinks`` (scores of attention beside those of keys)."""
 
     def lack_of_hosts(self, devices_per_host: Collection[int]) -> str | None:
         """The reason why the runtime does not run on hosts with so many devices, with the fix, or None."""

@@ -21,6 +21,7 @@ _ABILITIES: dict[str, Callable[[Capabilities], object]] = {
     "states on the host": lambda has: ", ".join(has.states_on_host) or False,
     "one process drives all devices": lambda has: has.single_controller,
     "hosts with unlike numbers of devices": lambda has: not has.hosts_are_alike,
+    "slices of models with shifts, convolutions or experts": lambda has: not has.not_in_slices,
 }
 """The rows beside the levels: the features that a plan may ask for."""
 

@@ -180,6 +180,15 @@ def test_plans_take_attention_as_one_op_and_written_out(name: str) -> None:
         sw.plan(graph, cluster, batch=BATCH, precision="fp32", slice_lengths=[5, 4, 3], **pins)
 
 
+def test_plans_refuse_what_the_runtime_does_not_do_in_slices() -> None:
+    pins = {"pp": 1, "dp": 1, "tp": 1, "microbatch": MICROBATCH, "schedule": "1f1b", "recompute": "none"}
+    cluster = sw.Cluster("cpu", devices_per_node=1)
+    said = r"cumsum in layers\.0 reads the last tokens before a slice, which the jax runtime of this version"
+    graph = graph_of(llama(lambda q, k, v, mask: q + jnp.cumsum(q, 1)))
+    with pytest.raises(CaptureError, match=said):
+        sw.plan(graph, cluster, batch=BATCH, precision="fp32", slice_lengths=[5, 4, 3], **pins)
+
+
 @pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.takes_slices and family.trains])
 def test_actions_of_slices_have_an_order(name: str) -> None:
     """A slice does not wait for the last stage of the slice before it."""

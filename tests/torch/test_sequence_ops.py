@@ -10,7 +10,9 @@ from torch import nn
 
 import shardwright as sw
 from shardwright.backends.torch.slices.routing_checks import require_routing
+from shardwright.backends.torch.slices.traces import require_same_numbers
 from shardwright.backends.torch.tensor_parallel.trace import NotReplayableError, trace
+from shardwright.core.errors import CaptureError
 from shardwright.core.slices.sequence_ops import sequence_inputs, sequence_ops
 
 TOKENS, WIDTH, WORDS = 12, 16, 32
@@ -235,6 +237,16 @@ OPERATIONS: dict[str, tuple[Any, str]] = {
         "another order",
     ),
     "rows in the wrong order": (lambda x: routed(x, back=lambda rows, order: rows), "sequence"),
+    "keys behind a zero": (
+        lambda x: F.scaled_dot_product_attention(x, *[F.pad(x, (0, 0, 1, 0))] * 2, is_causal=True),
+        "needs windows of the sequence",
+    ),
+    "attention among as many heads": (
+        lambda x: F.scaled_dot_product_attention(
+            *[x.unflatten(-1, (TOKENS, 2))] * 3, attn_mask=torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
+        ).flatten(2),
+        "attends in both directions",
+    ),
     "rows in both orders": (
         lambda x: routed(x, between=lambda rows, order, counts: rows + rows[order.argsort()]),
         "in another order",
@@ -364,6 +376,23 @@ def test_experts_are_told_by_what_ops_compute_with(how: str) -> None:
 def test_experts_as_transformers_has_them_are_routed() -> None:
     traced = trace(Row(routed), torch.randint(0, WORDS, (2, TOKENS)))
     require_routing(traced, sequence_ops(traced.graph))
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        lambda x: x.unsqueeze(2).expand(-1, -1, x.shape[1], -1).sum(2),
+        lambda x: x.repeat(1, 1, x.shape[1]).view(*x.shape[:2], -1, x.shape[2]).sum(2),
+        lambda x: F.pad(x, (0, x.shape[1])).mean(-1, keepdim=True) * x,
+    ],
+    ids=["expanded", "repeated", "padded"],
+)
+def test_dims_as_long_as_the_sequence_are_named(operation: Any) -> None:
+    """In slices they would be shorter, and a sum over them another one."""
+    model, ids = Row(operation), torch.randint(0, WORDS, (2, TOKENS))
+    whole, other = trace(model, ids), trace(model, ids[:, :5])
+    with pytest.raises(CaptureError, match=r"in blocks\.0 gives a tensor with another dim as long as the sequence"):
+        require_same_numbers(whole, other, sequence_ops(whole.graph), 5)
 
 
 class Clamped(nn.Module):

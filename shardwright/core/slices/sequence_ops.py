@@ -289,7 +289,7 @@ class _Reading:
             return Told(why="attends by a mask that the tokens' vectors make")
         if label < 0 or key[of_key] < 0:
             return Told(why="attends along no dim of the sequence")
-        if op.role(label) == "whole" or self._is_square(op):
+        if op.role(label) == "whole" or (label != key[of_key] and self._is_square(op)):
             return Told(label, carried=op.inputs[1:3])
         return Told(why=BOTH_WAYS)
 

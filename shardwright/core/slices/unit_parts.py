@@ -99,9 +99,37 @@ def require_sliceable(graph: Graph, ops: SequenceOps) -> None:
         for number, (op, need) in enumerate(zip(graph.ops, ops.needs, strict=True))
         if need == "causal" and number not in ops.tails and op.kind not in ("attention", "contraction")
     ]
+    reasons += _not_carried_out(graph, ops)
     if reasons:
         more = f"; and {len(reasons) - 3} more" if len(reasons) > 3 else ""
         raise CaptureError(
             f"{graph.model_name} cannot run in slices of its sequence: {'; '.join(reasons[:3])}{more}. Slices follow "
             f"each other where a token needs only what came before it: leave out slices, or pin slices=1"
         )
+
+
+LACKS = {
+    "windows": "reads the last tokens before a slice",
+    "experts": "puts tokens in the order of their experts",
+    "sinks": "puts scores beside those of the keys",
+}
+"""What an op does that a runtime may not do slice by slice, by the names of `Capabilities.not_in_slices`."""
+
+
+def _not_carried_out(graph: Graph, ops: SequenceOps) -> list[str]:
+    """Why the runtime of the model's framework does not run it in slices, for each op. The last unit can still run such
+    an op once, behind the last slice."""
+    last, runtime = fold(graph).units[-1].first_op, graph.capabilities
+    doing: dict[str, set[int]] = {
+        "windows": {op for op in ops.tails if ops.needs[op] == "causal"},
+        "experts": {op for op in ops.routed.sorts if ops.needs[op] == "local"},
+        "sinks": {
+            op for op, each in enumerate(graph.ops) if each.kind == "concat" and ops.more_keys.keys() & {*each.outputs}
+        },
+    }
+    return [
+        f"{graph.ops[op].name} in {graph.calls[graph.ops[op].call].path or 'the model'} {LACKS[name]}, which the "
+        f"{runtime.framework} runtime of this version does not do slice by slice"
+        for op, name in sorted((op, name) for name in runtime.not_in_slices for op in doing[name])
+        if op < last
+    ]

@@ -72,7 +72,7 @@ class Windows:
         if is_window and op.base_name in ("conv1d", "convolution", "_convolution"):
             return self._convolve(number, op, longer or _Longer())
         if longer is None:
-            return None
+            return "needs windows of the sequence" if self._longer.keys() & set(given) else None
         if is_window and op.base_name in ("slice", "narrow"):
             return self._cut(number, op, longer)
         if len(given) == 1 and (op.base_name in TURNS or op.kind == "elementwise") and longer.behind >= 0:

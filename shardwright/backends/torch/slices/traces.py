@@ -112,7 +112,20 @@ SIZED = frozenset({"view", "copy", "create"})
 
 def require_same_numbers(whole: Traced, other: Traced, ops: SequenceOps, length: int) -> None:
     """Raise CaptureError where an op of slices computes with a number that follows from the length, as a product with
-    one over it: in slices it would be another number."""
+    one over it, or repeats something as often: in slices it would be another number."""
+    for op, need in zip(whole.graph.ops, ops.needs, strict=True):
+        for tensor in op.outputs if need in ("local", "causal") else ():
+            along = {ops.dims.get(tensor), ops.keys.get(tensor)}
+            one, two = (traced.graph.tensors[tensor] for traced in (whole, other))
+            sizes = [list(zip(each.fixed, each.per_sample, strict=True)) for each in (one, two)]
+            if tensor in ops.dims and any(
+                a != b for d, (a, b) in enumerate(zip(*sizes, strict=True)) if d not in along
+            ):
+                where = whole.graph.calls[op.call].path or whole.graph.model_name
+                raise CaptureError(
+                    f"{op.name} in {where} gives a tensor with another dim as long as the sequence, or longer with it: "
+                    f"slices would make it shorter; leave out slices, or give it a size"
+                )
     for one, two in zip(whole.sites, other.sites, strict=True):
         present = [op for op in one.ops if op is not None]
         if not any(ops.needs[op] == "local" for op in present):  # attention has the numbers of the whole sequence
