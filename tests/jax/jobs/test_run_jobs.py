@@ -193,8 +193,8 @@ def test_what_is_not_run_is_refused() -> None:
     plan, jobs = planned(), given()
     with pytest.raises(PlanError, match="'momentum': expected what each job of the plan trains"):
         run_jobs(plan, {"clipped": jobs["clipped"]}, devices=two())
+    spoiled = replace(plan.jobs[1], output=f"{__file__}/out")
     with pytest.raises(PlanError, match="job 'momentum' cannot be saved at"):
-        spoiled = replace(plan.jobs[1], output=f"{__file__}/out")
         run_jobs(replace(plan, jobs=(plan.jobs[0], spoiled)), jobs, devices=two())
     with pytest.raises(MissingCapabilityError, match="policy='optimum' is for simulations"):
         run_jobs(replace(plan, policy="optimum"), jobs, devices=two())

@@ -126,17 +126,17 @@ def require_same_numbers(whole: Traced, other: Traced, ops: SequenceOps, length:
                     f"{op.name} in {where} gives a tensor with another dim as long as the sequence, or longer with it: "
                     f"slices would make it shorter; leave out slices, or give it a size"
                 )
-    for one, two in zip(whole.sites, other.sites, strict=True):
-        present = [op for op in one.ops if op is not None]
+    for site, shorter in zip(whole.sites, other.sites, strict=True):
+        present = [op for op in site.ops if op is not None]
         if not any(ops.needs[op] == "local" for op in present):  # attention has the numbers of the whole sequence
             continue
         if ops.routed.places.issuperset(present) or ops.cuts.issuperset(present):
             continue
         may_differ = all(whole.graph.ops[op].kind in SIZED for op in present)
-        given = (one.arguments, one.keywords), (two.arguments, two.keywords)
+        given = (site.arguments, site.keywords), (shorter.arguments, shorter.keywords)
         if not may_differ and given[0] != given[1]:
-            where = one.context[0] or whole.graph.model_name
+            where = site.context[0] or whole.graph.model_name
             raise CaptureError(
-                f"{one.name} in {where} computes with numbers that follow from the length of the sequence (other ones "
+                f"{site.name} in {where} computes with numbers that follow from the length of the sequence (other ones "
                 f"at {length} tokens): slices would compute something else; leave out slices, or give it the number"
             )
