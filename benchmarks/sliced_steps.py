@@ -30,7 +30,7 @@ OTHERS = (
 )  # fmt: skip
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--framework", choices=("torch", "jax"), default="torch")
     parser.add_argument("--rounds", type=int, default=9)
@@ -59,8 +59,8 @@ def main() -> None:
             file.write("\n".join(lines) + "\n")
     judged = claims.sliced_steps(times, ran.predicted)
     print(judged.verdict())
-    sys.exit(judged.exit_code)
+    return judged.exit_code
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

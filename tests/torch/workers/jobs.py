@@ -109,6 +109,12 @@ def check_what_differs_between_ranks_is_refused() -> None:
     said = "job 'bert': the data of step 0 are others than in another process"
     with pytest.raises((DisagreementError, PeerError), match=said):
         run_jobs(jobs.plan, jobs.training | {"bert": shuffled}, seed=SEED)
+    jobs = made(["bert", "resnet"], DEVICES)
+    for group in jobs.training["resnet"].optimizer.param_groups:
+        group["weight_decay"] += 0.25 * dist.get_rank()
+    said = "job 'resnet': the optimizer's options, or the parameters that they are of, are others than in another"
+    with pytest.raises((DisagreementError, PeerError), match=said):
+        run_jobs(jobs.plan, jobs.training, seed=SEED)
 
 
 CHECKS = (

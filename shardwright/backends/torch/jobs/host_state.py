@@ -77,6 +77,15 @@ class HostState:
         self._options = [_without_parameters(group) for group in self.optimizer.param_groups]
         self._attributes = _plain_attributes(self.optimizer)
 
+    @property
+    def told_options(self) -> list[list[str]]:
+        """The options with which a step begins, and the parameters that they are of, as processes compare them."""
+        names = {id(parameter): name for name, parameter in self.parameters.items()}
+        return [
+            [*(f"{key}={value!r}" for key, value in sorted(options.items())), *(names[id(p)] for p in group["params"])]
+            for options, group in zip(self._options, self.optimizer.param_groups, strict=True)
+        ]
+
     def keep_apart(self) -> None:
         """Let parameters, buffers and states be where the host's tensors are now."""
         for name in self._at_home:

@@ -151,6 +151,21 @@ class JobRun:
                 f"run the same code on the same models"
             )
         self.host.note(known, self._recorded.digest)
+        self._require_same_options(number)
+
+    def require_same_options(self) -> None:
+        """Raise DisagreementError where the optimizer of another process begins with other options."""
+        self.state.begin_step()
+        self._require_same_options(0)
+
+    def _require_same_options(self, step: int) -> None:
+        options = self.state.told_options
+        if self.host.noted(key := f"options of step {step}", options) != options:
+            raise DisagreementError(
+                f"job {self.planned.name!r}: the optimizer's options, or the parameters that they are of, are others "
+                f"than in another process at step {step}: give all the same optimizer and schedules"
+            )
+        self.host.note(key, options)
 
     def _microbatches(self, batch: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
         for tensor in batch:

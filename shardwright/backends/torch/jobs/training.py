@@ -56,6 +56,8 @@ class RunningJob:
         self._read = 0
         """The batches that were read here."""
         self._first: Any = None
+        if self.host.is_shared:
+            self.run.require_same_options()
         self._look_ahead()
 
     def _look_ahead(self) -> None:
