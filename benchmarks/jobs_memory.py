@@ -28,8 +28,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from shardwright.backends.torch.jobs.job_run import JobRun
-from tests.torch.job_cases import BATCH, CASES, SEED, made, tracked_passes
+from tests.torch.job_cases import BATCH, CASES, made, peaks_of_steps
 
 WIDTH, TOKENS, WORDS = 128, 64, 256
 
@@ -73,11 +72,7 @@ def main() -> int:
     for name, make in {"gpt2": gpt2, "bert": bert, "t5": t5, "resnet": resnet}.items():
         CASES[name] = replace(CASES[name], make=make)
         jobs = made([name], devices=2)
-        given, (job,) = jobs.training[name], jobs.plan.jobs
-        run = JobRun(job, given.graph, given.model, given.optimizer, given.step, seed=SEED)
-        with tracked_passes() as peaks:
-            for batch in list(given.data)[:2]:
-                run.step(batch)
+        (job,), peaks = jobs.plan.jobs, peaks_of_steps(jobs, name)
         ratios = [own.device_bytes / peaks[name, own.kind, own.shard] for own in job.passes]
         fullest, budget = max(peaks.values()), jobs.plan.budget_bytes
         rows[name] = {"fullest": job.device_bytes / fullest, "least": min(ratios), "budget": fullest / budget}

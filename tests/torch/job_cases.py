@@ -205,3 +205,13 @@ def tracked_passes() -> Iterator[dict[tuple[str, str, int], int]]:
         yield peaks
     finally:
         JobRun.run = plain_run  # type: ignore[method-assign]
+
+
+def peaks_of_steps(jobs: Made, name: str) -> dict[tuple[str, str, int], int]:
+    """The most bytes that each pass of a job holds in its first two steps, by (job, kind, shard)."""
+    given, (job,) = jobs.training[name], jobs.plan.jobs
+    run = JobRun(job, given.graph, given.model, given.optimizer, given.step, seed=SEED)
+    with tracked_passes() as peaks:
+        for batch in list(given.data)[:2]:
+            run.step(batch)
+    return peaks

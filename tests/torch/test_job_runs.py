@@ -25,6 +25,7 @@ from tests.torch.job_cases import (
     STEPS,
     compare_with_alone,
     made,
+    peaks_of_steps,
     tracked_passes,
 )
 
@@ -107,11 +108,7 @@ def test_a_job_in_shards_trains_as_the_whole_model(case: str) -> None:
 @pytest.mark.parametrize("case", NAMES)
 def test_no_pass_holds_more_than_planned_and_the_fullest_little_less(case: str) -> None:
     jobs = made([case], devices=2)
-    given, (job,) = jobs.training[case], jobs.plan.jobs
-    run = JobRun(job, given.graph, given.model, given.optimizer, given.step, seed=SEED)
-    with tracked_passes() as peaks:
-        for batch in list(given.data)[:2]:
-            run.step(batch)
+    (job,), peaks = jobs.plan.jobs, peaks_of_steps(jobs, case)
     for own in job.passes:
         assert peaks[case, own.kind, own.shard] <= own.device_bytes, own
     assert job.device_bytes - UNCOUNTED_BYTES <= 1.05 * max(peaks.values())
